@@ -50,13 +50,6 @@ def per_channel(x, d, here, BD: tl.constexpr):
 
 
 @triton.jit
-def tile(x, t, known, x_t, TOKENS: tl.constexpr):
-    """[rows, TOKENS] from token t on, in the dtype it has, zeros where nothing is known. x: places of the rows,
-    [rows]; known: [rows, TOKENS]; x_t: stride of tokens."""
-    return tl.load(x[:, None] + (t + tl.arange(0, TOKENS)).to(tl.int64)[None, :] * x_t, mask=known, other=0.0)
-
-
-@triton.jit
 def pairs(x, ROWS: tl.constexpr):
     """The 4 columns of x [ROWS, 4]."""
     even, odd = tl.split(tl.reshape(x, [ROWS, 2, 2]))
@@ -67,25 +60,84 @@ def pairs(x, ROWS: tl.constexpr):
 
 @triton.jit
 def columns(x, ROWS: tl.constexpr):
-    """The 8 columns of x [ROWS, 8], in fp32."""
-    even, odd = tl.split(tl.reshape(x.to(tl.float32), [ROWS, 4, 2]))
+    """The 8 columns of x [ROWS, 8]."""
+    even, odd = tl.split(tl.reshape(x, [ROWS, 4, 2]))
     x0, x2, x4, x6 = pairs(even, ROWS)
     x1, x3, x5, x7 = pairs(odd, ROWS)
     return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
-def quartet(x0, x1, x2, x3, ROWS: tl.constexpr):
+def four(x0, x1, x2, x3, ROWS: tl.constexpr):
     """[ROWS, 4] of these columns."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [ROWS, 4])
 
 
 @triton.jit
-def joined(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
+def eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
     """[ROWS, 8] of these columns."""
-    even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
-    odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
+    even, odd = four(x0, x2, x4, x6, ROWS), four(x1, x3, x5, x7, ROWS)
     return tl.reshape(tl.join(even, odd), [ROWS, 8])
+
+
+@triton.jit
+def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """[ROWS, TOKENS], 4 or 8, from token t on, in x's dtype; zeros past the last token. x: places of the rows;
+    here: which of them there are; x_t: stride of tokens, 1 where they are TOGETHER. Then a thread loads a row
+    of the tile at once; else tokens are loaded one by one, each of them from rows that lie side by side. Both
+    ways a thread has rows of its own, which is how what is computed for a row is computed once."""
+    if TOGETHER:
+        at = t + tl.arange(0, TOKENS)
+        values = tl.load(x[:, None] + at[None, :], mask=here[:, None] & (at < T)[None, :], other=0.0)
+    else:
+        step = tl.cast(x_t, tl.int64)
+        x += t * step
+        x0 = tl.load(x, mask=here & (t < T), other=0.0)
+        x1 = tl.load(x + step, mask=here & (t + 1 < T), other=0.0)
+        x2 = tl.load(x + 2 * step, mask=here & (t + 2 < T), other=0.0)
+        x3 = tl.load(x + 3 * step, mask=here & (t + 3 < T), other=0.0)
+        if TOKENS == 4:
+            values = four(x0, x1, x2, x3, ROWS)
+        else:
+            x4 = tl.load(x + 4 * step, mask=here & (t + 4 < T), other=0.0)
+            x5 = tl.load(x + 5 * step, mask=here & (t + 5 < T), other=0.0)
+            x6 = tl.load(x + 6 * step, mask=here & (t + 6 < T), other=0.0)
+            x7 = tl.load(x + 7 * step, mask=here & (t + 7 < T), other=0.0)
+            values = eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS)
+    return values
+
+
+@triton.jit
+def states_tile(x, t, there, T, x_t, TOKENS: tl.constexpr):
+    """[states, TOKENS] of B or C, as tile."""
+    at = t + tl.arange(0, TOKENS)
+    return tl.load(x[:, None] + at.to(tl.int64)[None, :] * x_t, mask=there[:, None] & (at < T)[None, :],
+                   other=0.0)
+
+
+@triton.jit
+def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """Store what tile would load."""
+    values = values.to(x.dtype.element_ty)
+    if TOGETHER:
+        at = t + tl.arange(0, TOKENS)
+        tl.store(x[:, None] + at[None, :], values, mask=here[:, None] & (at < T)[None, :])
+    else:
+        step = tl.cast(x_t, tl.int64)
+        x += t * step
+        if TOKENS == 4:
+            x0, x1, x2, x3 = pairs(values, ROWS)
+        else:
+            x0, x1, x2, x3, x4, x5, x6, x7 = columns(values, ROWS)
+        tl.store(x, x0, mask=here & (t < T))
+        tl.store(x + step, x1, mask=here & (t + 1 < T))
+        tl.store(x + 2 * step, x2, mask=here & (t + 2 < T))
+        tl.store(x + 3 * step, x3, mask=here & (t + 3 < T))
+        if TOKENS == 8:
+            tl.store(x + 4 * step, x4, mask=here & (t + 4 < T))
+            tl.store(x + 5 * step, x5, mask=here & (t + 5 < T))
+            tl.store(x + 6 * step, x6, mask=here & (t + 6 < T))
+            tl.store(x + 7 * step, x7, mask=here & (t + 7 < T))
 
 
 @triton.jit
@@ -96,16 +148,17 @@ def after(h, rates, step, x, B, C):
 
 
 @triton.jit
-def step_size(raw, bias, SOFTPLUS: tl.constexpr):
-    """(raw steps plus bias, steps), each [BD]."""
-    raw += bias
+def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr):
+    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the end steps are 0,
+    which leaves a state as it is."""
+    raw = x.to(tl.float32) + bias[:, None]
     step = raw
     if SOFTPLUS:
         step = softplus(raw)
-    return raw, step
+    return raw, tl.where((t + tl.arange(0, TOKENS) < T)[None, :], step, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["u_t", "s_t", "z_t", "y_t"])
 def selective_forward(
     u,  # [b, D, T]
     delta,  # [b, D, T]
@@ -142,10 +195,13 @@ def selective_forward(
     D: tl.constexpr,
     N: tl.constexpr,
     G: tl.constexpr,
+    U_TOGETHER: tl.constexpr,
+    S_TOGETHER: tl.constexpr,
+    Z_TOGETHER: tl.constexpr,
+    Y_TOGETHER: tl.constexpr,
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
-    BT: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
     """y, and states [b, kept, D, N] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
@@ -165,29 +221,26 @@ def selective_forward(
     if states is not None:
         states += b * ((T - 1) // SEGMENT) * (D * N) + d[None, :] * N + n[:, None]
     h = tl.zeros([BN, BD], dtype=tl.float32)
-    at = tl.arange(0, BT)
-    known = here[:, None] & (at < T)[None, :]
-    read = there[:, None] & (at < T)[None, :]
-    next_u, next_s = tile(u, 0, known, u_t, BT), tile(delta, 0, known, s_t, BT)
-    next_B, next_C = tile(B, 0, read, B_t, BT), tile(C, 0, read, C_t, BT)
+    next_u = tile(u, 0, here, T, u_t, U_TOGETHER, BD, 8)
+    next_s = tile(delta, 0, here, T, s_t, S_TOGETHER, BD, 8)
     next_z = next_u
     if z is not None:
-        next_z = tile(z, 0, known, z_t, BT)
-    for t in range(0, T, BT):
+        next_z = tile(z, 0, here, T, z_t, Z_TOGETHER, BD, 8)
+    next_B, next_C = states_tile(B, 0, there, T, B_t, 8), states_tile(C, 0, there, T, C_t, 8)
+    for t in range(0, T, 8):
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
                 tl.store(states, h, mask=whole)
                 states += N * D
-        known = here[:, None] & (t + at < T)[None, :]
-        b_u, b_z, b_B, b_C = next_u.to(tl.float32), next_z.to(tl.float32), next_B, next_C
-        _, step = step_size(next_s.to(tl.float32), b_bias[:, None], SOFTPLUS)
-        later = here[:, None] & (t + BT + at < T)[None, :]
-        read = there[:, None] & (t + BT + at < T)[None, :]
-        next_u, next_s = tile(u, t + BT, later, u_t, BT), tile(delta, t + BT, later, s_t, BT)
-        next_B, next_C = tile(B, t + BT, read, B_t, BT), tile(C, t + BT, read, C_t, BT)
+        b_u, b_z = next_u.to(tl.float32), next_z.to(tl.float32)
+        b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
+        _, step = steps(next_s, b_bias, t, T, SOFTPLUS, 8)
+        next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, BD, 8)
+        next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, BD, 8)
         if z is not None:
-            next_z = tile(z, t + BT, later, z_t, BT)
-        step = tl.where(known, step, 0.0)  # past the end the state stays as it is
+            next_z = tile(z, t + 8, here, T, z_t, Z_TOGETHER, BD, 8)
+        next_B = states_tile(B, t + 8, there, T, B_t, 8)
+        next_C = states_tile(C, t + 8, there, T, C_t, 8)
         s0, s1, s2, s3, s4, s5, s6, s7 = columns(step, BD)
         x0, x1, x2, x3, x4, x5, x6, x7 = columns(step * b_u, BD)
         B0, B1, B2, B3, B4, B5, B6, B7 = columns(b_B, BN)
@@ -200,10 +253,10 @@ def selective_forward(
         h, y5 = after(h, rates, s5, x5, B5, C5)
         h, y6 = after(h, rates, s6, x6, B6, C6)
         h, y7 = after(h, rates, s7, x7, B7, C7)
-        b_y = joined(y0, y1, y2, y3, y4, y5, y6, y7, BD) + b_skip[:, None] * b_u
+        b_y = eight(y0, y1, y2, y3, y4, y5, y6, y7, BD) + b_skip[:, None] * b_u
         if z is not None:
             b_y *= b_z * tl.sigmoid(b_z)
-        tl.store(y[:, None] + (t + at).to(tl.int64)[None, :] * y_t, b_y.to(y.dtype.element_ty), mask=known)
+        put(y, t, b_y, here, T, y_t, Y_TOGETHER, BD, 8)
     if last is not None:
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
@@ -260,4 +313,10 @@ def arguments(
         **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
         **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
         **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
+        U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z), Y_TOGETHER=together(like_y),
         D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+
+
+def together(x: Tensor | None) -> bool:
+    """Whether tokens lie side by side in x [b, D, T]."""
+    return x is not None and x.stride(2) == 1

@@ -25,7 +25,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     strips = groups * cdiv(problem.V // groups, BD)
     # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places
     # of B's and C's states, which are T apart where their tokens are together
-    return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=BD, BT=8 if kernel == "selective_forward" else 4), shared=8 * BN * BD + 4096,
+    return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=BD), shared=8 * BN * BD + 4096,
                         span=BN * max(BD, problem.T), num_warps=min(8, max(1, BN * BD // (32 * PER_THREAD))))
                  for kernel in kernels)
 
