@@ -318,5 +318,6 @@ def arguments(
 
 
 def together(x: Tensor | None) -> bool:
-    """Whether tokens lie side by side in x [b, D, T]."""
-    return x is not None and x.stride(2) == 1
+    """Whether tokens lie side by side in x [b, D, T], in rows that Triton sees to begin at multiples of 16
+    bytes; else threads that load a tile would be given other rows than those that compute."""
+    return x is not None and x.stride(2) == 1 and not (x.stride(0) % 16 or x.stride(1) % 16)
