@@ -32,8 +32,9 @@ from flashlin.kernels.selective.forward import (
     steps,
     tile,
     together,
+    wide,
 )
-from flashlin.kernels.selective.recipe import SEGMENT
+from flashlin.kernels.selective.recipe import SEGMENT, columns_of
 
 
 @triton.jit
@@ -62,18 +63,18 @@ def selective_backward(
     dy,  # [b, D, T]
     u,  # [b, D, T]
     delta,  # [b, D, T]
-    A,  # [D, N]
+    A,  # [D, W]
     B,  # [b, G, N, T]
     C,  # [b, G, N, T]
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
-    states,  # [b, kept, D, N], fp32
-    dlast,  # [b, D, N], fp32, or None
+    states,  # [b, kept, D, W], fp32
+    dlast,  # [b, D, W], fp32, or None
     du,  # [b, D, T]
     ddelta,  # [b, D, T]
     dz,  # [b, D, T]
-    dA,  # [b, D, N], fp32
+    dA,  # [b, D, W], fp32
     dB,  # [strips, b, G, T, N], fp32
     dC,  # [strips, b, G, T, N], fp32
     dskip,  # [b, D], fp32
@@ -106,6 +107,7 @@ def selective_backward(
     o_t,  # by token
     D: tl.constexpr,
     N: tl.constexpr,
+    W: tl.constexpr,
     G: tl.constexpr,
     U_TOGETHER: tl.constexpr,
     S_TOGETHER: tl.constexpr,
@@ -117,12 +119,12 @@ def selective_backward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, N], dskip and dbias [b, D]; for each
+    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, W], dskip and dbias [b, D]; for each
     strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
     ddelta and dz. scratch: [programs, SEGMENT, BD, BN] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
-    state = d[None, :] * N + n[:, None]
+    state = d[None, :] * W + n[:, None]
     rates = loaded(A + state, whole) * LOG2_E
     b_bias = per_channel(bias, d, here, BD)
     b_skip = per_channel(skip, d, here, BD)
@@ -137,12 +139,12 @@ def selective_backward(
         z += b * z_b + d * z_d
         dz += b * o_b + d * o_d
     partial = ((strip * b_count + b) * G + g) * T * N + n
-    states += (b * ((T - 1) // SEGMENT) - 1) * (D * N) + state
+    states += (b * ((T - 1) // SEGMENT) - 1) * (D * W) + state
     scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(
         0, BD)[None, :] * BN + tl.arange(0, BN)[:, None]
     dh = tl.zeros([BN, BD], dtype=tl.float32)
     if dlast is not None:
-        dh = loaded(dlast + b * (D * N) + state, whole)
+        dh = loaded(dlast + b * (D * W) + state, whole)
     of_A = tl.zeros([BN, BD], dtype=tl.float32)
     of_skip = tl.zeros([BD], dtype=tl.float32)
     of_bias = tl.zeros([BD], dtype=tl.float32)
@@ -152,7 +154,7 @@ def selective_backward(
         tokens = tl.minimum(SEGMENT, T - i0)
         h = tl.zeros([BN, BD], dtype=tl.float32)
         if i0 > 0:
-            h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (D * N), whole)
+            h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (D * W), whole)
         next_u = tile(u, i0, here, T, u_t, U_TOGETHER, BD, 8)
         next_s = tile(delta, i0, here, T, s_t, S_TOGETHER, BD, 8)
         next_B = states_tile(B, i0, there, T, B_t, 8)
@@ -246,7 +248,7 @@ def selective_backward(
             of_skip += tl.sum(p * b_u, 1)
             of_bias += tl.sum(tl.where((at < T)[None, :], b_ds, 0.0), 1)
         tl.debug_barrier()  # before the next segment's states take the place of these
-    tl.store(dA + b * (D * N) + state, of_A, mask=whole)
+    tl.store(dA + b * (D * W) + state, of_A, mask=whole)
     tl.store(dskip + b * D + d, of_skip, mask=here)
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
@@ -274,7 +276,7 @@ def run(
     du, ddelta = torch.empty_like(u), torch.empty_like(u, dtype=delta.dtype)
     dz = None if z is None else torch.empty_like(u, dtype=z.dtype)
     new = u.new_empty if u.numel() else u.new_zeros
-    dA = new((b, channels, N), dtype=torch.float32)
+    dA = new((b, channels, columns_of(N)), dtype=torch.float32)
     dB, dC = new((2, launch.grid[0] // max(b * G, 1), b, G, T, N), dtype=torch.float32)
     dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
@@ -282,7 +284,7 @@ def run(
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
             arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
-            dy=dy, states=states, dlast=dlast, du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
+            dy=dy, states=states, dlast=None if dlast is None else wide(dlast), du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
             dskip=dskip, dbias=dbias, scratch=scratch, b_count=b, O_TOGETHER=together(du), **strides(du, "o_b", "o_d", "o_t")))
-    return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
+    return (du, ddelta, dA.sum(0)[:, :N], dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
             None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))

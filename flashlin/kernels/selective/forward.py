@@ -8,6 +8,7 @@ registers, while the next three tokens are being loaded. Nothing is divided by a
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +17,7 @@ from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
-from flashlin.kernels.selective.recipe import SEGMENT, kept
+from flashlin.kernels.selective.recipe import SEGMENT, columns_of, kept
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -162,14 +163,14 @@ def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr):
 def selective_forward(
     u,  # [b, D, T]
     delta,  # [b, D, T]
-    A,  # [D, N]
+    A,  # [D, W]
     B,  # [b, G, N, T]
     C,  # [b, G, N, T]
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
     y,  # [b, D, T]
-    states,  # [b, kept, D, N], fp32, or None
+    states,  # [b, kept, D, W], fp32, or None
     last,  # [b, D, N], fp32, or None
     T,  # tokens
     u_b,  # strides of u: by row
@@ -194,6 +195,7 @@ def selective_forward(
     y_t,  # by token
     D: tl.constexpr,
     N: tl.constexpr,
+    W: tl.constexpr,
     G: tl.constexpr,
     U_TOGETHER: tl.constexpr,
     S_TOGETHER: tl.constexpr,
@@ -204,11 +206,12 @@ def selective_forward(
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """y, and states [b, kept, D, N] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
+    """y, and states [b, kept, D, W] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
     BD channels of a row of the batch, with all their states."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
-    rates = loaded(A + d[None, :] * N + n[:, None], whole) * LOG2_E
+    state = d[None, :] * W + n[:, None]
+    rates = loaded(A + state, whole) * LOG2_E
     b_bias = per_channel(bias, d, here, BD)
     b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
@@ -219,7 +222,7 @@ def selective_forward(
     if z is not None:
         z += b * z_b + d * z_d
     if states is not None:
-        states += b * ((T - 1) // SEGMENT) * (D * N) + d[None, :] * N + n[:, None]
+        states += b * ((T - 1) // SEGMENT) * (D * W) + state
     h = tl.zeros([BN, BD], dtype=tl.float32)
     next_u = tile(u, 0, here, T, u_t, U_TOGETHER, BD, 8)
     next_s = tile(delta, 0, here, T, s_t, S_TOGETHER, BD, 8)
@@ -231,7 +234,7 @@ def selective_forward(
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
                 tl.store(states, h, mask=whole)
-                states += N * D
+                states += D * W
         b_u, b_z = next_u.to(tl.float32), next_z.to(tl.float32)
         b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
         _, step = steps(next_s, b_bias, t, T, SOFTPLUS, 8)
@@ -282,7 +285,7 @@ def run(
     N = A.shape[1]
     y, last = torch.empty_like(u), u.new_empty(b, channels, N, dtype=torch.float32)
     needs_grad = len(plan.launches) > 1
-    states = u.new_empty(b, kept(T), channels, N, dtype=torch.float32) if needs_grad else None
+    states = u.new_empty(b, kept(T), channels, columns_of(N), dtype=torch.float32) if needs_grad else None
     if T == 0:
         return y, last.zero_(), states
     if last.numel():
@@ -309,12 +312,18 @@ def arguments(
     """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
     are taken here."""
     return dict(
-        u=u, delta=delta, A=A, B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
+        u=u, delta=delta, A=wide(A), B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
         **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
         **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
         **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
         U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z), Y_TOGETHER=together(like_y),
-        D=A.shape[0], N=A.shape[1], G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+        D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x [..., N] with zeros up to the columns that states have."""
+    lacking = columns_of(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, lacking)) if lacking else x
 
 
 def together(x: Tensor | None) -> bool:
