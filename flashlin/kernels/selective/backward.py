@@ -23,7 +23,9 @@ from flashlin.kernels.selective.forward import (
     arguments,
     columns,
     four,
+    inside,
     loaded,
+    of_poles,
     pairs,
     per_channel,
     place,
@@ -44,21 +46,24 @@ def advanced(h, rates, step, x, B):
 
 
 @triton.jit
-def walked(dh, of_A, before, rates, step, x, p, B, C, h):
+def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
     """A token backwards, from the gradient of the state that it leaves to that of the one it found, and what it
-    adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states."""
+    adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states. real: whether
+    there is such a token."""
     y = tl.sum(h * C[:, None], 0)
     of_C = tl.sum(h * p[None, :], 1)
     dh += C[:, None] * p[None, :]
     along_B = tl.sum(dh * B[:, None], 0)
     of_B = tl.sum(dh * x[None, :], 1)
     dh *= tl.exp2(step[None, :] * rates)
+    if not WHOLE:  # after the last token, 0 times a state that is not finite is nothing
+        before = tl.where(real, before, 0.0)
     w = dh * before
     of_A += w * step[None, :]
     return dh, of_A, y, along_B, tl.sum(w * rates, 0), of_B, of_C
 
 
-@triton.jit(do_not_specialize=["b_count", "u_t", "s_t", "z_t", "y_t", "o_t"])
+@triton.jit(do_not_specialize=["T", "b_count", "u_t", "s_t", "z_t", "y_t", "o_t"])
 def selective_backward(
     dy,  # [b, D, T]
     u,  # [b, D, T]
@@ -79,7 +84,7 @@ def selective_backward(
     dC,  # [strips, b, G, T, N], fp32
     dskip,  # [b, D], fp32
     dbias,  # [b, D], fp32
-    scratch,  # [programs, SEGMENT, BD, BN], fp32
+    scratch,  # [programs, SEGMENT / 2, BD, BN], fp32
     T,  # tokens
     b_count,  # rows of the batch
     u_b,  # strides of u: by row
@@ -114,6 +119,7 @@ def selective_backward(
     Z_TOGETHER: tl.constexpr,
     Y_TOGETHER: tl.constexpr,
     O_TOGETHER: tl.constexpr,
+    WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -121,11 +127,11 @@ def selective_backward(
 ):
     """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, W], dskip and dbias [b, D]; for each
     strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
-    ddelta and dz. scratch: [programs, SEGMENT, BD, BN] fp32."""
+    ddelta and dz. scratch: [programs, SEGMENT / 2, BD, BN] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * W + n[:, None]
-    rates = loaded(A + state, whole) * LOG2_E
+    rates = of_poles(A + state, whole)
     b_bias = per_channel(bias, d, here, BD)
     b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
@@ -133,14 +139,12 @@ def selective_backward(
     B += b * B_b + g.to(tl.int64) * B_g + n * B_n
     C += b * C_b + g.to(tl.int64) * C_g + n * C_n
     dy += b * y_b + d * y_d
-    du += b * o_b + d * o_d
-    ddelta += b * o_b + d * o_d
+    outputs = b * o_b + d * o_d
     if z is not None:
         z += b * z_b + d * z_d
-        dz += b * o_b + d * o_d
     partial = ((strip * b_count + b) * G + g) * T * N + n
     states += (b * ((T - 1) // SEGMENT) - 1) * (D * W) + state
-    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(
+    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT // 2 * BN * BD) + tl.arange(
         0, BD)[None, :] * BN + tl.arange(0, BN)[:, None]
     dh = tl.zeros([BN, BD], dtype=tl.float32)
     if dlast is not None:
@@ -155,67 +159,54 @@ def selective_backward(
         h = tl.zeros([BN, BD], dtype=tl.float32)
         if i0 > 0:
             h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (D * W), whole)
-        next_u = tile(u, i0, here, T, u_t, U_TOGETHER, BD, 8)
-        next_s = tile(delta, i0, here, T, s_t, S_TOGETHER, BD, 8)
-        next_B = states_tile(B, i0, there, T, B_t, 8)
+        next_u = tile(u, i0, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+        next_s = tile(delta, i0, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
+        next_B = states_tile(B, i0, there, T, B_t, WHOLE, 8)
         for i in range(0, tokens, 8):
             t = i0 + i
             b_u, b_B = next_u.to(tl.float32), next_B.to(tl.float32)
-            _, step = steps(next_s, b_bias, t, T, SOFTPLUS, 8)
-            next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, BD, 8)
-            next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, BD, 8)
-            next_B = states_tile(B, t + 8, there, T, B_t, 8)
+            _, step = steps(next_s, b_bias, t, T, SOFTPLUS, WHOLE, 8)
+            next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+            next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
+            next_B = states_tile(B, t + 8, there, T, B_t, WHOLE, 8)
             s0, s1, s2, s3, s4, s5, s6, s7 = columns(step, BD)
             x0, x1, x2, x3, x4, x5, x6, x7 = columns(step * b_u, BD)
             B0, B1, B2, B3, B4, B5, B6, B7 = columns(b_B, BN)
-            to = scratch + i * (BN * BD)
+            to = scratch + i // 2 * (BN * BD)
             tl.store(to, h)
             h = advanced(h, rates, s0, x0, B0)
-            tl.store(to + BN * BD, h)
             h = advanced(h, rates, s1, x1, B1)
-            tl.store(to + 2 * (BN * BD), h)
+            tl.store(to + BN * BD, h)
             h = advanced(h, rates, s2, x2, B2)
-            tl.store(to + 3 * (BN * BD), h)
             h = advanced(h, rates, s3, x3, B3)
-            tl.store(to + 4 * (BN * BD), h)
+            tl.store(to + 2 * (BN * BD), h)
             h = advanced(h, rates, s4, x4, B4)
-            tl.store(to + 5 * (BN * BD), h)
             h = advanced(h, rates, s5, x5, B5)
-            tl.store(to + 6 * (BN * BD), h)
+            tl.store(to + 3 * (BN * BD), h)
             h = advanced(h, rates, s6, x6, B6)
-            tl.store(to + 7 * (BN * BD), h)
             h = advanced(h, rates, s7, x7, B7)
         tl.debug_barrier()  # other threads may read what this one wrote
         # From here on 4 tokens at a time: more would not fit into registers. States are loaded before what
         # belongs to rows: of two layouts the compiler lets what is computed keep that of the later load, and
         # in the states' every row is in four threads.
         final = (tokens - 1) // 4 * 4
-        latest = tl.load(scratch + (final + 3) * (BN * BD))
-        next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, BD, 4)
-        next_s = tile(delta, i0 + final, here, T, s_t, S_TOGETHER, BD, 4)
-        next_p = tile(dy, i0 + final, here, T, y_t, Y_TOGETHER, BD, 4)
+        latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
+        next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)
+        next_s = tile(delta, i0 + final, here, T, s_t, S_TOGETHER, WHOLE, BD, 4)
+        next_p = tile(dy, i0 + final, here, T, y_t, Y_TOGETHER, WHOLE, BD, 4)
         next_z = next_p
         if z is not None:
-            next_z = tile(z, i0 + final, here, T, z_t, Z_TOGETHER, BD, 4)
-        next_B = states_tile(B, i0 + final, there, T, B_t, 4)
-        next_C = states_tile(C, i0 + final, there, T, C_t, 4)
+            next_z = tile(z, i0 + final, here, T, z_t, Z_TOGETHER, WHOLE, BD, 4)
+        next_B = states_tile(B, i0 + final, there, T, B_t, WHOLE, 4)
+        next_C = states_tile(C, i0 + final, there, T, C_t, WHOLE, 4)
         for j in range(0, tokens, 4):
             i = final - j
             t = i0 + i
-            of = scratch + i * (BN * BD)
-            h3, h2, h1, h0 = latest, tl.load(of + 2 * (BN * BD)), tl.load(of + BN * BD), tl.load(of)
-            latest = tl.load(of - BN * BD, mask=i > 0)
+            of = scratch + i // 2 * (BN * BD)
+            h2, h0 = latest, tl.load(of)
             b_u, p, b_z = next_u.to(tl.float32), next_p.to(tl.float32), next_z.to(tl.float32)
             b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
-            raw, step = steps(next_s, b_bias, t, T, SOFTPLUS, 4)
-            more, further = here & (i > 0), there & (i > 0)
-            next_u = tile(u, t - 4, more, T, u_t, U_TOGETHER, BD, 4)
-            next_s = tile(delta, t - 4, more, T, s_t, S_TOGETHER, BD, 4)
-            next_p = tile(dy, t - 4, more, T, y_t, Y_TOGETHER, BD, 4)
-            if z is not None:
-                next_z = tile(z, t - 4, more, T, z_t, Z_TOGETHER, BD, 4)
-            next_B = states_tile(B, t - 4, further, T, B_t, 4)
-            next_C = states_tile(C, t - 4, further, T, C_t, 4)
+            raw, step = steps(next_s, b_bias, t, T, SOFTPLUS, WHOLE, 4)
             slope = p
             if z is not None:
                 on = tl.sigmoid(b_z)
@@ -226,27 +217,46 @@ def selective_backward(
             p0, p1, p2, p3 = pairs(p, BD)
             B0, B1, B2, B3 = pairs(b_B, BN)
             C0, C1, C2, C3 = pairs(b_C, BN)
-            dh, of_A, y3, b3, w3, dB3, dC3 = walked(dh, of_A, h3, rates, s3, x=x3, p=p3, B=B3, C=C3, h=h)
-            dh, of_A, y2, b2, w2, dB2, dC2 = walked(dh, of_A, h2, rates, s2, x=x2, p=p2, B=B2, C=C2, h=h3)
-            dh, of_A, y1, b1, w1, dB1, dC1 = walked(dh, of_A, h1, rates, s1, x=x1, p=p1, B=B1, C=C1, h=h2)
-            dh, of_A, y0, b0, w0, dB0, dC0 = walked(dh, of_A, h0, rates, s0, x=x0, p=p0, B=B0, C=C0, h=h1)
+            h3 = advanced(h2, rates, s2, x2, B2)
+            real = t + 3 < T
+            dh, of_A, y3, b3, w3, dB3, dC3 = walked(
+                dh, of_A, h3, rates, s3, x=x3, p=p3, B=B3, C=C3, h=h, real=real, WHOLE=WHOLE)
+            real = t + 2 < T
+            dh, of_A, y2, b2, w2, dB2, dC2 = walked(
+                dh, of_A, h2, rates, s2, x=x2, p=p2, B=B2, C=C2, h=h3, real=real, WHOLE=WHOLE)
+            h1 = advanced(h0, rates, s0, x0, B0)
+            real = t + 1 < T
+            dh, of_A, y1, b1, w1, dB1, dC1 = walked(
+                dh, of_A, h1, rates, s1, x=x1, p=p1, B=B1, C=C1, h=h2, real=real, WHOLE=WHOLE)
+            latest = tl.load(of - BN * BD, mask=i > 0)
+            more, further = here & (i > 0), there & (i > 0)
+            next_u = tile(u, t - 4, more, T, u_t, U_TOGETHER, WHOLE, BD, 4)
+            next_s = tile(delta, t - 4, more, T, s_t, S_TOGETHER, WHOLE, BD, 4)
+            next_p = tile(dy, t - 4, more, T, y_t, Y_TOGETHER, WHOLE, BD, 4)
+            if z is not None:
+                next_z = tile(z, t - 4, more, T, z_t, Z_TOGETHER, WHOLE, BD, 4)
+            next_B = states_tile(B, t - 4, further, T, B_t, WHOLE, 4)
+            next_C = states_tile(C, t - 4, further, T, C_t, WHOLE, 4)
+            real = t < T
+            dh, of_A, y0, b0, w0, dB0, dC0 = walked(
+                dh, of_A, h0, rates, s0, x=x0, p=p0, B=B0, C=C0, h=h1, real=real, WHOLE=WHOLE)
             h = h0
             at = t + tl.arange(0, 4)
             to = partial[:, None] + at.to(tl.int64)[None, :] * N
-            known = there[:, None] & (at < T)[None, :]
+            known = inside(t, there, T, WHOLE, 4)
             tl.store(dB + to, four(dB0, dB1, dB2, dB3, BN), mask=known)
             tl.store(dC + to, four(dC0, dC1, dC2, dC3, BN), mask=known)
             if z is not None:
                 b_dz = (four(y0, y1, y2, y3, BD) + b_skip[:, None] * b_u) * slope
-                put(dz, t, b_dz, here, T, o_t, O_TOGETHER, BD, 4)
+                put(dz + outputs, t, b_dz, here, T, o_t, O_TOGETHER, WHOLE, 4)
             along_B = four(b0, b1, b2, b3, BD)
-            put(du, t, b_skip[:, None] * p + step * along_B, here, T, o_t, O_TOGETHER, BD, 4)
+            put(du + outputs, t, b_skip[:, None] * p + step * along_B, here, T, o_t, O_TOGETHER, WHOLE, 4)
             b_ds = b_u * along_B + four(w0, w1, w2, w3, BD) * (1 / LOG2_E)
             if SOFTPLUS:
                 b_ds *= tl.sigmoid(raw)
-            put(ddelta, t, b_ds, here, T, o_t, O_TOGETHER, BD, 4)
+            put(ddelta + outputs, t, b_ds, here, T, o_t, O_TOGETHER, WHOLE, 4)
             of_skip += tl.sum(p * b_u, 1)
-            of_bias += tl.sum(tl.where((at < T)[None, :], b_ds, 0.0), 1)
+            of_bias += tl.sum(tl.where(inside(t, here, T, WHOLE, 4), b_ds, 0.0), 1)
         tl.debug_barrier()  # before the next segment's states take the place of these
     tl.store(dA + b * (D * W) + state, of_A, mask=whole)
     tl.store(dskip + b * D + d, of_skip, mask=here)
@@ -280,7 +290,7 @@ def run(
     dB, dC = new((2, launch.grid[0] // max(b * G, 1), b, G, T, N), dtype=torch.float32)
     dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
-        scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")),
+        scratch = u.new_empty((launch.grid[0], SEGMENT // 2, launch.block("BN"), launch.block("BD")),
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
             arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),

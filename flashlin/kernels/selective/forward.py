@@ -42,6 +42,13 @@ def loaded(x, known):
 
 
 @triton.jit
+def of_poles(A, whole):
+    """A log2(e), of which e^{step A} is made; -inf is a large number, since past the end steps are 0."""
+    rates = loaded(A, whole) * LOG2_E
+    return tl.where(rates < -3e38, -3e38, rates)
+
+
+@triton.jit
 def per_channel(x, d, here, BD: tl.constexpr):
     """[BD] of x in fp32, zeros where there is no x."""
     values = tl.zeros([BD], dtype=tl.float32)
@@ -82,48 +89,62 @@ def eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+         TOKENS: tl.constexpr):
     """[ROWS, TOKENS], 4 or 8, from token t on, in x's dtype; zeros past the last token. x: places of the rows;
     here: which of them there are; x_t: stride of tokens, 1 where they are TOGETHER. Then a thread loads a row
     of the tile at once; else tokens are loaded one by one, each of them from rows that lie side by side. Both
-    ways a thread has rows of its own, which is how what is computed for a row is computed once."""
+    ways a thread has rows of its own, so what is computed of them is computed once. WHOLE: T is a multiple of
+    TOKENS."""
     if TOGETHER:
-        at = t + tl.arange(0, TOKENS)
-        values = tl.load(x[:, None] + at[None, :], mask=here[:, None] & (at < T)[None, :], other=0.0)
+        values = tl.load(x[:, None] + t + tl.arange(0, TOKENS)[None, :],
+                         mask=inside(t, here, T, WHOLE, TOKENS), other=0.0)
     else:
+        ODD: tl.constexpr = 0 if WHOLE else 1  # all tokens of a tile exist, or none
         step = tl.cast(x_t, tl.int64)
         x += t * step
         x0 = tl.load(x, mask=here & (t < T), other=0.0)
-        x1 = tl.load(x + step, mask=here & (t + 1 < T), other=0.0)
-        x2 = tl.load(x + 2 * step, mask=here & (t + 2 < T), other=0.0)
-        x3 = tl.load(x + 3 * step, mask=here & (t + 3 < T), other=0.0)
+        x1 = tl.load(x + step, mask=here & (t + ODD < T), other=0.0)
+        x2 = tl.load(x + 2 * step, mask=here & (t + 2 * ODD < T), other=0.0)
+        x3 = tl.load(x + 3 * step, mask=here & (t + 3 * ODD < T), other=0.0)
         if TOKENS == 4:
             values = four(x0, x1, x2, x3, ROWS)
         else:
-            x4 = tl.load(x + 4 * step, mask=here & (t + 4 < T), other=0.0)
-            x5 = tl.load(x + 5 * step, mask=here & (t + 5 < T), other=0.0)
-            x6 = tl.load(x + 6 * step, mask=here & (t + 6 < T), other=0.0)
-            x7 = tl.load(x + 7 * step, mask=here & (t + 7 < T), other=0.0)
+            x4 = tl.load(x + 4 * step, mask=here & (t + 4 * ODD < T), other=0.0)
+            x5 = tl.load(x + 5 * step, mask=here & (t + 5 * ODD < T), other=0.0)
+            x6 = tl.load(x + 6 * step, mask=here & (t + 6 * ODD < T), other=0.0)
+            x7 = tl.load(x + 7 * step, mask=here & (t + 7 * ODD < T), other=0.0)
             values = eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS)
     return values
 
 
 @triton.jit
-def states_tile(x, t, there, T, x_t, TOKENS: tl.constexpr):
+def inside(t, here, T, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
+    """[rows, TOKENS]: which elements there are. Where tiles are WHOLE, rows are all there or not at all, so that
+    they are loaded at once."""
+    known = (here & (t < T))[:, None]
+    if not WHOLE:
+        known = here[:, None] & (t + tl.arange(0, TOKENS) < T)[None, :]
+    return known
+
+
+@triton.jit
+def states_tile(x, t, there, T, x_t, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
     """[states, TOKENS] of B or C, as tile."""
     at = t + tl.arange(0, TOKENS)
-    return tl.load(x[:, None] + at.to(tl.int64)[None, :] * x_t, mask=there[:, None] & (at < T)[None, :],
+    return tl.load(x[:, None] + at.to(tl.int64)[None, :] * x_t, mask=inside(t, there, T, WHOLE, TOKENS),
                    other=0.0)
 
 
 @triton.jit
-def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
     """Store what tile would load."""
     values = values.to(x.dtype.element_ty)
+    ROWS: tl.constexpr = values.shape[0]
     if TOGETHER:
-        at = t + tl.arange(0, TOKENS)
-        tl.store(x[:, None] + at[None, :], values, mask=here[:, None] & (at < T)[None, :])
+        tl.store(x[:, None] + t + tl.arange(0, TOKENS)[None, :], values, mask=inside(t, here, T, WHOLE, TOKENS))
     else:
+        ODD: tl.constexpr = 0 if WHOLE else 1
         step = tl.cast(x_t, tl.int64)
         x += t * step
         if TOKENS == 4:
@@ -131,14 +152,14 @@ def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, ROWS: tl.constexpr, 
         else:
             x0, x1, x2, x3, x4, x5, x6, x7 = columns(values, ROWS)
         tl.store(x, x0, mask=here & (t < T))
-        tl.store(x + step, x1, mask=here & (t + 1 < T))
-        tl.store(x + 2 * step, x2, mask=here & (t + 2 < T))
-        tl.store(x + 3 * step, x3, mask=here & (t + 3 < T))
+        tl.store(x + step, x1, mask=here & (t + ODD < T))
+        tl.store(x + 2 * step, x2, mask=here & (t + 2 * ODD < T))
+        tl.store(x + 3 * step, x3, mask=here & (t + 3 * ODD < T))
         if TOKENS == 8:
-            tl.store(x + 4 * step, x4, mask=here & (t + 4 < T))
-            tl.store(x + 5 * step, x5, mask=here & (t + 5 < T))
-            tl.store(x + 6 * step, x6, mask=here & (t + 6 < T))
-            tl.store(x + 7 * step, x7, mask=here & (t + 7 < T))
+            tl.store(x + 4 * step, x4, mask=here & (t + 4 * ODD < T))
+            tl.store(x + 5 * step, x5, mask=here & (t + 5 * ODD < T))
+            tl.store(x + 6 * step, x6, mask=here & (t + 6 * ODD < T))
+            tl.store(x + 7 * step, x7, mask=here & (t + 7 * ODD < T))
 
 
 @triton.jit
@@ -149,17 +170,19 @@ def after(h, rates, step, x, B, C):
 
 
 @triton.jit
-def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr):
-    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the end steps are 0,
-    which leaves a state as it is."""
+def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
+    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the last token steps are
+    0, which leaves a state as it is."""
     raw = x.to(tl.float32) + bias[:, None]
     step = raw
     if SOFTPLUS:
         step = softplus(raw)
-    return raw, tl.where((t + tl.arange(0, TOKENS) < T)[None, :], step, 0.0)
+    if not WHOLE:
+        step = tl.where((t + tl.arange(0, TOKENS) < T)[None, :], step, 0.0)
+    return raw, step
 
 
-@triton.jit(do_not_specialize=["u_t", "s_t", "z_t", "y_t"])
+@triton.jit(do_not_specialize=["T", "u_t", "s_t", "z_t", "y_t"])
 def selective_forward(
     u,  # [b, D, T]
     delta,  # [b, D, T]
@@ -201,6 +224,7 @@ def selective_forward(
     S_TOGETHER: tl.constexpr,
     Z_TOGETHER: tl.constexpr,
     Y_TOGETHER: tl.constexpr,
+    WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -211,7 +235,7 @@ def selective_forward(
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * W + n[:, None]
-    rates = loaded(A + state, whole) * LOG2_E
+    rates = of_poles(A + state, whole)
     b_bias = per_channel(bias, d, here, BD)
     b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
@@ -224,12 +248,12 @@ def selective_forward(
     if states is not None:
         states += b * ((T - 1) // SEGMENT) * (D * W) + state
     h = tl.zeros([BN, BD], dtype=tl.float32)
-    next_u = tile(u, 0, here, T, u_t, U_TOGETHER, BD, 8)
-    next_s = tile(delta, 0, here, T, s_t, S_TOGETHER, BD, 8)
+    next_u = tile(u, 0, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+    next_s = tile(delta, 0, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
     next_z = next_u
     if z is not None:
-        next_z = tile(z, 0, here, T, z_t, Z_TOGETHER, BD, 8)
-    next_B, next_C = states_tile(B, 0, there, T, B_t, 8), states_tile(C, 0, there, T, C_t, 8)
+        next_z = tile(z, 0, here, T, z_t, Z_TOGETHER, WHOLE, BD, 8)
+    next_B, next_C = states_tile(B, 0, there, T, B_t, WHOLE, 8), states_tile(C, 0, there, T, C_t, WHOLE, 8)
     for t in range(0, T, 8):
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
@@ -237,13 +261,13 @@ def selective_forward(
                 states += D * W
         b_u, b_z = next_u.to(tl.float32), next_z.to(tl.float32)
         b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
-        _, step = steps(next_s, b_bias, t, T, SOFTPLUS, 8)
-        next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, BD, 8)
-        next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, BD, 8)
+        _, step = steps(next_s, b_bias, t, T, SOFTPLUS, WHOLE, 8)
+        next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+        next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
         if z is not None:
-            next_z = tile(z, t + 8, here, T, z_t, Z_TOGETHER, BD, 8)
-        next_B = states_tile(B, t + 8, there, T, B_t, 8)
-        next_C = states_tile(C, t + 8, there, T, C_t, 8)
+            next_z = tile(z, t + 8, here, T, z_t, Z_TOGETHER, WHOLE, BD, 8)
+        next_B = states_tile(B, t + 8, there, T, B_t, WHOLE, 8)
+        next_C = states_tile(C, t + 8, there, T, C_t, WHOLE, 8)
         s0, s1, s2, s3, s4, s5, s6, s7 = columns(step, BD)
         x0, x1, x2, x3, x4, x5, x6, x7 = columns(step * b_u, BD)
         B0, B1, B2, B3, B4, B5, B6, B7 = columns(b_B, BN)
@@ -259,7 +283,7 @@ def selective_forward(
         b_y = eight(y0, y1, y2, y3, y4, y5, y6, y7, BD) + b_skip[:, None] * b_u
         if z is not None:
             b_y *= b_z * tl.sigmoid(b_z)
-        put(y, t, b_y, here, T, y_t, Y_TOGETHER, BD, 8)
+        put(y, t, b_y, here, T, y_t, Y_TOGETHER, WHOLE, 8)
     if last is not None:
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
@@ -317,7 +341,7 @@ def arguments(
         **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
         **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
         U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z), Y_TOGETHER=together(like_y),
-        D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1], SEGMENT=SEGMENT, SOFTPLUS=softplus)
+        D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1], WHOLE=u.shape[2] % 8 == 0, SEGMENT=SEGMENT, SOFTPLUS=softplus)
 
 
 def wide(x: Tensor) -> Tensor:
