@@ -142,8 +142,8 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
 
 @pytest.mark.parametrize("T", [37, 48])
 def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
-    """Slices of a projection, tokens or channels together, a gradient that is one number for all. 48 tokens are
-    whole tiles, in rows that begin at multiples of 16 bytes."""
+    """Slices of a projection, tokens or channels together, a gradient that is one number for all. 48 tokens
+    are whole tiles, in rows that begin at multiples of 16 bytes."""
     tensors = make_selective(torch.float32, generator(), T=T, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
              "z": tensors["z"].mT.contiguous().mT,

@@ -1,8 +1,9 @@
 """Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to
 the first.
 
-Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
-then the tokens are walked backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
+Of each segment the states are computed anew from the one that forward kept, and every other one is written to
+scratch memory (of all of them the traffic would take as long as the arithmetic); then the tokens are walked
+backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
 dh e^{step A} h_{t-1}:
     dz = dy (h . C + D u) silu'(z)    dC = h p        dh += C p         dD = u p
     du = D p + step (dh . B)          dB = step u dh
@@ -47,9 +48,9 @@ def advanced(h, rates, step, x, B):
 
 @triton.jit
 def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
-    """A token backwards, from the gradient of the state that it leaves to that of the one it found, and what it
-    adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states. real: whether
-    there is such a token."""
+    """A token backwards, from the gradient of the state that it leaves to that of the one it found, and what
+    it adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states. real:
+    whether there is such a token."""
     y = tl.sum(h * C[:, None], 0)
     of_C = tl.sum(h * p[None, :], 1)
     dh += C[:, None] * p[None, :]
@@ -187,8 +188,8 @@ def selective_backward(
             h = advanced(h, rates, s7, x7, B7)
         tl.debug_barrier()  # other threads may read what this one wrote
         # From here on 4 tokens at a time: more would not fit into registers. States are loaded before what
-        # belongs to rows: of two layouts the compiler lets what is computed keep that of the later load, and
-        # in the states' every row is in four threads.
+        # belongs to rows: where two layouts meet, the compiler goes on with that of the later load, and in
+        # the states' layout every row is in four threads. The next tile is loaded where registers are free.
         final = (tokens - 1) // 4 * 4
         latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
         next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)
@@ -294,7 +295,8 @@ def run(
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
             arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
-            dy=dy, states=states, dlast=None if dlast is None else wide(dlast), du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
-            dskip=dskip, dbias=dbias, scratch=scratch, b_count=b, O_TOGETHER=together(du), **strides(du, "o_b", "o_d", "o_t")))
+            dy=dy, states=states, dlast=None if dlast is None else wide(dlast), du=du, ddelta=ddelta, dz=dz,
+            dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch, b_count=b,
+            O_TOGETHER=together(du), **strides(du, "o_b", "o_d", "o_t")))
     return (du, ddelta, dA.sum(0)[:, :N], dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
             None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))

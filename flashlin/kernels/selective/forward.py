@@ -2,7 +2,9 @@
 
     h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
 for each channel, h [N]. A program owns a strip of channels and walks the tokens with their states [BN, BD] in
-registers, while the next three tokens are being loaded. Nothing is divided by a decay.
+registers, in tiles of tokens, while the next tile is being loaded. What is computed of tokens and channels
+(steps, gates) is computed for a tile, each element in one thread; then the columns of the tile go to where
+the states are, four by four in a thread. Nothing is divided by a decay.
 """
 
 from typing import Any
@@ -91,11 +93,11 @@ def eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
 @triton.jit
 def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
          TOKENS: tl.constexpr):
-    """[ROWS, TOKENS], 4 or 8, from token t on, in x's dtype; zeros past the last token. x: places of the rows;
-    here: which of them there are; x_t: stride of tokens, 1 where they are TOGETHER. Then a thread loads a row
-    of the tile at once; else tokens are loaded one by one, each of them from rows that lie side by side. Both
-    ways a thread has rows of its own, so what is computed of them is computed once. WHOLE: T is a multiple of
-    TOKENS."""
+    """[ROWS, TOKENS], 4 or 8, from token t on, in x's dtype; zeros past the last token. x: places of the
+    rows; here: which of them there are; x_t: stride of tokens, 1 where they are TOGETHER. Then a thread loads
+    a row at once; else tokens are loaded one by one, each of them from rows that lie side by side. Both
+    ways a thread has rows of its own, so that what is computed of them is computed once. WHOLE: T is a
+    multiple of TOKENS."""
     if TOGETHER:
         values = tl.load(x[:, None] + t + tl.arange(0, TOKENS)[None, :],
                          mask=inside(t, here, T, WHOLE, TOKENS), other=0.0)
@@ -120,8 +122,8 @@ def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: 
 
 @triton.jit
 def inside(t, here, T, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """[rows, TOKENS]: which elements there are. Where tiles are WHOLE, rows are all there or not at all, so that
-    they are loaded at once."""
+    """[rows, TOKENS]: which elements there are. Of WHOLE tiles a row is all there or not at all, so that it
+    is loaded at once."""
     known = (here & (t < T))[:, None]
     if not WHOLE:
         known = here[:, None] & (t + tl.arange(0, TOKENS) < T)[None, :]
@@ -142,7 +144,8 @@ def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
     values = values.to(x.dtype.element_ty)
     ROWS: tl.constexpr = values.shape[0]
     if TOGETHER:
-        tl.store(x[:, None] + t + tl.arange(0, TOKENS)[None, :], values, mask=inside(t, here, T, WHOLE, TOKENS))
+        tl.store(x[:, None] + t + tl.arange(0, TOKENS)[None, :], values,
+                 mask=inside(t, here, T, WHOLE, TOKENS))
     else:
         ODD: tl.constexpr = 0 if WHOLE else 1
         step = tl.cast(x_t, tl.int64)
@@ -171,8 +174,8 @@ def after(h, rates, step, x, B, C):
 
 @triton.jit
 def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the last token steps are
-    0, which leaves a state as it is."""
+    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the last token steps
+    are 0, which leaves a state as it is."""
     raw = x.to(tl.float32) + bias[:, None]
     step = raw
     if SOFTPLUS:
@@ -340,8 +343,9 @@ def arguments(
         **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
         **strides(B, "B_b", "B_g", "B_n", "B_t"), **strides(C, "C_b", "C_g", "C_n", "C_t"),
         **strides(z, "z_b", "z_d", "z_t"), **strides(like_y, "y_b", "y_d", "y_t"),
-        U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z), Y_TOGETHER=together(like_y),
-        D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1], WHOLE=u.shape[2] % 8 == 0, SEGMENT=SEGMENT, SOFTPLUS=softplus)
+        U_TOGETHER=together(u), S_TOGETHER=together(delta), Z_TOGETHER=together(z),
+        Y_TOGETHER=together(like_y), D=A.shape[0], N=A.shape[1], W=columns_of(A.shape[1]), G=B.shape[1],
+        WHOLE=u.shape[2] % 8 == 0, SEGMENT=SEGMENT, SOFTPLUS=softplus)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 triton.
 
 Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's
-states N. A program is a strip of channels with all their states, in registers: 16 elements of them a thread, up
-to 8 warps, so that their decays fit in as well.
+states N. A program is a strip of channels with all their states, in registers: 16 elements of them a thread,
+and at most 8 warps, so that their decays fit in as well.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     strips = groups * cdiv(problem.V // groups, rows)
     # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places
     # of B's and C's states, which are T apart where their tokens are together
-    return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=rows), shared=8 * BN * rows + 4096,
-                        span=BN * max(rows, problem.T), num_warps=min(8, max(1, BN * rows // (32 * PER_THREAD))))
-                 for kernel in kernels)
+    return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=rows),
+                        shared=8 * BN * rows + 4096, span=BN * max(rows, problem.T),
+                        num_warps=max(1, BN * rows // (32 * PER_THREAD))) for kernel in kernels)
 
 
 def kept(T: int) -> int:
