@@ -167,13 +167,13 @@ INSIDE: dict[str, Any] = {"gates": ("g", "beta", "A_log", "dt_bias"), "HV": 8,
 INSIDE_KDA = {**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")}
 
 
-def selective_scan(own: Own, N: int) -> dict[str, Any]:
+def selective_scan(own: Own, N: int, T: int = 64, together: bool = False) -> dict[str, Any]:
     """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is
-    float32."""
+    float32. together: as mamba_ssm's own layers do, tokens side by side."""
     D = 1024
-    u, z = own(2, 64, 2 * D).mT.chunk(2, 1)
-    B, C = own(2, 64, 2 * N).mT.chunk(2, 1)
-    return dict(u=u, delta=own(2, D, 64), A=zeros(D, N), B=B, C=C, D=zeros(D), z=z, delta_bias=zeros(D),
+    u, z = (own(2, 2 * D, T) if together else own(2, T, 2 * D).mT).chunk(2, 1)
+    B, C = (own(2, 2 * N, T) if together else own(2, T, 2 * N).mT).chunk(2, 1)
+    return dict(u=u, delta=own(2, D, T), A=zeros(D, N), B=B, C=C, D=zeros(D), z=z, delta_bias=zeros(D),
                 delta_softplus=True, return_last_state=True)
 
 
@@ -328,6 +328,8 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
      lambda own: layer_of_mamba2(own, seq_idx=zeros(2, 128).int())),
     ("mamba_split_conv1d_scan_combined", "P=64 N=128, one sequence", layer_of_mamba2),
     ("selective_scan_fn", "N=64", lambda own: selective_scan(own, 64)),
+    ("selective_scan_fn", "N=16, tokens together", lambda own: selective_scan(own, 16, together=True)),
+    ("selective_scan_fn", "N=16, 61 tokens", lambda own: selective_scan(own, 16, 61)),
     ("selective_state_update", "5120 channels of N=16", state_update_of_mamba1),
     ("mamba_causal_conv1d_update", "W=4 ring in a pool",
      lambda own: convolution_of_a_token(own, cache_seqlens=edges(0, 0), conv_state_indices=edges(0, 1))),

@@ -15,7 +15,7 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
-from flashlin.kernels.selective.recipe import FAMILY, kept
+from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept
 from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, route
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, head_size_class, wants_grad
@@ -54,8 +54,8 @@ def selective_scan_fn(
     Returns:
         y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32,
         float64 for float64 tensors). Gradients reach every argument through both, and repeat to the bit. For
-        those of B and C backward takes D / 4 bytes for each state and
-        token: sums of 32 channels each, in float32.
+        those of B and C backward takes D / 4 bytes for each state and token: sums of 32 channels each (of 16
+        with more than 128 states), in float32.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
@@ -146,7 +146,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
     (b, channels, T), N = x.u.shape, x.A.shape[1]
     return (torch.empty_like(x.u), x.A.new_empty(b, channels, N),
-            x.A.new_empty(b, kept(T), N, channels) if how.needs_grad else None)
+            x.A.new_empty(b, kept(T), channels, columns_of(N)) if how.needs_grad else None)
 
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,

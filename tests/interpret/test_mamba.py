@@ -140,9 +140,11 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
     torch.testing.assert_close(compiled(**tensors), flashlin.selective_scan_fn(**tensors))
 
 
-def test_a_selective_scan_reads_what_lies_anywhere() -> None:
-    """Slices of a projection, tokens or channels together, a gradient that is one number for all."""
-    tensors = make_selective(torch.float32, generator(), T=37, D=6, N=5, G=2)
+@pytest.mark.parametrize("T", [37, 48])
+def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
+    """Slices of a projection, tokens or channels together, a gradient that is one number for all. 48 tokens
+    are whole tiles, in rows that begin at multiples of 16 bytes."""
+    tensors = make_selective(torch.float32, generator(), T=T, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
              "z": tensors["z"].mT.contiguous().mT,
              "B": tensors["B"].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
@@ -156,7 +158,44 @@ def test_a_selective_scan_reads_what_lies_anywhere() -> None:
             found.append([y, *torch.autograd.grad(y.sum(), list(leaves.values()))])
     for got, wanted in zip(*found, strict=True):
         assert torch.equal(got, wanted)
-    assert found[1][0].stride() == (6 * 37, 1, 6)  # as u lies, but for the columns beside it
+    assert found[1][0].stride() == (6 * T, 1, 6)  # as u lies, but for the columns beside it
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["tokens", "channels"])
+@pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
+@pytest.mark.parametrize(("T", "N"), [(3, 4), (13, 1), (33, 64), (64, 3), (64, 16)], ids=str)
+def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: tuple[str, ...],
+                                                         last: bool) -> None:
+    tensors = make_selective(torch.float32, generator(), b=1, T=T, D=34, N=N, given=given, last=last)
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    wide = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    with poisoned():
+        y, state = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)
+        found = [y, state, *torch.autograd.grad(y.sin().sum() + state.sum(), list(leaves.values()))]
+    bias = wide.get("delta_bias")
+    y, state = reference.selective(**{name: x for name, x in wide.items() if name != "delta_bias"}, bias=bias,
+                                   softplus=True)
+    wanted = [y, state, *torch.autograd.grad(y.sin().sum() + state.sum(), list(wide.values()))]
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5)
+
+
+def test_what_is_not_finite_at_the_end_counts_for_no_token_after_it() -> None:
+    """Poles of -inf forget everything; a last token that is not finite has no part in the gradient of A."""
+    tensors = make_selective(torch.float32, generator(), b=1, T=13, D=3, N=4, given=("D",))
+    tensors["A"][0] = -torch.inf
+    tensors["u"][:, 1, 12] = torch.nan
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    y, state = flashlin.selective_scan_fn(**leaves, delta_softplus=True, return_last_state=True)
+    assert state[:, [0, 2]].isfinite().all() and state[:, 1].isnan().all()
+    assert y.isfinite().sum() == y.numel() - 1
+    before = {name: x[..., :12] if name in ("u", "delta", "B", "C") else x for name, x in leaves.items()}
+    short = flashlin.selective_scan_fn(**before, delta_softplus=True)
+    assert isinstance(short, torch.Tensor) and torch.equal(short, y[..., :12])
+    dA, = torch.autograd.grad(y[..., :12].sum(), leaves["A"])
+    wanted, = torch.autograd.grad(short.sum(), leaves["A"])
+    assert dA[1:].isfinite().all()
+    torch.testing.assert_close(dA[1:], wanted[1:])
 
 
 @torch.no_grad()

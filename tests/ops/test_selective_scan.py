@@ -65,16 +65,17 @@ def test_many_states_take_the_torch_path() -> None:
     assert (path(256), path(257)) == ("triton", "torch")
 
 
-@pytest.mark.parametrize(("N", "BN", "warps"),
-                         [(1, 4, 1), (16, 16, 1), (24, 32, 2), (64, 64, 4), (256, 256, 8)])
-def test_a_thread_has_sixteen_elements_up_to_eight_warps_and_strips_cover_groups(N: int, BN: int,
-                                                                                 warps: int) -> None:
+@pytest.mark.parametrize(("N", "BN", "BD", "warps", "strips"),
+                         [(1, 4, 32, 1, 4), (16, 16, 32, 1, 4), (24, 32, 32, 2, 4), (64, 64, 32, 4, 4),
+                          (128, 128, 32, 8, 4), (256, 256, 16, 8, 7)])
+def test_a_thread_has_at_most_sixteen_elements_and_strips_cover_groups(N: int, BN: int, BD: int, warps: int,
+                                                                       strips: int) -> None:
     planned = plan(Problem("selective_scan_fn", "selective", "", 2, 64, 3, N, 300, 2, "float32", False, True),
                    H200)
     assert not planned.steps
     for launch in planned.launches:
-        assert (launch.block("BN"), launch.block("BD"), launch.num_warps) == (BN, 32, warps)
-        assert launch.grid == (2 * 3 * 4,)  # two rows, three groups of a hundred channels in strips of 32
+        assert (launch.block("BN"), launch.block("BD"), launch.num_warps) == (BN, BD, warps)
+        assert launch.grid == (2 * 3 * strips,)  # two rows, three groups of a hundred channels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

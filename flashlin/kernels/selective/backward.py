@@ -1,8 +1,9 @@
 """Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to
 the first.
 
-Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
-then the tokens are walked backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
+Of each segment the states are computed anew from the one that forward kept, and every other one is written to
+scratch memory (of all of them the traffic would take as long as the arithmetic); then the tokens are walked
+backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
 dh e^{step A} h_{t-1}:
     dz = dy (h . C + D u) silu'(z)    dC = h p        dh += C p         dD = u p
     du = D p + step (dh . B)          dB = step u dh
@@ -21,38 +22,70 @@ from flashlin.kernels.pieces import strides
 from flashlin.kernels.selective.forward import (
     LOG2_E,
     arguments,
+    columns,
+    four,
+    inside,
     loaded,
+    of_poles,
+    pairs,
     per_channel,
     place,
-    step_size,
-    token,
+    put,
+    states_tile,
+    steps,
+    tile,
+    together,
+    wide,
 )
-from flashlin.kernels.selective.recipe import SEGMENT
+from flashlin.kernels.selective.recipe import SEGMENT, columns_of
 
 
-@triton.jit(do_not_specialize=["T", "b_count", "u_b", "u_t", "s_b", "s_t", "B_b", "B_g", "B_t", "C_b", "C_g",
-                               "C_t", "z_b", "z_t", "y_b", "y_t", "o_b", "o_t"])
+@triton.jit
+def advanced(h, rates, step, x, B):
+    """The state after a token."""
+    return tl.exp2(step[None, :] * rates) * h + x[None, :] * B[:, None]
+
+
+@triton.jit
+def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
+    """A token backwards, from the gradient of the state that it leaves to that of the one it found, and what
+    it adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states. real:
+    whether there is such a token."""
+    y = tl.sum(h * C[:, None], 0)
+    of_C = tl.sum(h * p[None, :], 1)
+    dh += C[:, None] * p[None, :]
+    along_B = tl.sum(dh * B[:, None], 0)
+    of_B = tl.sum(dh * x[None, :], 1)
+    dh *= tl.exp2(step[None, :] * rates)
+    if not WHOLE:  # after the last token, 0 times a state that is not finite is nothing
+        before = tl.where(real, before, 0.0)
+    w = dh * before
+    of_A += w * step[None, :]
+    return dh, of_A, y, along_B, tl.sum(w * rates, 0), of_B, of_C
+
+
+@triton.jit(do_not_specialize=["T", "b_count", "u_t", "s_t", "z_t", "y_t", "o_t"])
 def selective_backward(
     dy,  # [b, D, T]
     u,  # [b, D, T]
     delta,  # [b, D, T]
-    A,  # [D, N]
+    A,  # [D, W]
     B,  # [b, G, N, T]
     C,  # [b, G, N, T]
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
-    states,  # [b, kept, N, D], fp32
-    dlast,  # [b, D, N], fp32, or None
+    states,  # [b, kept, D, W], fp32
+    dlast,  # [b, D, W], fp32, or None
     du,  # [b, D, T]
     ddelta,  # [b, D, T]
     dz,  # [b, D, T]
-    dA,  # [b, D, N], fp32
+    dA,  # [b, D, W], fp32
     dB,  # [strips, b, G, T, N], fp32
     dC,  # [strips, b, G, T, N], fp32
     dskip,  # [b, D], fp32
     dbias,  # [b, D], fp32
-    scratch,  # [programs, SEGMENT, BN, BD], fp32
+    scratch,  # [programs, SEGMENT / 2, BD, BN], fp32
     T,  # tokens
     b_count,  # rows of the batch
     u_b,  # strides of u: by row
@@ -80,19 +113,26 @@ def selective_backward(
     o_t,  # by token
     D: tl.constexpr,
     N: tl.constexpr,
+    W: tl.constexpr,
     G: tl.constexpr,
+    U_TOGETHER: tl.constexpr,
+    S_TOGETHER: tl.constexpr,
+    Z_TOGETHER: tl.constexpr,
+    Y_TOGETHER: tl.constexpr,
+    O_TOGETHER: tl.constexpr,
+    WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, N], dskip and dbias [b, D]; for each
+    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, W], dskip and dbias [b, D]; for each
     strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
-    ddelta and dz. scratch: [programs, SEGMENT, BN, BD] fp32."""
+    ddelta and dz. scratch: [programs, SEGMENT / 2, BD, BN] fp32."""
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
-    state = d[None, :] * N + n[:, None]
-    rates = loaded(A + state, whole) * LOG2_E
+    state = d[None, :] * W + n[:, None]
+    rates = of_poles(A + state, whole)
     b_bias = per_channel(bias, d, here, BD)
     b_skip = per_channel(skip, d, here, BD)
     u += b * u_b + d * u_d
@@ -104,13 +144,12 @@ def selective_backward(
     if z is not None:
         z += b * z_b + d * z_d
     partial = ((strip * b_count + b) * G + g) * T * N + n
-    states += (b * ((T - 1) // SEGMENT) - 1) * (N * D) + n[:, None] * D + d[None, :]
-    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT * BN * BD) + tl.arange(0,
-                                                                               BN)[:, None] * BD + tl.arange(
-                                                                                   0, BD)[None, :]
+    states += (b * ((T - 1) // SEGMENT) - 1) * (D * W) + state
+    scratch += tl.program_id(0).to(tl.int64) * (SEGMENT // 2 * BN * BD) + tl.arange(
+        0, BD)[None, :] * BN + tl.arange(0, BN)[:, None]
     dh = tl.zeros([BN, BD], dtype=tl.float32)
     if dlast is not None:
-        dh = loaded(dlast + b * (D * N) + state, whole)
+        dh = loaded(dlast + b * (D * W) + state, whole)
     of_A = tl.zeros([BN, BD], dtype=tl.float32)
     of_skip = tl.zeros([BD], dtype=tl.float32)
     of_bias = tl.zeros([BD], dtype=tl.float32)
@@ -120,62 +159,107 @@ def selective_backward(
         tokens = tl.minimum(SEGMENT, T - i0)
         h = tl.zeros([BN, BD], dtype=tl.float32)
         if i0 > 0:
-            h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (N * D), whole)
-        u1, raw1, B1, _, _ = token(
-            u=u, delta=delta, B=B, C=B, z=None, t=i0, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-        u2, raw2, B2, _, _ = token(
-            u=u, delta=delta, B=B, C=B, z=None, t=i0 + 1, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-        for i in range(tokens):
-            b_u, raw, b_B = u1, raw1, B1
-            u1, raw1, B1 = u2, raw2, B2
-            u2, raw2, B2, _, _ = token(
-                u=u, delta=delta, B=B, C=B, z=None, t=i0 + i + 2, T=T, u_t=u_t,
-                s_t=s_t, B_t=B_t, C_t=B_t, z_t=0, here=here, there=there)
-            tl.store(scratch + i * (BN * BD), h)
-            _, step = step_size(raw, b_bias, SOFTPLUS)
-            h = tl.exp2(step[None, :] * rates) * h + (step * b_u)[None, :] * b_B[:, None]
+            h = loaded(states + (i0 // SEGMENT).to(tl.int64) * (D * W), whole)
+        next_u = tile(u, i0, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+        next_s = tile(delta, i0, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
+        next_B = states_tile(B, i0, there, T, B_t, WHOLE, 8)
+        for i in range(0, tokens, 8):
+            t = i0 + i
+            b_u, b_B = next_u.to(tl.float32), next_B.to(tl.float32)
+            _, step = steps(next_s, b_bias, t, T, SOFTPLUS, WHOLE, 8)
+            next_u = tile(u, t + 8, here, T, u_t, U_TOGETHER, WHOLE, BD, 8)
+            next_s = tile(delta, t + 8, here, T, s_t, S_TOGETHER, WHOLE, BD, 8)
+            next_B = states_tile(B, t + 8, there, T, B_t, WHOLE, 8)
+            s0, s1, s2, s3, s4, s5, s6, s7 = columns(step, BD)
+            x0, x1, x2, x3, x4, x5, x6, x7 = columns(step * b_u, BD)
+            B0, B1, B2, B3, B4, B5, B6, B7 = columns(b_B, BN)
+            to = scratch + i // 2 * (BN * BD)
+            tl.store(to, h)
+            h = advanced(h, rates, s0, x0, B0)
+            h = advanced(h, rates, s1, x1, B1)
+            tl.store(to + BN * BD, h)
+            h = advanced(h, rates, s2, x2, B2)
+            h = advanced(h, rates, s3, x3, B3)
+            tl.store(to + 2 * (BN * BD), h)
+            h = advanced(h, rates, s4, x4, B4)
+            h = advanced(h, rates, s5, x5, B5)
+            tl.store(to + 3 * (BN * BD), h)
+            h = advanced(h, rates, s6, x6, B6)
+            h = advanced(h, rates, s7, x7, B7)
         tl.debug_barrier()  # other threads may read what this one wrote
-        final = i0 + tokens - 1
-        u1, raw1, B1, C1, z1 = token(
-            u=u, delta=delta, B=B, C=C, z=z, t=final, T=T, u_t=u_t,
-            s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-        dy1 = loaded(dy + final.to(tl.int64) * y_t, here)
-        for j in range(tokens):
-            i = tokens - 1 - j
-            t = (i0 + i).to(tl.int64)
-            b_u, raw, b_B, b_C, b_z, p = u1, raw1, B1, C1, z1, dy1
-            u1, raw1, B1, C1, z1 = token(
-                u=u, delta=delta, B=B, C=C, z=z, t=tl.maximum(i0 + i - 1, 0), T=T,
-                u_t=u_t, s_t=s_t, B_t=B_t, C_t=C_t, z_t=z_t, here=here, there=there)
-            dy1 = loaded(dy + tl.maximum(t - 1, 0) * y_t, here)
-            before = tl.load(scratch + i * (BN * BD))
-            raw, step = step_size(raw, b_bias, SOFTPLUS)
-            a = tl.exp2(step[None, :] * rates)
-            decayed = a * before
-            h = decayed + (step * b_u)[None, :] * b_B[:, None]
+        # From here on 4 tokens at a time: more would not fit into registers. States are loaded before what
+        # belongs to rows: where two layouts meet, the compiler goes on with that of the later load, and in
+        # the states' layout every row is in four threads. The next tile is loaded where registers are free.
+        final = (tokens - 1) // 4 * 4
+        latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
+        next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)
+        next_s = tile(delta, i0 + final, here, T, s_t, S_TOGETHER, WHOLE, BD, 4)
+        next_p = tile(dy, i0 + final, here, T, y_t, Y_TOGETHER, WHOLE, BD, 4)
+        next_z = next_p
+        if z is not None:
+            next_z = tile(z, i0 + final, here, T, z_t, Z_TOGETHER, WHOLE, BD, 4)
+        next_B = states_tile(B, i0 + final, there, T, B_t, WHOLE, 4)
+        next_C = states_tile(C, i0 + final, there, T, C_t, WHOLE, 4)
+        for j in range(0, tokens, 4):
+            i = final - j
+            t = i0 + i
+            of = scratch + i // 2 * (BN * BD)
+            h2, h0 = latest, tl.load(of)
+            b_u, p, b_z = next_u.to(tl.float32), next_p.to(tl.float32), next_z.to(tl.float32)
+            b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
+            raw, step = steps(next_s, b_bias, t, T, SOFTPLUS, WHOLE, 4)
+            slope = p
             if z is not None:
                 on = tl.sigmoid(b_z)
-                b_dz = p * (tl.sum(h * b_C[:, None], 0) + b_skip * b_u) * on * (1 + b_z * (1 - on))
-                tl.store(dz + outputs + t * o_t, b_dz.to(dz.dtype.element_ty), mask=here)
+                slope = p * on * (1 + b_z * (1 - on))
                 p *= b_z * on
-            tl.store(dC + partial + t * N, tl.sum(h * p[None, :], 1), mask=there)
-            dh += b_C[:, None] * p[None, :]
-            of_skip += p * b_u
-            along_B = tl.sum(dh * b_B[:, None], 0)
-            tl.store(du + outputs + t * o_t, (b_skip * p + step * along_B).to(du.dtype.element_ty), mask=here)
-            tl.store(dB + partial + t * N, tl.sum(dh * (step * b_u)[None, :], 1), mask=there)
-            w = dh * decayed
-            of_A += w * step[None, :]
-            b_ds = b_u * along_B + tl.sum(w * rates, 0) * (1 / LOG2_E)
+            s0, s1, s2, s3 = pairs(step, BD)
+            x0, x1, x2, x3 = pairs(step * b_u, BD)
+            p0, p1, p2, p3 = pairs(p, BD)
+            B0, B1, B2, B3 = pairs(b_B, BN)
+            C0, C1, C2, C3 = pairs(b_C, BN)
+            h3 = advanced(h2, rates, s2, x2, B2)
+            real = t + 3 < T
+            dh, of_A, y3, b3, w3, dB3, dC3 = walked(
+                dh, of_A, h3, rates, s3, x=x3, p=p3, B=B3, C=C3, h=h, real=real, WHOLE=WHOLE)
+            real = t + 2 < T
+            dh, of_A, y2, b2, w2, dB2, dC2 = walked(
+                dh, of_A, h2, rates, s2, x=x2, p=p2, B=B2, C=C2, h=h3, real=real, WHOLE=WHOLE)
+            h1 = advanced(h0, rates, s0, x0, B0)
+            real = t + 1 < T
+            dh, of_A, y1, b1, w1, dB1, dC1 = walked(
+                dh, of_A, h1, rates, s1, x=x1, p=p1, B=B1, C=C1, h=h2, real=real, WHOLE=WHOLE)
+            latest = tl.load(of - BN * BD, mask=i > 0)
+            more, further = here & (i > 0), there & (i > 0)
+            next_u = tile(u, t - 4, more, T, u_t, U_TOGETHER, WHOLE, BD, 4)
+            next_s = tile(delta, t - 4, more, T, s_t, S_TOGETHER, WHOLE, BD, 4)
+            next_p = tile(dy, t - 4, more, T, y_t, Y_TOGETHER, WHOLE, BD, 4)
+            if z is not None:
+                next_z = tile(z, t - 4, more, T, z_t, Z_TOGETHER, WHOLE, BD, 4)
+            next_B = states_tile(B, t - 4, further, T, B_t, WHOLE, 4)
+            next_C = states_tile(C, t - 4, further, T, C_t, WHOLE, 4)
+            real = t < T
+            dh, of_A, y0, b0, w0, dB0, dC0 = walked(
+                dh, of_A, h0, rates, s0, x=x0, p=p0, B=B0, C=C0, h=h1, real=real, WHOLE=WHOLE)
+            h = h0
+            at = t + tl.arange(0, 4)
+            to = partial[:, None] + at.to(tl.int64)[None, :] * N
+            known = inside(t, there, T, WHOLE, 4)
+            tl.store(dB + to, four(dB0, dB1, dB2, dB3, BN), mask=known)
+            tl.store(dC + to, four(dC0, dC1, dC2, dC3, BN), mask=known)
+            if z is not None:
+                b_dz = (four(y0, y1, y2, y3, BD) + b_skip[:, None] * b_u) * slope
+                put(dz + outputs, t, b_dz, here, T, o_t, O_TOGETHER, WHOLE, 4)
+            along_B = four(b0, b1, b2, b3, BD)
+            put(du + outputs, t, b_skip[:, None] * p + step * along_B, here, T, o_t, O_TOGETHER, WHOLE, 4)
+            b_ds = b_u * along_B + four(w0, w1, w2, w3, BD) * (1 / LOG2_E)
             if SOFTPLUS:
                 b_ds *= tl.sigmoid(raw)
-            of_bias += b_ds
-            tl.store(ddelta + outputs + t * o_t, b_ds.to(ddelta.dtype.element_ty), mask=here)
-            dh *= a
+            put(ddelta + outputs, t, b_ds, here, T, o_t, O_TOGETHER, WHOLE, 4)
+            of_skip += tl.sum(p * b_u, 1)
+            of_bias += tl.sum(tl.where(inside(t, here, T, WHOLE, 4), b_ds, 0.0), 1)
         tl.debug_barrier()  # before the next segment's states take the place of these
-    tl.store(dA + b * (D * N) + state, of_A, mask=whole)
+    tl.store(dA + b * (D * W) + state, of_A, mask=whole)
     tl.store(dskip + b * D + d, of_skip, mask=here)
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
@@ -203,15 +287,16 @@ def run(
     du, ddelta = torch.empty_like(u), torch.empty_like(u, dtype=delta.dtype)
     dz = None if z is None else torch.empty_like(u, dtype=z.dtype)
     new = u.new_empty if u.numel() else u.new_zeros
-    dA = new((b, channels, N), dtype=torch.float32)
+    dA = new((b, channels, columns_of(N)), dtype=torch.float32)
     dB, dC = new((2, launch.grid[0] // max(b * G, 1), b, G, T, N), dtype=torch.float32)
     dskip, dbias = new((2, b, channels), dtype=torch.float32)
     if u.numel():
-        scratch = u.new_empty((launch.grid[0], SEGMENT, launch.block("BN"), launch.block("BD")),
+        scratch = u.new_empty((launch.grid[0], SEGMENT // 2, launch.block("BN"), launch.block("BD")),
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
             arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
-            dy=dy, states=states, dlast=dlast, du=du, ddelta=ddelta, dz=dz, dA=dA, dB=dB, dC=dC,
-            dskip=dskip, dbias=dbias, scratch=scratch, b_count=b, **strides(du, "o_b", "o_d", "o_t")))
-    return (du, ddelta, dA.sum(0), dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
+            dy=dy, states=states, dlast=None if dlast is None else wide(dlast), du=du, ddelta=ddelta, dz=dz,
+            dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch, b_count=b,
+            O_TOGETHER=together(du), **strides(du, "o_b", "o_d", "o_t")))
+    return (du, ddelta, dA.sum(0)[:, :N], dB.sum(0).mT.to(B.dtype), dC.sum(0).mT.to(C.dtype),
             None if D is None else dskip.sum(0), dz, None if bias is None else dbias.sum(0))
