@@ -4,7 +4,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_k, over_v
+from flashlin.kernels.configs import Config, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
@@ -19,6 +19,8 @@ from flashlin.kernels.scans import (
     shared_bytes,
     state_launch,
 )
+
+HEADS = 16  # of a group with one q and k, whose dq and dk a program adds up at most
 
 
 @calm
@@ -43,14 +45,23 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
     else:
         kernels = [*split, scan("simple_gla_scan", wide)]
-    if problem.needs_grad:
+    if problem.needs_grad and gated:
+        kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", wide),
+                    _grads(problem, target, wide.BT, dots - {"rmw_acc"} | {"mixed_sum"})]
+    elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
-        if gated:
-            kernels.append(over_tokens("simple_gla_dg", problem, dict(BT=tall.BT), problem.H))
     if gated and (problem.needs_grad or problem.mode == "chunk"):
         kernels.insert(0, cumsum_launch(problem))
     return tuple(kernels)
+
+
+def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
+    import os
+    bytes_each = operand_bytes(problem)
+    BK, BV, warps, stages = (int(n) for n in os.environ.get("GRADS", "128,64,8,1").split(","))
+    tile = dict(BT=BT, BK=min(BK, padded(problem.K)), BV=min(BV, padded(problem.V)), BH=HEADS)
+    return over_tokens("simple_gla_grads", problem, tile, problem.H, 100000, traits, stages, warps)
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.
