@@ -321,8 +321,9 @@ def simple_gla_states(
 
 @triton.jit
 def grads_of_head(
-    b_q,  # [BT, BK]
-    b_k,  # [BT, BK]
+    wide_q,  # [BT, BK], fp32
+    wide_k,  # [BT, BK], fp32
+    scores,  # [BT, BT]: of pairs i > j q_i . k_j
     v,  # [rows, H, V]
     do,  # [rows, H, V]
     G,  # [H, R], fp32
@@ -346,7 +347,8 @@ def grads_of_head(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [BT, BK] of one chunk and head, and what these channels add to dg [BT], stored."""
+    """What one head adds to dq and dk [BT, BK] of a chunk beyond the pairs in it, and ds [BT, BT] of those
+    pairs; stored is what these channels add to dg [BT]."""
     NK: tl.constexpr = (K + BK - 1) // BK
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
@@ -365,20 +367,16 @@ def grads_of_head(
         from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
         to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
         across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
-    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1) * scale
-    ds = (p * scaled_decay(D, D, rows[:, None] > rows[None, :], scale)).to(b_k.dtype)
-    from_h *= (tl.exp2(D) * scale)[:, None]
-    to_h *= tl.exp2(total - D)[:, None]
-    from_h += tl.dot(ds, b_k, input_precision=PRECISION)
-    k_columns = tl.dot(tl.trans(ds), b_q, input_precision=PRECISION)
-    wide_q = b_q.to(tl.float32)
-    wide_k = b_k.to(tl.float32)
-    here = tl.sum(wide_q * from_h - wide_k * k_columns, 1)
-    left = tl.sum(wide_k * to_h, 1)
+    into = tl.exp2(D) * scale
+    onwards = tl.exp2(total - D)
+    ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
+    pairs = ds * scores
+    here = into * tl.sum(wide_q * from_h, 1) + tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    left = onwards * tl.sum(wide_k * to_h, 1)
     b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
     b_dg += tl.sum(across, 0) * tl.exp2(total)
     tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
-    return from_h + diagonal[:, None] * wide_k, to_h + k_columns + diagonal[:, None] * wide_q
+    return from_h * into[:, None], to_h * onwards[:, None], ds
 
 
 @triton.jit
@@ -417,23 +415,35 @@ def grads_of_chunk(
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
     i_g = i_s // SHARES
     k0 = i_k * BK
+    rows = tl.arange(0, BT)
     b_q = tile(q, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
     b_k = tile(k, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
+    scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    scores = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
+    wide_q = b_q.to(tl.float32)
+    wide_k = b_k.to(tl.float32)
     if GROUP == 1:  # a loop that runs once would keep every mask in registers
-        b_dq, b_dk = grads_of_head(
-            b_q, b_k, v, do, G, states, dstates, dg, scale, n=n, first=first, t0=t0, length=length, i_h=i_s, H=H,
-            R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK, PRECISION=PRECISION)
+        b_dq, b_dk, ds = grads_of_head(
+            wide_q, wide_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
+            length=length, i_h=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
+            PRECISION=PRECISION)
     else:
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+        ds = tl.zeros([BT, BT], dtype=tl.float32)
         begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
         end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
         for i_h in range(begin, end):
-            more_dq, more_dk = grads_of_head(
-                b_q, b_k, v, do, G, states, dstates, dg, scale, n=n, first=first, t0=t0, length=length,
-                i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK, PRECISION=PRECISION)
+            more_dq, more_dk, more_ds = grads_of_head(
+                wide_q, wide_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
+                length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
+                PRECISION=PRECISION)
             b_dq += more_dq
             b_dk += more_dk
+            ds += more_ds
+    b_ds = ds.to(b_q.dtype)
+    b_dq += tl.dot(b_ds, b_k, input_precision=PRECISION)
+    b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
     put(dq, b_dq, first, t0, length, i_s, H // GROUP * SHARES, D=K, d0=k0, BT=BT, BD=BK)
     put(dk, b_dk, first, t0, length, i_s, H // GROUP * SHARES, D=K, d0=k0, BT=BT, BD=BK)
 
