@@ -321,8 +321,8 @@ def simple_gla_states(
 
 @triton.jit
 def grads_of_head(
-    wide_q,  # [BT, BK], fp32
-    wide_k,  # [BT, BK], fp32
+    b_q,  # [BT, BK]
+    b_k,  # [BT, BK]
     scores,  # [BT, BT]: of pairs i > j q_i . k_j
     v,  # [rows, H, V]
     do,  # [rows, H, V]
@@ -357,6 +357,8 @@ def grads_of_head(
     from_h = tl.zeros([BT, BK], dtype=tl.float32)
     to_h = tl.zeros([BT, BK], dtype=tl.float32)
     across = tl.zeros([BV], dtype=tl.float32)
+    read = tl.zeros([BT], dtype=tl.float32)
+    left = tl.zeros([BT], dtype=tl.float32)
     for v0 in range(0, V, BV):
         b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
@@ -367,12 +369,14 @@ def grads_of_head(
         from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
         to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
         across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
+        read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
+        left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
     into = tl.exp2(D) * scale
     onwards = tl.exp2(total - D)
     ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
     pairs = ds * scores
-    here = into * tl.sum(wide_q * from_h, 1) + tl.sum(pairs, 1) - tl.sum(pairs, 0)
-    left = onwards * tl.sum(wide_k * to_h, 1)
+    here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    left *= onwards
     b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
     b_dg += tl.sum(across, 0) * tl.exp2(total)
     tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
@@ -420,11 +424,9 @@ def grads_of_chunk(
     b_k = tile(k, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
     scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     scores = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
-    wide_q = b_q.to(tl.float32)
-    wide_k = b_k.to(tl.float32)
     if GROUP == 1:  # a loop that runs once would keep every mask in registers
         b_dq, b_dk, ds = grads_of_head(
-            wide_q, wide_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
+            b_q, b_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
             length=length, i_h=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
             PRECISION=PRECISION)
     else:
@@ -435,7 +437,7 @@ def grads_of_chunk(
         end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
         for i_h in range(begin, end):
             more_dq, more_dk, more_ds = grads_of_head(
-                wide_q, wide_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
+                b_q, b_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
                 length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
                 PRECISION=PRECISION)
             b_dq += more_dq
