@@ -324,6 +324,9 @@ def grads_of_head(
     b_q,  # [BT, BK]
     b_k,  # [BT, BK]
     scores,  # [BT, BT]: of pairs i > j q_i . k_j
+    b_dq,  # [BT, BK], fp32
+    b_dk,  # [BT, BK], fp32
+    b_ds,  # [BT, BT], fp32
     v,  # [rows, H, V]
     do,  # [rows, H, V]
     G,  # [H, R], fp32
@@ -344,21 +347,22 @@ def grads_of_head(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one head adds to dq and dk [BT, BK] of a chunk beyond the pairs in it, and ds [BT, BT] of those
-    pairs; stored is what these channels add to dg [BT]."""
+    """The sums so far of dq and dk [BT, BK] of a chunk beyond the pairs in it, and of ds [BT, BT] of those
+    pairs, one head further; stored is what these channels add to dg [BT]. ALONE: there is no other head."""
     NK: tl.constexpr = (K + BK - 1) // BK
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
+    into = tl.exp2(D) * scale
+    onwards = tl.exp2(total - D)
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
     p = tl.zeros([BT, BT], dtype=tl.float32)
-    from_h = tl.zeros([BT, BK], dtype=tl.float32)
-    to_h = tl.zeros([BT, BK], dtype=tl.float32)
-    across = tl.zeros([BV], dtype=tl.float32)
     read = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
+    across = tl.zeros([BV], dtype=tl.float32)
     for v0 in range(0, V, BV):
         b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
@@ -366,13 +370,14 @@ def grads_of_head(
         h = tl.load(states + at, mask=whole, other=0.0)
         dh = tl.load(dstates + at, mask=whole, other=0.0)
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
-        to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
-        across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
         read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
         left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
-    into = tl.exp2(D) * scale
-    onwards = tl.exp2(total - D)
+        across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
+        if not ALONE:
+            b_do = (b_do * into[:, None]).to(h.dtype)
+            b_v = (b_v * onwards[:, None]).to(h.dtype)
+        b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+        b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
     ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
     pairs = ds * scores
     here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
@@ -380,7 +385,10 @@ def grads_of_head(
     b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
     b_dg += tl.sum(across, 0) * tl.exp2(total)
     tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
-    return from_h * into[:, None], to_h * onwards[:, None], ds
+    if ALONE:
+        b_dq *= into[:, None]
+        b_dk *= onwards[:, None]
+    return b_dq, b_dk, b_ds + ds
 
 
 @triton.jit
@@ -424,25 +432,22 @@ def grads_of_chunk(
     b_k = tile(k, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
     scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     scores = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    ds = tl.zeros([BT, BT], dtype=tl.float32)
     if GROUP == 1:  # a loop that runs once would keep every mask in registers
         b_dq, b_dk, ds = grads_of_head(
-            b_q, b_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
-            length=length, i_h=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
-            PRECISION=PRECISION)
+            b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg, scale=scale,
+            n=n, first=first, t0=t0, length=length, i_h=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
+            BV=BV, ALONE=True, BLOCK=BLOCK, PRECISION=PRECISION)
     else:
-        b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-        b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-        ds = tl.zeros([BT, BT], dtype=tl.float32)
         begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
         end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
         for i_h in range(begin, end):
-            more_dq, more_dk, more_ds = grads_of_head(
-                b_q, b_k, scores, v, do, G, states, dstates, dg, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK, BV=BV, BLOCK=BLOCK,
-                PRECISION=PRECISION)
-            b_dq += more_dq
-            b_dk += more_dk
-            ds += more_ds
+            b_dq, b_dk, ds = grads_of_head(
+                b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT,
+                BK=BK, BV=BV, ALONE=False, BLOCK=BLOCK, PRECISION=PRECISION)
     b_ds = ds.to(b_q.dtype)
     b_dq += tl.dot(b_ds, b_k, input_precision=PRECISION)
     b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
