@@ -362,7 +362,7 @@ def grads_of_head(
     p = tl.zeros([BT, BT], dtype=tl.float32)
     read = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
-    across = tl.zeros([BV], dtype=tl.float32)
+    across = 0.0
     for v0 in range(0, V, BV):
         b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
         b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
@@ -372,7 +372,7 @@ def grads_of_head(
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
         left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
-        across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 0)
+        across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
         if not ALONE:
             b_do = (b_do * into[:, None]).to(h.dtype)
             b_v = (b_v * onwards[:, None]).to(h.dtype)
@@ -383,7 +383,7 @@ def grads_of_head(
     here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
     left *= onwards
     b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
-    b_dg += tl.sum(across, 0) * tl.exp2(total)
+    b_dg += across * tl.exp2(total)
     tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
     if ALONE:
         b_dq *= into[:, None]
@@ -443,7 +443,8 @@ def grads_of_chunk(
     else:
         begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
         end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
-        for i_h in range(begin, end):
+        for i in range(end - begin):
+            i_h = begin + i
             b_dq, b_dk, ds = grads_of_head(
                 b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT,
@@ -503,7 +504,8 @@ def simple_gla_grads(
             zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=i_k * BK, BT=BT, BD=BK)
             zero_gaps(dk, bounds, n, T, N, i_s, shares, D=K, d0=i_k * BK, BT=BT, BD=BK)
             if i_s % SHARES == 0:
-                for i_h in range(i_s // SHARES * GROUP, (i_s // SHARES + 1) * GROUP):
+                for i in range(GROUP):
+                    i_h = i_s // SHARES * GROUP + i
                     zero_gaps(dg, bounds, n, T, N, i_h, H, D=NK, d0=i_k, BT=BT, BD=1)
     if VARLEN:
         for t0 in range(i_c * BT, length, S * BT):
