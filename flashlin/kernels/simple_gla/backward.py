@@ -370,14 +370,19 @@ def grads_of_head(
         h = tl.load(states + at, mask=whole, other=0.0)
         dh = tl.load(dstates + at, mask=whole, other=0.0)
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
-        left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
         across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
         if not ALONE:
+            read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
+            left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
             b_do = (b_do * into[:, None]).to(h.dtype)
             b_v = (b_v * onwards[:, None]).to(h.dtype)
         b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
         b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+    if ALONE:
+        read = tl.sum(b_q.to(tl.float32) * b_dq, 1)
+        left = tl.sum(b_k.to(tl.float32) * b_dk, 1)
+        b_dq *= into[:, None]
+        b_dk *= onwards[:, None]
     ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
     pairs = ds * scores
     here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
@@ -385,9 +390,6 @@ def grads_of_head(
     b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
     b_dg += across * tl.exp2(total)
     tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
-    if ALONE:
-        b_dq *= into[:, None]
-        b_dk *= onwards[:, None]
     return b_dq, b_dk, b_ds + ds
 
 
