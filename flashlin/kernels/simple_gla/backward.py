@@ -320,6 +320,132 @@ def simple_gla_states(
 
 
 @triton.jit
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [BT, K] and dg [BT] of one chunk and head, stored."""
+    rows = tl.arange(0, BT)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
+    slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+    p = tl.zeros([BT, BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1) * scale
+    ds = (p * scaled_decay(D, D, rows[:, None] > rows[None, :], scale)).to(v.dtype.element_ty)
+    here = tl.zeros([BT], dtype=tl.float32)
+    left = tl.zeros([BT], dtype=tl.float32)
+    across = 0.0
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        from_h = tl.zeros([BT, BK], dtype=tl.float32)
+        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        from_h *= (tl.exp2(D) * scale)[:, None]
+        to_h *= tl.exp2(total - D)[:, None]
+        from_h += tl.dot(ds, b_k, input_precision=PRECISION)
+        k_columns = tl.dot(tl.trans(ds), b_q, input_precision=PRECISION)
+        wide_q = b_q.to(tl.float32)
+        wide_k = b_k.to(tl.float32)
+        here += tl.sum(wide_q * from_h - wide_k * k_columns, 1)
+        left += tl.sum(wide_k * to_h, 1)
+        put(dq, from_h + diagonal[:, None] * wide_k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        to_h += k_columns + diagonal[:, None] * wide_q
+        put(dk, to_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
+    b_dg += across * tl.exp2(total)
+    tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=t0 + rows < length)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
+def simple_gla_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [rows, H, K] and dg [rows, H] of a chunk. S programs share a sequence."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            zero_gaps(dg, bounds, n, T, N, i_h, H, D=1, d0=0, BT=BT, BD=1)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_of_chunk(
+                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
+                BLOCK=BLOCK, PRECISION=PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_of_chunk(
+            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
+            BLOCK=BLOCK, PRECISION=PRECISION)
+
+
+@triton.jit
 def grads_of_head(
     b_q,  # [BT, BK]
     b_k,  # [BT, BK]
@@ -347,12 +473,11 @@ def grads_of_head(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The sums so far of dq and dk [BT, BK] of a chunk beyond the pairs in it, and of ds [BT, BT] of those
-    pairs, one head further; stored is what these channels add to dg [BT]. ALONE: there is no other head."""
+    pairs, one head further; stored is what these channels add to dg [BT]."""
     NK: tl.constexpr = (K + BK - 1) // BK
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
@@ -371,18 +496,12 @@ def grads_of_head(
         dh = tl.load(dstates + at, mask=whole, other=0.0)
         p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
-        if not ALONE:
-            read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
-            left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
-            b_do = (b_do * into[:, None]).to(h.dtype)
-            b_v = (b_v * onwards[:, None]).to(h.dtype)
+        read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
+        left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
+        b_do = (b_do * into[:, None]).to(h.dtype)
+        b_v = (b_v * onwards[:, None]).to(h.dtype)
         b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
         b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
-    if ALONE:
-        read = tl.sum(b_q.to(tl.float32) * b_dq, 1)
-        left = tl.sum(b_k.to(tl.float32) * b_dk, 1)
-        b_dq *= into[:, None]
-        b_dk *= onwards[:, None]
     ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
     pairs = ds * scores
     here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
@@ -394,7 +513,7 @@ def grads_of_head(
 
 
 @triton.jit
-def grads_of_chunk(
+def grads_of_share(
     q,  # [rows, H // GROUP, K]
     k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
@@ -437,20 +556,14 @@ def grads_of_chunk(
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     ds = tl.zeros([BT, BT], dtype=tl.float32)
-    if GROUP == 1:  # a loop that runs once would keep every mask in registers
+    begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
+    end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
+    for i in range(end - begin):
+        i_h = begin + i
         b_dq, b_dk, ds = grads_of_head(
-            b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg, scale=scale,
-            n=n, first=first, t0=t0, length=length, i_h=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
-            BV=BV, ALONE=True, BLOCK=BLOCK, PRECISION=PRECISION)
-    else:
-        begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
-        end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
-        for i in range(end - begin):
-            i_h = begin + i
-            b_dq, b_dk, ds = grads_of_head(
-                b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT,
-                BK=BK, BV=BV, ALONE=False, BLOCK=BLOCK, PRECISION=PRECISION)
+            b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg,
+            scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT,
+            BK=BK, BV=BV, BLOCK=BLOCK, PRECISION=PRECISION)
     b_ds = ds.to(b_q.dtype)
     b_dq += tl.dot(b_ds, b_k, input_precision=PRECISION)
     b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
@@ -459,7 +572,7 @@ def grads_of_chunk(
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
-def simple_gla_grads(
+def simple_gla_shared(
     q,  # [rows, H // GROUP, K]
     k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
@@ -511,12 +624,12 @@ def simple_gla_grads(
                     zero_gaps(dg, bounds, n, T, N, i_h, H, D=NK, d0=i_k, BT=BT, BD=1)
     if VARLEN:
         for t0 in range(i_c * BT, length, S * BT):
-            grads_of_chunk(
+            grads_of_share(
                 q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
                 n=n, first=first, t0=t0, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
                 BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
     else:  # one chunk each
-        grads_of_chunk(
+        grads_of_share(
             q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
             n=n, first=first, t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
             BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
@@ -528,16 +641,15 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     its final state. Those of g and h0 are fp32."""
     batch, whole, gated = Batch(plan, x), needs != STATE_ALONE, x.g is not None
     H, K, V = batch.HV, batch.K, batch.V
-    walking = plan.launch("simple_gla_dv")
-    of_chunks = plan.launch("simple_gla_grads" if gated else "simple_gla_dk")
-    NK, NV = -(-K // of_chunks.block("BK")), -(-V // walking.block("BV"))
-    group = H // max(batch.H, 1)
-    shares = -(-group // of_chunks.block("BH")) or 1 if gated else group
+    walking, group = plan.launch("simple_gla_dv"), H // max(batch.H, 1)
+    finishing = plan.launch("simple_gla_dk" if not gated else "simple_gla_grads" if group == 1 else "simple_gla_shared")
+    NK, NV = -(-K // finishing.block("BK")), -(-V // walking.block("BV"))
+    shares = -(-group // finishing.block("BH")) if gated and group > 1 else 1
     dv = batch.new(V, dtype=x.v.dtype)
     # sums that are not complete stay as they are
-    dq, dk = (batch.new(K, dtype=torch.float32 if gated and shares > 1 else x.q.dtype, heads=batch.H * shares)
+    dq, dk = (batch.new(K, dtype=torch.float32 if shares > 1 else x.q.dtype, heads=batch.H * shares)
               for _ in range(2))
-    dg = batch.new(dtype=torch.float32, heads=H * NK) if gated else None
+    dg = batch.new(dtype=torch.float32, heads=H * (NK if group > 1 else 1)) if gated else None
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
@@ -559,11 +671,15 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             continue
         if gated:
             finished = {name: scanned[name] for name in scanned if name not in ("DECAY", "V_FIRST")}
-            start(of_chunks, simple_gla_grads, n * part["S"] * batch.H * shares * NK, finished, part)
+            if group == 1:
+                finished.pop("GROUP")
+                start(finishing, simple_gla_grads, n * part["S"] * H, finished, part)
+            else:
+                start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK, finished, part)
         else:
             start(plan.launch("simple_gla_dq"), simple_gla_dq, numbered * NK, scanned | entered, part)
-            start(of_chunks, simple_gla_dk, numbered * NK, scanned | handed, part)
-    if dg is not None and NK > 1:
+            start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)
+    if dg is not None and dg.shape[2] > H:
         dg = dg.unflatten(2, (H, NK)).sum(3)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)

@@ -60,7 +60,9 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
     import os
     bytes_each = operand_bytes(problem)
     BK, BV, warps, stages = (int(n) for n in os.environ.get("GRADS", "128,64,8,1").split(","))
-    tile = dict(BT=BT, BK=min(BK, padded(problem.K)), BV=min(BV, padded(problem.V)), BH=HEADS)
+    tile = dict(BT=BT, BK=min(BK, padded(problem.K)), BV=min(BV, padded(problem.V)))
+    if "gva" in problem.options:
+        return over_tokens("simple_gla_shared", problem, dict(tile, BH=HEADS), problem.H, 100000, traits, stages, warps)
     return over_tokens("simple_gla_grads", problem, tile, problem.H, 100000, traits, stages, warps)
 
 
