@@ -1,9 +1,7 @@
-"""Backward of the scalar-decay family: three scans, each split so that nothing is a partial sum.
-Deterministic: no atomics.
+"""Backward of the scalar-decay family. Deterministic: no atomics.
 
-dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it
-splits V. With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale
-e^{G_i - G_j} (do_i . v_j) for j <= i:
+With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j}
+(do_i . v_j) for j <= i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
     dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
     dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i
@@ -14,8 +12,18 @@ chunks):
     dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
 Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point
 and under strong decays dwarf everything else, are left out of a and b; and every chunk starts anew from <h,
-dh>, so rounding does not add up along the sequence. For that the dq scan stores the state entering each
-chunk.
+dh>, so rounding does not add up along the sequence.
+
+A decay that is the same for every token, or none, has no gradient: then there are three scans, each split so
+that nothing is a partial sum. dq needs the state and dk its gradient, both contracted over V: those two split
+K. dv contracts over K: it splits V. A gate takes a scan that stores the state entering each chunk, the scan of
+dv, which stores the gradient of the state leaving it, and then a program for each chunk, in which everything
+else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs are one
+product then, of the sum of ds over heads; and what the gate wants of one head is taken from the scores q_i .
+k_j, which all of them have in common, and from products with the state on the narrower side:
+    a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
+    b_j = sum_i ds_ij (q_i . k_j)
+    c_j = e^{G_L - G_j} v_j . (k_j dh)
 """
 
 import torch
@@ -640,16 +648,17 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, H, V], dht like
     its final state. Those of g and h0 are fp32."""
     batch, whole, gated = Batch(plan, x), needs != STATE_ALONE, x.g is not None
-    H, K, V = batch.HV, batch.K, batch.V
-    walking, group = plan.launch("simple_gla_dv"), H // max(batch.H, 1)
-    finishing = plan.launch("simple_gla_dk" if not gated else "simple_gla_grads" if group == 1 else "simple_gla_shared")
-    NK, NV = -(-K // finishing.block("BK")), -(-V // walking.block("BV"))
-    shares = -(-group // finishing.block("BH")) if gated and group > 1 else 1
+    H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
+    walking = plan.launch("simple_gla_dv")
+    finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
+    shared, NV = gated and group > 1, -(-V // walking.block("BV"))
+    NK = -(-K // finishing.block("BK"))
+    shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
     dv = batch.new(V, dtype=x.v.dtype)
-    # sums that are not complete stay as they are
-    dq, dk = (batch.new(K, dtype=torch.float32 if shares > 1 else x.q.dtype, heads=batch.H * shares)
+    # what has to be added up yet stays as it is
+    dq, dk = (batch.new(K, dtype=x.q.dtype if shares == 1 else torch.float32, heads=batch.H * shares)
               for _ in range(2))
-    dg = batch.new(dtype=torch.float32, heads=H * (NK if group > 1 else 1)) if gated else None
+    dg = batch.new(dtype=torch.float32, heads=H * strips) if gated else None
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
@@ -660,26 +669,25 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n), states=None, dstates=None)
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
-        entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         scanned = dict(constants, GAPS=batch.gaps)
+        entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         if gated and whole:
             for name in ("states", "dstates"):
                 part[name] = torch.empty(part["slots"], H, K, V, dtype=x.q.dtype, device=batch.device)
             start(plan.launch("simple_gla_states"), simple_gla_states, numbered * NV, constants | entered, part)
-        start(walking, simple_gla_dv, numbered * NV, dict(scanned, **handed, HAS_DH0=dh0 is not None), part)
-        if not whole or not batch.T:
+        start(walking, simple_gla_dv, numbered * NV, scanned | handed | dict(HAS_DH0=dh0 is not None), part)
+        if not (whole and batch.T):
             continue
-        if gated:
-            finished = {name: scanned[name] for name in scanned if name not in ("DECAY", "V_FIRST")}
-            if group == 1:
-                finished.pop("GROUP")
-                start(finishing, simple_gla_grads, n * part["S"] * H, finished, part)
-            else:
-                start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK, finished, part)
+        of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
+        if shared:
+            start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK,
+                  dict(of_chunks, GROUP=group), part)
+        elif gated:
+            start(finishing, simple_gla_grads, n * part["S"] * H, of_chunks, part)
         else:
             start(plan.launch("simple_gla_dq"), simple_gla_dq, numbered * NK, scanned | entered, part)
             start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)
-    if dg is not None and dg.shape[2] > H:
-        dg = dg.unflatten(2, (H, NK)).sum(3)
+    if dg is not None and strips > 1:
+        dg = dg.unflatten(2, (H, strips)).sum(3)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)

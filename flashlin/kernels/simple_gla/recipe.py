@@ -1,6 +1,8 @@
 """Which launches a scalar-decay problem makes. Plain Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flashlin.compat.target import Target
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
@@ -13,14 +15,29 @@ from flashlin.kernels.scans import (
     cumsum_launch,
     dot_traits,
     fitting,
+    least_spilled,
     operand_bytes,
     over_tokens,
     part_length,
     shared_bytes,
     state_launch,
+    tf32_copies,
 )
 
-HEADS = 16  # of a group with one q and k, whose dq and dk a program adds up at most
+
+class Strip(NamedTuple):
+    """Of the gradients, the columns of q and k and of v that a program has at a time, and its warps."""
+    K: int
+    V: int
+    num_warps: int
+
+
+# Best first. With 64 columns nothing spills on Hopper, elsewhere 700 bytes; where heads share q and k, the sums
+# over them stay in registers as well, of which 8 warps have twice as many (compiled with 3.6.0).
+OF_HEADS = Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)
+OF_GROUPS = Strip(128, 64, 8), Strip(64, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)
+FP32_STRIPS = Strip(32, 32, 4), Strip(16, 16, 4)
+HEADS = 16  # whose dq and dk a program adds up at most
 
 
 @calm
@@ -47,7 +64,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels = [*split, scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
         kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", wide),
-                    _grads(problem, target, wide.BT, dots - {"rmw_acc"} | {"mixed_sum"})]
+                    _grads(problem, target, wide.BT, dots)]
     elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
@@ -56,14 +73,19 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(kernels)
 
 
-def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
-    import os
-    bytes_each = operand_bytes(problem)
-    BK, BV, warps, stages = (int(n) for n in os.environ.get("GRADS", "128,64,8,1").split(","))
-    tile = dict(BT=BT, BK=min(BK, padded(problem.K)), BV=min(BV, padded(problem.V)))
-    if "gva" in problem.options:
-        return over_tokens("simple_gla_shared", problem, dict(tile, BH=HEADS), problem.H, 100000, traits, stages, warps)
-    return over_tokens("simple_gla_grads", problem, tile, problem.H, 100000, traits, stages, warps)
+def _grads(problem: Problem, target: Target, BT: int, dots: frozenset[str]) -> Launch:
+    """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
+    bytes_each, shared = operand_bytes(problem), "gva" in problem.options
+    size, hopper = tf32_copies(bytes_each, target) * bytes_each, (9, 0) <= target.capability < (10, 0)
+    strips = OF_GROUPS if shared else OF_HEADS if hopper else OF_HEADS[1:]
+    found = []
+    for strip in strips if bytes_each == 2 else FP32_STRIPS:
+        BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
+        tile = dict(BT=BT, BK=BK, BV=BV, **({"BH": HEADS} if shared else {}))
+        bytes_of_tiles = size * (2 * BV * (BT + BK) + 2 * BT * BK + 2 * BT ** 2)
+        found.append(over_tokens("simple_gla_shared" if shared else "simple_gla_grads", problem, tile, problem.H,
+                                 bytes_of_tiles, dots - {"rmw_acc"} | {"mixed_sum"}, num_warps=strip.num_warps))
+    return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.
