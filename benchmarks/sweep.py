@@ -1,5 +1,5 @@
-"""Time tiles, warps and stages of the scalar-decay kernels on this GPU: what flashlin/kernels/configs.py is
-picked from.
+"""Time tiles, warps and stages of the scalar-decay scans on this GPU, with decays of heads: what
+flashlin/kernels/configs.py is picked from.
 
     python -m benchmarks.sweep --out benchmarks/results/ [--head-dim 128] [--dtype bfloat16] [--jobs 14]
 
@@ -43,9 +43,8 @@ def captured(head_dim: int, dtype: str, B: int, T: int, H: int) -> dict[str, Any
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, head_dim, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
                for _ in range(3))
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda")).requires_grad_()
     launch.replace_starter(keep)
-    o, _ = flashlin.chunk_simple_gla(q, k, v, g)
+    o, _ = flashlin.chunk_retention(q, k, v)
     o.backward(torch.randn_like(o))
     launch.replace_starter(None)
     return found
@@ -57,7 +56,6 @@ def output(kernel: str, arguments: dict[str, Any]) -> Any:
 
 def run(kernel: str, found: dict[str, Any], config: tuple[int, int, int, int], head_dim: int) -> Any:
     """A function that starts that configuration once."""
-    import torch
     function, arguments = found[kernel]
     BT, strip, warps, stages = config
     over_v = kernel in ("simple_gla_scan", "simple_gla_dv")
@@ -65,13 +63,6 @@ def run(kernel: str, found: dict[str, Any], config: tuple[int, int, int, int], h
     full = 1 << (head_dim - 1).bit_length()
     tile = dict(BT=BT, BK=full if over_v else strip, BV=strip if over_v else full)
     strips = -(-head_dim // strip)
-    q = arguments["k" if kernel == "simple_gla_dq" else "q"]
-    if not over_v:  # scratch sized for this configuration
-        parts = torch.zeros(*q.shape[:3], strips, device="cuda")
-        slots = q.shape[0] * q.shape[1] // BT + N + 1
-        states = torch.zeros(slots, q.shape[2], head_dim, head_dim, device="cuda", dtype=q.dtype)
-        scratch = {"a": parts} if kernel == "simple_gla_dq" else {"b": parts, "c": torch.empty_like(parts)}
-        arguments = {**arguments, "states": states, **scratch}
     return lambda: function[(N * H * strips,)](**arguments, **tile, num_warps=warps, num_stages=stages)
 
 

@@ -624,8 +624,9 @@ def simple_gla_shared(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if i_c == 0:
-            zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=i_k * BK, BT=BT, BD=BK)
-            zero_gaps(dk, bounds, n, T, N, i_s, shares, D=K, d0=i_k * BK, BT=BT, BD=BK)
+            k0 = i_k * BK
+            zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
+            zero_gaps(dk, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
             if i_s % SHARES == 0:
                 for i in range(GROUP):
                     i_h = i_s // SHARES * GROUP + i

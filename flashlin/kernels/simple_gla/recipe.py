@@ -32,11 +32,13 @@ class Strip(NamedTuple):
     num_warps: int
 
 
-# Best first. With 64 columns nothing spills on Hopper, elsewhere 700 bytes; where heads share q and k, the sums
-# over them stay in registers as well, of which 8 warps have twice as many (compiled with 3.6.0).
-OF_HEADS = Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)
-OF_GROUPS = Strip(128, 64, 8), Strip(64, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)
-FP32_STRIPS = Strip(32, 32, 4), Strip(16, 16, 4)
+# Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where heads
+# share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled for five
+# cards with 3.6.0).
+OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
+            4: (Strip(32, 32, 4), Strip(32, 16, 4), Strip(16, 16, 4))}
+OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
+             4: (Strip(32, 16, 4), Strip(16, 16, 4))}
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -64,7 +66,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels = [*split, scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
         kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", wide),
-                    _grads(problem, target, wide.BT, dots)]
+                    _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})]
     elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
@@ -73,18 +75,19 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(kernels)
 
 
-def _grads(problem: Problem, target: Target, BT: int, dots: frozenset[str]) -> Launch:
+def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
     """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
-    bytes_each, shared = operand_bytes(problem), "gva" in problem.options
+    bytes_each, several = operand_bytes(problem), "gva" in problem.options
     size, hopper = tf32_copies(bytes_each, target) * bytes_each, (9, 0) <= target.capability < (10, 0)
-    strips = OF_GROUPS if shared else OF_HEADS if hopper else OF_HEADS[1:]
+    strips = (OF_GROUPS if several else OF_HEADS)[bytes_each]
+    tall = not several and bytes_each == 2 and not hopper and problem.K > strips[0].K
     found = []
-    for strip in strips if bytes_each == 2 else FP32_STRIPS:
+    for strip in strips[1:] if tall or strips[0].num_warps > problem.max_warps else strips:
         BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
-        tile = dict(BT=BT, BK=BK, BV=BV, **({"BH": HEADS} if shared else {}))
-        bytes_of_tiles = size * (2 * BV * (BT + BK) + 2 * BT * BK + 2 * BT ** 2)
-        found.append(over_tokens("simple_gla_shared" if shared else "simple_gla_grads", problem, tile, problem.H,
-                                 bytes_of_tiles, dots - {"rmw_acc"} | {"mixed_sum"}, num_warps=strip.num_warps))
+        shared = size * 2 * (BV * (BT + BK) + BT * BK + BT ** 2)
+        kernel, heads = ("simple_gla_shared", {"BH": HEADS}) if several else ("simple_gla_grads", {})
+        found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared, traits,
+                                 num_warps=strip.num_warps))
     return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
 
 
