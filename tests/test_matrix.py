@@ -76,8 +76,8 @@ def test_a_cell_says_which_python_its_release_needs() -> None:
 def test_a_call_is_seen_forward_and_backward_and_a_refusal_is_a_plan(one_call: list[workload.Call],
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     found = workload.seen(one_call[0], parse("triton=3.6.0,sm=90"))
-    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk",
-            "simple_gla_dv"} <= {launch.kernel for launch in found.launches}
+    assert {"simple_gla_scan", "simple_gla_states", "simple_gla_dv",
+            "simple_gla_grads"} <= {launch.kernel for launch in found.launches}
     assert all(plan.path == "triton" for plan in found.plans)
     assert [plan.path for plan in workload.seen(one_call[0], parse("triton=3.0.0,sm=100")).plans] == ["torch"]
     monkeypatch.setenv("FLASHLIN_PATH", "triton")
@@ -106,23 +106,23 @@ def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
         one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And remembered, or the next plan would go back."""
     def verdict(job: Job) -> Result:
-        if job.launch.kernel == "simple_gla_dq" and job.launch.num_stages == 2:
+        if job.launch.kernel == "simple_gla_dv" and job.launch.num_stages == 2:
             return Result("ok", shared=1, registers=32, spills=19104, instructions=6181, local=3175)
         return Result("ok", shared=1, registers=255, spills=1000, instructions=900, local=9)
     seen, table = list[Job](), proven.Table()
     monkeypatch.setattr(proven, "table", lambda: table)
     monkeypatch.setattr(matrix, "compiling", compiler(verdict, seen))
     found = matrix.run(CELL, (AMPERE,), tmp_path)
-    dq = [job.launch for job in seen if job.launch.kernel == "simple_gla_dq"]
-    assert [(launch.num_warps, launch.num_stages) for launch in dq] == [(4, 2), (8, 2), (8, 1)]
+    dv = [job.launch for job in seen if job.launch.kernel == "simple_gla_dv"]
+    assert [(launch.num_warps, launch.num_stages) for launch in dv] == [(4, 2), (8, 2), (8, 1)]
     assert len(seen) == len(found.result.launches)
     slow = {tried.config: tried.cards["sm80"].slow for tried in found.result.launches.values()
             if tried.cards["sm80"].slow}
-    assert slow == dict.fromkeys([dq[0].config, dq[1].config], (19104, 32, 6181, 3175))
+    assert slow == dict.fromkeys([dv[0].config, dv[1].config], (19104, 32, 6181, 3175))
     assert load_result(tmp_path, CELL) == found.result
     planned = {launch for launch, _ in found.planned.started}
-    assert [matrix.identity(launch) in planned for launch in dq] == [False, False, True]
-    assert table[dq[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
+    assert [matrix.identity(launch) in planned for launch in dv] == [False, False, True]
+    assert table[dv[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
     square, = squares([found], {})
     assert square.status == "compiled"
     [line] = spilling.lines([found])
@@ -182,11 +182,11 @@ def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[worklo
                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            bad: Result, says: str) -> None:
     monkeypatch.setattr(matrix, "compiling",
-                        compiler(lambda job: bad if job.launch.kernel == "simple_gla_dk" else fine(job), []))
+                        compiler(lambda job: bad if job.launch.kernel == "simple_gla_states" else fine(job), []))
     found = matrix.run(CELL, (CARD,), tmp_path)
     [line] = support.failures(SMALL, found)
     assert line.startswith(
-        "chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_dk(") and says in line
+        "chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_states(") and says in line
     report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
     assert support.failures(report, found) == [], "a card that is only reported holds nobody up"
 
@@ -195,10 +195,10 @@ def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: l
                                                                      monkeypatch: pytest.MonkeyPatch,
                                                                      tmp_path: Path) -> None:
     monkeypatch.setattr(matrix, "compiling",
-                        compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_dk"
+                        compiler(lambda job: Result("abort") if job.launch.kernel == "simple_gla_states"
                                  else fine(job), []))
     [refused] = [name for name in matrix.run(CELL, (CARD,), tmp_path).result.launches
-                 if name.startswith("simple_gla_dk")]
+                 if name.startswith("simple_gla_states")]
     monkeypatch.setattr(workload, "calls", lambda: iter(()))
     again = matrix.run(CELL, (CARD,), tmp_path)
     assert {name: list(one.cards) for name, one in again.result.launches.items()} == {refused: ["sm90"]}
@@ -218,7 +218,7 @@ def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(
 
 
 @pytest.mark.parametrize("kind, told",
-                         [("gate", ["sm90 triton 3.6.0: 6 of 6 kernels not tried: no room"]), ("report", [])])
+                         [("gate", ["sm90 triton 3.6.0: 5 of 5 kernels not tried: no room"]), ("report", [])])
 def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call],
                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            kind: Any, told: list[str]) -> None:
@@ -230,7 +230,7 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
                                  seen))
     card, other = CARD.model_copy(update={"kind": kind}), Card(name="sm80", example="A100", kind="gate")
     found = matrix.run(CELL, (card, other), tmp_path)
-    assert found.untried == {"sm90": "6 of 6 kernels not tried: no room"} and [job.sm
+    assert found.untried == {"sm90": "5 of 5 kernels not tried: no room"} and [job.sm
                                                                                for job in seen].count(90) == 1
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80"}
     both = Matrix(card=(card, other), cell=(CELL,))
@@ -241,7 +241,7 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
     assert not matrix.run(CELL, (card, other),
                           tmp_path).untried and [job.sm
                                                  for job
-                                                 in seen].count(90) == 1 + 6, "and tried the next time"
+                                                 in seen].count(90) == 1 + 5, "and tried the next time"
     matrix.run(CELL, (other,), tmp_path)
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80",
                                                                                                      "sm90"}, "the other's stay"
@@ -252,10 +252,10 @@ def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.
                                                         tmp_path: Path) -> None:
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling", compiler(
-        lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_dk" else fine(job),
+        lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_states" else fine(job),
         seen))
     found = matrix.run(CELL, (CARD,), tmp_path)
-    assert found.untried == {"sm90": "1 of 6 kernels not tried: SIGKILL"} and len(seen) == len(
+    assert found.untried == {"sm90": "1 of 5 kernels not tried: SIGKILL"} and len(seen) == len(
         found.result.launches) + 1
 
 
@@ -268,7 +268,7 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
     found = matrix.run(CELL, (card,), tmp_path)
     assert {job.sm for job in seen} == {"gfx942"} and {job.launch.kernel
                                                        for job in seen} >= {"simple_gla_scan",
-                                                                            "simple_gla_dk"}
+                                                                            "simple_gla_states"}
     [square] = squares([found], {})
     assert square.status == "compiled only"
     assert square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"

@@ -268,10 +268,10 @@ class Batch:
         self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
         self.device = x.q.device
 
-    def new(self, *columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[B, T, HV, *columns] for kernels to write: zeros where they do not write every row."""
-        make = torch.empty if self.fills else torch.zeros
-        return make(self.B, self.T, self.HV, *columns, dtype=dtype, device=self.device)
+    def new(self, *columns: int, dtype: torch.dtype, heads: int | None = None) -> torch.Tensor:
+        """[B, T, HV or heads, *columns] for kernels to write: zeros where they do not write every row."""
+        make, heads = torch.empty if self.fills else torch.zeros, self.HV if heads is None else heads
+        return make(self.B, self.T, heads, *columns, dtype=dtype, device=self.device)
 
     def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
         """[N, HV, K, V] or, with v_first, [N, HV, V, K], fp32, for kernels to write."""
@@ -285,11 +285,12 @@ class Batch:
         return torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
 
     def of_groups(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H, K]: the gradients [B, T, HV, K] of the value heads that share one q and k, added up."""
-        if self.H == self.HV:
+        """[B, T, H, K]: the gradients [B, T, several H, K] of the value heads that share one q and k, or of
+        several of these at a time, added up."""
+        if self.H == x.shape[2]:
             return x
-        heads: torch.Tensor = x.unflatten(2, (self.H, self.HV // self.H))
-        return heads.sum(3, dtype=torch.float32).to(x.dtype)
+        heads: torch.Tensor = x.unflatten(2, (self.H, -1))
+        return heads.sum(3, dtype=torch.float32).to(self.x.q.dtype)
 
     def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
         """For each launch the values that its kernels share, by the names of their parameters (``start``

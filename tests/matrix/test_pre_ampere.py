@@ -142,10 +142,10 @@ def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_firs
                                               output_final_state=True, state_v_first=v_first)
             (o.sum() + ht.sum()).backward()
         found[policy] = [launch for launch in launches
-                         if launch.kernel in ("simple_gla_scan", "simple_gla_dq")]
+                         if launch.kernel in ("simple_gla_scan", "simple_gla_states")]
     raw, planned = (compiled("3.1.0", [Job(70, launch) for launch in found[policy]])
                     for policy in ("off", "auto"))
-    assert {launch.kernel for launch in found["auto"]} == {"simple_gla_scan", "simple_gla_dq"}
+    assert {launch.kernel for launch in found["auto"]} == {"simple_gla_scan", "simple_gla_states"}
     assert all(result.ok != v_first and (result.ok or "DotOperand[MMAv1]" in result.cause)
                for result in raw), raw
     assert all(result.ok for result in planned), planned

@@ -33,7 +33,7 @@ def scan(launches: list[Recorded]) -> Recorded:
 
 def test_forward_and_backward_are_recorded_in_order(record: Record) -> None:
     kernels = [launch.kernel for launch in record() if "dot" in launch.traits]
-    assert kernels == ["simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv"]
+    assert kernels == ["simple_gla_scan", "simple_gla_states", "simple_gla_dv", "simple_gla_grads"]
 
 
 def test_a_launch_holds_what_the_jit_looks_at(record: Record) -> None:

@@ -54,7 +54,7 @@ def _launches(version: str, sm: int) -> list[Recorded]:
     by_name = {str(call): call for call in workload.calls()}
     found = [launch for name in CALLS[sm]
              for launch in workload.seen(by_name[name], parse(f"triton={version},sm={sm}")).launches]
-    assert {"simple_gla_scan", "simple_gla_dq", "simple_gla_dk", "simple_gla_dv",
+    assert {"simple_gla_scan", "simple_gla_states", "simple_gla_dv", "simple_gla_grads",
             "norm_forward"} <= {launch.kernel for launch in found}
     return list(dict.fromkeys(found))
 

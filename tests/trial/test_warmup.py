@@ -231,7 +231,7 @@ def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPa
     assert main([*arguments, "--dtype", "float32", "--head-dim", "16", "--json"]) == 0
     shown = capsys.readouterr()
     [found] = json.loads(shown.out)
-    assert found["verdict"] == "ran" and any(config.startswith("simple_gla_dk BT=")
+    assert found["verdict"] == "ran" and any(config.startswith("simple_gla_dv BT=")
                                              for config in found["configs"])
     assert "flashlin: ran            chunk_simple_gla float32 D=16" in shown.err
     [kept] = home.glob("launches-*.json")

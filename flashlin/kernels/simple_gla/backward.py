@@ -1,9 +1,7 @@
-"""Backward of the scalar-decay family: three scans, each split so that nothing is a partial sum.
-Deterministic: no atomics.
+"""Backward of the scalar-decay family. Deterministic: no atomics.
 
-dq needs the state and dk its gradient, both contracted over V: those two split K. dv contracts over K: it
-splits V. With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale
-e^{G_i - G_j} (do_i . v_j) for j <= i:
+With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j}
+(do_i . v_j) for j <= i:
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
     dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
     dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i
@@ -14,8 +12,18 @@ chunks):
     dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
 Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point
 and under strong decays dwarf everything else, are left out of a and b; and every chunk starts anew from <h,
-dh>, so rounding does not add up along the sequence. For that the dq scan stores the state entering each
-chunk.
+dh>, so rounding does not add up along the sequence.
+
+A decay that is the same for every token, or none, has no gradient: then there are three scans, each split so
+that nothing is a partial sum. dq needs the state and dk its gradient, both contracted over V: those two split
+K. dv contracts over K: it splits V. A gate takes a scan that stores the state entering each chunk, the scan of
+dv, which stores the gradient of the state leaving it, and then a program for each chunk, in which everything
+else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs are one
+product then, of the sum of ds over heads; and what the gate wants of one head is taken from the scores q_i .
+k_j, which all of them have in common, and from products with the state on the narrower side:
+    a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
+    b_j = sum_i ds_ij (q_i . k_j)
+    c_j = e^{G_L - G_j} v_j . (k_j dh)
 """
 
 import torch
@@ -51,13 +59,10 @@ def simple_gla_dq(
     k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     do,  # [rows, H, V]
-    q,  # [rows, H // GROUP, K]
     G,  # [H, R], fp32
     gamma,  # [H]
     h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dq,  # [rows, H, K]
-    a,  # [NK, H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -72,7 +77,6 @@ def simple_gla_dq(
     BV: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_H0: tl.constexpr,
-    HAS_DG: tl.constexpr,
     V_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,9 +84,7 @@ def simple_gla_dq(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, and for the gate: a [NK, H, R] = q . dq without the diagonal, states [slots, H, K, V] = h entering
-    each chunk. Of a group of GROUP heads with one q and k each head has a dq and a dk of its own, which torch
-    adds up."""
+    """dq, where no gate wants its gradient."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -99,19 +101,12 @@ def simple_gla_dq(
     else:
         h = tl.zeros([BK, BV], dtype=tl.float32)
     rows = tl.arange(0, BT)
-    if HAS_DG:
-        causal = rows[:, None] > rows[None, :]
-    else:
-        causal = rows[:, None] >= rows[None, :]
+    causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV)
         b_do = tile(do, first, t0, length, i_h, H, D=V, d0=0, BT=BT, BD=BV).to(b_v.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
-        if HAS_DG:
-            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
-            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
-            tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
         p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_dq = tl.dot(b_do, tl.trans(h).to(b_do.dtype), input_precision=PRECISION)
         if DECAY == 0:
@@ -125,38 +120,24 @@ def simple_gla_dq(
             h *= tl.exp2(total)
         b_dq += tl.dot(ds.to(b_k.dtype), b_k, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_w), b_v, input_precision=PRECISION)
-        if HAS_DG:
-            b_q = tile(
-                q, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-            tl.store(a + (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows, tl.sum(b_q * b_dq, 1),
-                     mask=t0 + rows < length)
-            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
-            b_dq += (diagonal * scale)[:, None] * b_k.to(tl.float32)
         put(dq, b_dq, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "L", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dk(
     q,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     do,  # [rows, H, V]
-    k,  # [rows, H // GROUP, K]
     G,  # [H, R], fp32
     gamma,  # [H]
     dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dk,  # [rows, H, K]
-    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    b,  # [NK, H, R], fp32
-    c,  # [NK, H, R], fp32
-    through,  # [NK, slots, H], fp32
-    states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
     R,  # elements of a line
-    slots,  # slots of chunks
     L,  # tokens of a part
     K: tl.constexpr,
     V: tl.constexpr,
@@ -165,8 +146,6 @@ def simple_gla_dk(
     BV: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_DHT: tl.constexpr,
-    HAS_DH0: tl.constexpr,
-    HAS_DG: tl.constexpr,
     V_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -174,8 +153,7 @@ def simple_gla_dk(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dh0, walking the chunks backwards. For the gate: b, c [NK, H, R], and through [NK, slots, H] =
-    e^{G_L} <h, dh>."""
+    """dk, where no gate wants its gradient, walking the chunks backwards."""
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -192,10 +170,7 @@ def simple_gla_dk(
     else:
         dh = tl.zeros([BK, BV], dtype=tl.float32)
     rows = tl.arange(0, BT)
-    if HAS_DG:
-        later = rows[:, None] < rows[None, :]
-    else:
-        later = rows[:, None] <= rows[None, :]
+    later = rows[:, None] <= rows[None, :]
     chunks = (length + BT - 1) // BT
     for i_c in range(chunks):
         t0 = (chunks - 1 - i_c) * BT
@@ -213,26 +188,11 @@ def simple_gla_dk(
             onwards *= tl.exp2(total - D)[:, None]
             b_w = (b_q * (tl.exp2(D) * scale)[:, None]).to(b_q.dtype)
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, input_precision=PRECISION)
-        if HAS_DG:
-            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
-            to, whole = state_offsets(slot, k0, 0, K, V, BK, BV, False)
-            h = tl.load(states + to, mask=whole, other=0.0).to(tl.float32)
-            tl.store(through + i_k * slots * H + slot, tl.exp2(total) * tl.sum(tl.sum(h * dh, 1), 0))
-            b_k = tile(
-                k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-            line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
-            tl.store(b + line, tl.sum(b_k * b_dk, 1), mask=t0 + rows < length)
-            tl.store(c + line, tl.sum(b_k * onwards, 1), mask=t0 + rows < length)
-            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
-            b_dk += (diagonal * scale)[:, None] * b_q.to(tl.float32)
         b_dk += onwards
         if DECAY != 0:
             dh *= tl.exp2(total)
         dh += tl.dot(tl.trans(b_w), b_do, input_precision=PRECISION)
         put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    if HAS_DH0:
-        at, inside = state_offsets(n * H + i_h, k0, 0, K, V, BK, BV, V_FIRST)
-        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -244,6 +204,8 @@ def simple_gla_dv(
     gamma,  # [H]
     dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dv,  # [rows, H, V]
+    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
+    dstates,  # [slots, H, K, V], one for each chunk, or None
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -258,6 +220,7 @@ def simple_gla_dv(
     BV: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
     V_FIRST: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -265,7 +228,8 @@ def simple_gla_dv(
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dv [rows, H, V], walking the chunks backwards with BV columns of the gradient of one head's state."""
+    """dv [rows, H, V] and dh0, walking the chunks backwards with BV columns of the gradient of one head's
+    state; dstates [slots, H, K, V] = that gradient as it leaves each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -289,8 +253,13 @@ def simple_gla_dv(
         b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
         b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_q.dtype)
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
+        b_dh = dh.to(b_k.dtype)
+        if dstates is not None:
+            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+            to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+            tl.store(dstates + to, b_dh, mask=whole)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-        b_dv = tl.dot(b_k, dh.to(b_k.dtype), input_precision=PRECISION)
+        b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
         if DECAY == 0:
             s = tl.where(later, s * scale, 0.0)
             b_w = (b_do * scale).to(b_do.dtype)
@@ -302,28 +271,164 @@ def simple_gla_dv(
         b_dv += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         put(dv, b_dv, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+    if HAS_DH0:
+        at, inside = state_offsets(n * H + i_h, 0, v0, K, V, BK, BV, V_FIRST)
+        tl.store(dh0 + at, dh, mask=inside & (i_part == 0))
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "S"])
-def simple_gla_dg(
-    a,  # [NK, H, R], fp32
-    b,  # [NK, H, R], fp32
-    c,  # [NK, H, R], fp32
-    through,  # [NK, slots, H], fp32
-    dg,  # [rows, H], fp32
+@triton.jit(do_not_specialize=["T", "N", "R", "L"])
+def simple_gla_states(
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
     R,  # elements of a line
-    slots,  # slots of chunks
-    S,  # programs to a sequence
+    L,  # tokens of a part
+    K: tl.constexpr,
+    V: tl.constexpr,
     BT: tl.constexpr,
-    NK: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """states [slots, H, K, V]: the state entering each chunk."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    v0 = program % NV * BV
+    own = program // NV
+    i_h = own % H
+    n, i_part, first, length, last = part_of(own // H, bounds, T, N, L, VARLEN)
+    if HAS_H0:
+        at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
+        h = tl.load(h0 + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        h = tl.zeros([BK, BV], dtype=tl.float32)
+    for t0 in range(0, length, BT):
+        b_k = tile(k, first, t0, length, i_h // GROUP, H // GROUP, D=K, d0=0, BT=BT, BD=BK)
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
+        slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+        to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
+        tl.store(states + to, h.to(states.dtype.element_ty), mask=whole)
+        b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)
+        h *= tl.exp2(total)
+        h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
+
+
+@triton.jit
+def grads_of_chunk(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    R,  # elements of a line
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [BT, K] and dg [BT] of one chunk and head, stored."""
+    rows = tl.arange(0, BT)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
+    slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+    p = tl.zeros([BT, BT], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1) * scale
+    ds = (p * scaled_decay(D, D, rows[:, None] > rows[None, :], scale)).to(v.dtype.element_ty)
+    here = tl.zeros([BT], dtype=tl.float32)
+    left = tl.zeros([BT], dtype=tl.float32)
+    across = 0.0
+    for k0 in range(0, K, BK):
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        from_h = tl.zeros([BT, BK], dtype=tl.float32)
+        to_h = tl.zeros([BT, BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+            h = tl.load(states + at, mask=whole, other=0.0)
+            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+            to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        from_h *= (tl.exp2(D) * scale)[:, None]
+        to_h *= tl.exp2(total - D)[:, None]
+        from_h += tl.dot(ds, b_k, input_precision=PRECISION)
+        k_columns = tl.dot(tl.trans(ds), b_q, input_precision=PRECISION)
+        wide_q = b_q.to(tl.float32)
+        wide_k = b_k.to(tl.float32)
+        here += tl.sum(wide_q * from_h - wide_k * k_columns, 1)
+        left += tl.sum(wide_k * to_h, 1)
+        put(dq, from_h + diagonal[:, None] * wide_k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        to_h += k_columns + diagonal[:, None] * wide_q
+        put(dk, to_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
+    b_dg += across * tl.exp2(total)
+    tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=t0 + rows < length)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
+def simple_gla_grads(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """dg [rows, H] out of the scans' parts, chunk by chunk. S programs share a sequence."""
+    """dq, dk [rows, H, K] and dg [rows, H] of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -331,59 +436,259 @@ def simple_gla_dg(
     first, length = sequence_of(n, bounds, T, VARLEN)
     if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
         if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             zero_gaps(dg, bounds, n, T, N, i_h, H, D=1, d0=0, BT=BT, BD=1)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_of_chunk(
+                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
+                BLOCK=BLOCK, PRECISION=PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_of_chunk(
+            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
+            BLOCK=BLOCK, PRECISION=PRECISION)
+
+
+@triton.jit
+def grads_of_head(
+    b_q,  # [BT, BK]
+    b_k,  # [BT, BK]
+    scores,  # [BT, BT]: of pairs i > j q_i . k_j
+    b_dq,  # [BT, BK], fp32
+    b_dk,  # [BT, BK], fp32
+    b_ds,  # [BT, BT], fp32
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dg,  # [rows, H, NK], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    R,  # elements of a line
+    i_k,  # number of the channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums so far of dq and dk [BT, BK] of a chunk beyond the pairs in it, and of ds [BT, BT] of those
+    pairs, one head further; stored is what these channels add to dg [BT]."""
+    NK: tl.constexpr = (K + BK - 1) // BK
     rows = tl.arange(0, BT)
-    for t0 in range(share * BT, length, S * BT):
-        inside = t0 + rows < length
-        here = tl.zeros([BT], dtype=tl.float32)
-        left = tl.zeros([BT], dtype=tl.float32)
-        across = 0.0
-        for i_k in range(NK):
-            line = (i_k * H + i_h).to(tl.int64) * R + first + t0 + rows
-            here += tl.load(a + line, mask=inside, other=0.0) - tl.load(b + line, mask=inside, other=0.0)
-            left += tl.load(c + line, mask=inside, other=0.0)
-            across += tl.load(through + i_k * slots * H + (first_slot(n, first, BT) + t0 // BT) * H + i_h)
-        b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0) + across
-        tl.store(dg + (first + t0 + rows) * H + i_h, b_dg, mask=inside)
+    D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
+    into = tl.exp2(D) * scale
+    onwards = tl.exp2(total - D)
+    slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+    p = tl.zeros([BT, BT], dtype=tl.float32)
+    read = tl.zeros([BT], dtype=tl.float32)
+    left = tl.zeros([BT], dtype=tl.float32)
+    across = 0.0
+    for v0 in range(0, V, BV):
+        b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+        at, whole = state_offsets(slot, i_k * BK, v0, K, V, BK, BV, False)
+        h = tl.load(states + at, mask=whole, other=0.0)
+        dh = tl.load(dstates + at, mask=whole, other=0.0)
+        p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        read += tl.sum(tl.dot(b_q, h, input_precision=PRECISION) * b_do.to(tl.float32), 1)
+        left += tl.sum(tl.dot(b_k, dh, input_precision=PRECISION) * b_v.to(tl.float32), 1)
+        b_do = (b_do * into[:, None]).to(h.dtype)
+        b_v = (b_v * onwards[:, None]).to(h.dtype)
+        b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+        b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+    ds = p * scaled_decay(D, D, rows[:, None] >= rows[None, :], scale)
+    pairs = ds * scores
+    here = into * read + tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    left *= onwards
+    b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]), 0)
+    b_dg += across * tl.exp2(total)
+    tl.store(dg + ((first + t0 + rows) * H + i_h) * NK + i_k, b_dg, mask=t0 + rows < length)
+    return b_dq, b_dk, b_ds + ds
+
+
+@triton.jit
+def grads_of_share(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, shares, K]
+    dk,  # [rows, shares, K]
+    dg,  # [rows, H, NK], fp32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_s,  # the share of heads
+    H,  # heads
+    R,  # elements of a line
+    i_k,  # number of the channels
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [BT, BK] of one chunk, summed over a share of a group's heads, and what these channels add to dg
+    of each, stored."""
+    SHARES: tl.constexpr = (GROUP + BH - 1) // BH
+    i_g = i_s // SHARES
+    k0 = i_k * BK
+    rows = tl.arange(0, BT)
+    b_q = tile(q, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
+    b_k = tile(k, first, t0, length, i_g, H // GROUP, D=K, d0=k0, BT=BT, BD=BK)
+    scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    scores = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    ds = tl.zeros([BT, BT], dtype=tl.float32)
+    begin = i_g * GROUP + i_s % SHARES * GROUP // SHARES
+    end = i_g * GROUP + (i_s % SHARES + 1) * GROUP // SHARES
+    for i in range(end - begin):
+        i_h = begin + i
+        b_dq, b_dk, ds = grads_of_head(
+            b_q, b_k, scores, b_dq, b_dk, ds, v=v, do=do, G=G, states=states, dstates=dstates, dg=dg,
+            scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT,
+            BK=BK, BV=BV, BLOCK=BLOCK, PRECISION=PRECISION)
+    b_ds = ds.to(b_q.dtype)
+    b_dq += tl.dot(b_ds, b_k, input_precision=PRECISION)
+    b_dk += tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
+    put(dq, b_dq, first, t0, length, i_s, H // GROUP * SHARES, D=K, d0=k0, BT=BT, BD=BK)
+    put(dk, b_dk, first, t0, length, i_s, H // GROUP * SHARES, D=K, d0=k0, BT=BT, BD=BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
+def simple_gla_shared(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    do,  # [rows, H, V]
+    G,  # [H, R], fp32
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, shares, K]
+    dk,  # [rows, shares, K]
+    dg,  # [rows, H, NK], fp32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    R,  # elements of a line
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq, dk [rows, shares, K] and dg [rows, H, NK] of a chunk, by BK channels. GROUP heads with one q and k
+    are divided into shares of BH at most, whose dq and dk are sums over their heads; torch adds up those of
+    several shares, and dg's of several channels. S programs share a sequence."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    SHARES: tl.constexpr = (GROUP + BH - 1) // BH
+    shares = H // GROUP * SHARES
+    program = tl.program_id(0)
+    i_k = program % NK
+    i_s = program // NK % shares
+    i_c = program // NK // shares % S
+    n = program // NK // shares // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+        if i_c == 0:
+            k0 = i_k * BK
+            zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
+            zero_gaps(dk, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
+            if i_s % SHARES == 0:
+                for i in range(GROUP):
+                    i_h = i_s // SHARES * GROUP + i
+                    zero_gaps(dg, bounds, n, T, N, i_h, H, D=NK, d0=i_k, BT=BT, BD=1)
+    if VARLEN:
+        for t0 in range(i_c * BT, length, S * BT):
+            grads_of_share(
+                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+                n=n, first=first, t0=t0, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
+                BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
+    else:  # one chunk each
+        grads_of_share(
+            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
+            n=n, first=first, t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
+            BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, H, V], dht like
     its final state. Those of g and h0 are fp32."""
-    batch = Batch(plan, x)
-    H, K, V = batch.HV, batch.K, batch.V
-    for_dq, for_dk, for_dv = (plan.launch(f"simple_gla_{name}") for name in ("dq", "dk", "dv"))
-    dq, dk, dv = (batch.new(columns, dtype=x.q.dtype) for columns in (K, K, V))
-    dg = batch.new(dtype=torch.float32) if x.g is not None and "g" in needs else None
+    batch, whole, gated = Batch(plan, x), needs != STATE_ALONE, x.g is not None
+    H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
+    walking = plan.launch("simple_gla_dv")
+    finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
+    shared, NV = gated and group > 1, -(-V // walking.block("BV"))
+    NK = -(-K // finishing.block("BK"))
+    shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
+    dv = batch.new(V, dtype=x.v.dtype)
+    # what has to be added up yet stays as it is
+    dq, dk = (batch.new(K, dtype=x.q.dtype if shares == 1 else torch.float32, heads=batch.H * shares)
+              for _ in range(2))
+    dg = batch.new(dtype=torch.float32, heads=H * strips) if gated else None
     dh0 = batch.initial_gradient(needs)
-    NK = -(-K // for_dk.block("BK"))
     constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
-                     GROUP=H // max(batch.H, 1), BLOCK=BLOCK, PRECISION=precision(plan))
+                     GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
     # do as the kernels multiply it, also where o is float32
-    for part in batch.parts(for_dk.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
+    for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
-        n, rows, slots, numbered = part["N"], part["rows"], part["slots"], part["parts"] * H
-        part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n),
-                    **dict.fromkeys(("a", "b", "c", "through", "states")))
+        n, rows, numbered = part["N"], part["rows"], part["parts"] * H
+        part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n), states=None, dstates=None)
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
-        if dg is not None:
-            for name in ("a", "b", "c"):
-                part[name] = torch.empty(NK, H, rows, dtype=torch.float32, device=batch.device)
-            part["through"] = torch.empty(NK, slots, H, dtype=torch.float32, device=batch.device)
-            part["states"] = torch.empty(slots, H, K, V, dtype=x.q.dtype, device=batch.device)
-        if needs != STATE_ALONE:
-            start(for_dq, simple_gla_dq, numbered * NK, dict(
-                constants, GAPS=batch.gaps, HAS_H0=part["h0"] is not None, HAS_DG=dg is not None), part)
-        start(for_dk, simple_gla_dk, numbered * NK, dict(
-            constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None,
-            HAS_DG=dg is not None), part)
-        if needs != STATE_ALONE:
-            start(for_dv, simple_gla_dv, numbered * -(-V // for_dv.block("BV")),
-                  dict(constants, GAPS=batch.gaps, HAS_DHT=part["dht"] is not None), part)
-        if dg is not None:
-            start(plan.launch("simple_gla_dg"), simple_gla_dg, n * H * part["S"],
-                  dict(NK=NK, VARLEN=batch.packed, GAPS=batch.gaps), part)
+        scanned = dict(constants, GAPS=batch.gaps)
+        entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
+        if gated and whole:
+            for name in ("states", "dstates"):
+                part[name] = torch.empty(part["slots"], H, K, V, dtype=x.q.dtype, device=batch.device)
+            start(plan.launch("simple_gla_states"), simple_gla_states, numbered * NV, constants | entered, part)
+        start(walking, simple_gla_dv, numbered * NV, scanned | handed | dict(HAS_DH0=dh0 is not None), part)
+        if not (whole and batch.T):
+            continue
+        of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
+        if shared:
+            start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK,
+                  dict(of_chunks, GROUP=group), part)
+        elif gated:
+            start(finishing, simple_gla_grads, n * part["S"] * H, of_chunks, part)
+        else:
+            start(plan.launch("simple_gla_dq"), simple_gla_dq, numbered * NK, scanned | entered, part)
+            start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)
+    if dg is not None and strips > 1:
+        dg = dg.unflatten(2, (H, strips)).sum(3)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)

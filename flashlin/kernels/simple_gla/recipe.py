@@ -1,10 +1,12 @@
 """Which launches a scalar-decay problem makes. Plain Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flashlin.compat.target import Target
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_k, over_v
+from flashlin.kernels.configs import Config, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
@@ -13,12 +15,31 @@ from flashlin.kernels.scans import (
     cumsum_launch,
     dot_traits,
     fitting,
+    least_spilled,
     operand_bytes,
     over_tokens,
     part_length,
     shared_bytes,
     state_launch,
+    tf32_copies,
 )
+
+
+class Strip(NamedTuple):
+    """Of the gradients, the columns of q and k and of v that a program has at a time, and its warps."""
+    K: int
+    V: int
+    num_warps: int
+
+
+# Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where heads
+# share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled for five
+# cards with 3.6.0).
+OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
+            4: (Strip(32, 32, 4), Strip(32, 16, 4), Strip(16, 16, 4))}
+OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
+             4: (Strip(32, 16, 4), Strip(16, 16, 4))}
+HEADS = 16  # whose dq and dk a program adds up at most
 
 
 @calm
@@ -43,14 +64,31 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
     else:
         kernels = [*split, scan("simple_gla_scan", wide)]
-    if problem.needs_grad:
+    if problem.needs_grad and gated:
+        kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", wide),
+                    _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})]
+    elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
-        if gated:
-            kernels.append(over_tokens("simple_gla_dg", problem, dict(BT=tall.BT), problem.H))
     if gated and (problem.needs_grad or problem.mode == "chunk"):
         kernels.insert(0, cumsum_launch(problem))
     return tuple(kernels)
+
+
+def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
+    """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
+    bytes_each, several = operand_bytes(problem), "gva" in problem.options
+    size, hopper = tf32_copies(bytes_each, target) * bytes_each, (9, 0) <= target.capability < (10, 0)
+    strips = (OF_GROUPS if several else OF_HEADS)[bytes_each]
+    tall = not several and bytes_each == 2 and not hopper and problem.K > strips[0].K
+    found = []
+    for strip in strips[1:] if tall or strips[0].num_warps > problem.max_warps else strips:
+        BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
+        shared = size * 2 * (BV * (BT + BK) + BT * BK + BT ** 2)
+        kernel, heads = ("simple_gla_shared", {"BH": HEADS}) if several else ("simple_gla_grads", {})
+        found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared, traits,
+                                 num_warps=strip.num_warps))
+    return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.
