@@ -179,18 +179,12 @@ def decay_to_reference(b_G, middle):
 
 
 @triton.jit
-def rest_of(x, DTYPE: tl.constexpr):
-    """What rounding float32 to DTYPE loses, rounded to it."""
-    return (x - x.to(DTYPE).to(tl.float32)).to(DTYPE)
-
-
-@triton.jit
-def product_of_two(left, right, sum, PRECISION: tl.constexpr):
-    """sum + left right^T. right: float32, of which bf16 takes two: with halving neighbours meet at a factor of
-    1, here each side is rounded, which one side must not lose."""
-    if left.dtype == tl.bfloat16:
-        sum = tl.dot(left, tl.trans(rest_of(right, left.dtype)), sum)
-    return tl.dot(left, tl.trans(right.to(left.dtype)), sum, input_precision=PRECISION)
+def two_of(x, DTYPE: tl.constexpr):
+    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take both:
+    when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a factor, and
+    with both rounded errors would be larger."""
+    rounded = x.to(DTYPE)
+    return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
@@ -276,7 +270,10 @@ def scores_of_chunk(
                 middle = (begin + total) * 0.5
                 X_q = b_q * decay_from_reference(b_R, middle, BEFORE)
                 X_k = b_k * decay_to_reference(b_G, middle)
-                b_A = product_of_two(X_q.to(b_q.dtype), X_k, b_A, PRECISION)
+                whole, rest = two_of(X_k, b_q.dtype)
+                b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(whole), input_precision=PRECISION)
+                if b_q.dtype == tl.bfloat16:
+                    b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(rest))
                 X_q *= tl.exp2(middle)[None, :]
                 if BEFORE:
                     X_q = tl.where((rows > 0)[:, None], X_q, b_q)
