@@ -44,7 +44,6 @@ from flashlin.kernels.gla.forward import (
     one_serves,
     sums_at,
     sums_read,
-    two_of,
 )
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import (
@@ -332,46 +331,34 @@ def pairs_from_reference(
     below, above = rows[:, None] > rows[None, :], rows[:, None] < rows[None, :]
     reading, written = decay_from_reference(b_G, middle, False), decay_to_reference(b_G, middle)
     X_q = (b_q * reading).to(b_q.dtype)
-    X_b, rest_b = two_of(b_b * written, b_q.dtype)
+    X_b = (b_b * written).to(b_q.dtype)
     P = tl.where(below, C, 0.0).to(b_q.dtype)
     upper = tl.where(above, C, 0.0).to(b_q.dtype)
     y_q = tl.dot(P, X_b, input_precision=PRECISION)
     y_b = tl.dot(tl.trans(P), X_q, input_precision=PRECISION)
-    if b_q.dtype == tl.bfloat16:
-        y_q = tl.dot(P, rest_b, y_q)
     if TWO:
         before = decay_from_reference(b_B, middle, True)
         X_a = (r_a * before).to(b_q.dtype)
-        X_k, rest_k = two_of(b_k * written, b_q.dtype)
+        X_k = (b_k * written).to(b_q.dtype)
         R, R_t = tl.where(below, Z1, 0.0).to(b_q.dtype), tl.where(above, Z1, 0.0).to(b_q.dtype)
         L, L_t = tl.where(below, Z2, 0.0).to(b_q.dtype), tl.where(above, Z2, 0.0).to(b_q.dtype)
         y_q += tl.dot(R, X_k, input_precision=PRECISION)
         y_a = tl.dot(L, X_b, input_precision=PRECISION)
         y_a += tl.dot(tl.trans(upper), X_k, input_precision=PRECISION)
-        if b_q.dtype == tl.bfloat16:
-            y_q += tl.dot(R, rest_k)
-            y_a += tl.dot(L, rest_b)
-            y_a += tl.dot(tl.trans(upper), rest_k)
         y_b += tl.dot(L_t, X_a, input_precision=PRECISION)
         y_k = tl.dot(R_t, X_q, input_precision=PRECISION)
         y_k += tl.dot(upper, X_a, input_precision=PRECISION)
         here -= X_k.to(tl.float32) * y_k
-        if b_q.dtype == tl.bfloat16:
-            here -= rest_k.to(tl.float32) * y_k
         there += X_a.to(tl.float32) * y_a
         b_dk += y_k * written
         b_da += y_a * before
     else:
         X_a = (-b_beta[:, None] * b_k * reading).to(b_q.dtype)
         y_a = tl.dot(tl.trans(upper), X_b, input_precision=PRECISION)
-        if b_q.dtype == tl.bfloat16:
-            y_a += tl.dot(tl.trans(upper), rest_b)
         y_b += tl.dot(upper, X_a, input_precision=PRECISION)
         here += X_a.to(tl.float32) * y_a
         b_da += y_a * reading
     here += X_q.to(tl.float32) * y_q - X_b.to(tl.float32) * y_b
-    if b_q.dtype == tl.bfloat16:
-        here -= rest_b.to(tl.float32) * y_b
     b_dq += y_q * reading
     b_db += y_b * written
     return b_dq, b_dk, b_da, b_db, here, there

@@ -135,21 +135,21 @@ def scores_from_reference(
     X_a = (b_a * decay_from_reference(b_B, middle, TWO)).to(b_q.dtype)
     X_b, rest_b = two_of(b_b * written, b_q.dtype)
     q_b = tl.dot(X_q, tl.trans(X_b), input_precision=PRECISION)
-    writes = tl.dot(X_b, tl.trans(X_a), input_precision=PRECISION)
+    a_b = tl.dot(X_a, tl.trans(X_b), input_precision=PRECISION)
     if b_q.dtype == tl.bfloat16:
         q_b = tl.dot(X_q, tl.trans(rest_b), q_b)
-        writes = tl.dot(rest_b, tl.trans(X_a), writes)
+        a_b = tl.dot(X_a, tl.trans(rest_b), a_b)
     if TWO:
         X_k, rest_k = two_of(b_k * written, b_q.dtype)
         q_k = tl.dot(X_q, tl.trans(X_k), input_precision=PRECISION)
-        k_a = tl.dot(X_k, tl.trans(X_a), input_precision=PRECISION)
+        a_k = tl.dot(X_a, tl.trans(X_k), input_precision=PRECISION)
         if b_q.dtype == tl.bfloat16:
             q_k = tl.dot(X_q, tl.trans(rest_k), q_k)
-            k_a = tl.dot(rest_k, tl.trans(X_a), k_a)
-        own += tl.where(below, q_k, writes)
-        cross += tl.where(below, q_b, k_a)
+            a_k = tl.dot(X_a, tl.trans(rest_k), a_k)
+        own += tl.where(below, q_k, tl.trans(a_b))
+        cross += tl.where(below, q_b, tl.trans(a_k))
     else:
-        cross += tl.where(below, q_b, writes)
+        cross += tl.where(below, q_b, tl.trans(a_b))
     return own, cross
 
 

@@ -45,7 +45,6 @@ from flashlin.kernels.gla.forward import (
     prepare,
     sums_at,
     sums_read,
-    two_of,
 )
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
@@ -381,18 +380,14 @@ def grads_of_chunk(
                 reading = decay_from_reference(b_R, middle, BEFORE)
                 written = decay_to_reference(b_G, middle)
                 X_q = (b_q * reading).to(b_q.dtype)
-                X_k, rest = two_of(b_k * written, b_q.dtype)
+                X_k = (b_k * written).to(b_q.dtype)
                 low = tl.where(rows[:, None] > rows[None, :], ds, 0.0).to(b_q.dtype)
                 high = tl.where(rows[:, None] < rows[None, :], ds, 0.0).to(b_q.dtype)
                 y = tl.dot(low, X_k, input_precision=PRECISION)
-                if b_q.dtype == tl.bfloat16:
-                    y = tl.dot(low, rest, y)
                 here += X_q.to(tl.float32) * y
                 b_dq += y * reading
                 y = tl.dot(high, X_q, input_precision=PRECISION)
                 x = X_k.to(tl.float32) * y
-                if b_q.dtype == tl.bfloat16:
-                    x += rest.to(tl.float32) * y
                 here -= x
                 if BEFORE:
                     read += x
