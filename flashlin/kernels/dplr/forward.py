@@ -16,7 +16,8 @@ e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state aft
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
 All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k,
 b), so with rows X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and
-N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all.
+N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all. Where one reference serves, see
+kernels/gla, each of them is one product of rows that read and rows that are written.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
 float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)

@@ -12,6 +12,13 @@ level of blocks of 2 s tokens a row of a block's second half is only ever an i, 
 ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
 to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
+Six levels take six products and exponentials. Where a chunk forgets little, as most do, one reference serves all
+of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal. With M = (G_1 + G_L) / 2
+in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no factor exceeds
+2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row would let exponents
+reach 120.) Which way is taken is decided on the device, for each chunk and tile of channels (one_serves). float16,
+whose numbers end at 2^16, always halves.
+
 RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
 stays: a row of a second half is at least one past where the halves meet, so its sum less that of the meeting
