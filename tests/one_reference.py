@@ -24,8 +24,9 @@ def chunk_of(op: str, dtype: torch.dtype) -> int:
     return 64 if dtype != torch.float32 and op != "chunk_rwkv7" else 32
 
 
-def gates(chunk: int, positions: Iterable[int]) -> dict[str, list[torch.Tensor]]:
-    """Log decays [chunk] by what is special about them, which of one name are judged together."""
+def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, list[torch.Tensor]]:
+    """Log decays [chunk] by what is special about them. Those of one name are judged together, since the error of
+    one sequence is luck: so what has no positions is there ``repeats`` times."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, rows: slice, log: float) -> None:
@@ -39,9 +40,13 @@ def gates(chunk: int, positions: Iterable[int]) -> dict[str, list[torch.Tensor]]
             add(f"{span:.0f} bits in one token", slice(position, position + 1), log - (chunk - 2) * WEAK)
         for first, last in ((1, half), (half, chunk), (1, chunk)):
             weak = (chunk - 1 - (last - first)) * WEAK
-            add(f"{span:.0f} bits in tokens {first} to {last - 1}", slice(first, last), (log - weak) / (last - first))
-    for position in (0, half, chunk - 1):
+            for _ in range(repeats):
+                add(f"{span:.0f} bits in tokens {first} to {last - 1}", slice(first, last),
+                    (log - weak) / (last - first))
+    for position in (0, half, chunk - 1) * repeats:
         add(f"token {position} forgets everything", slice(position, position + 1), -math.inf)
+    for _ in range(repeats):
+        add("hardly anything", slice(0, 0), 0.0)
     return found
 
 
@@ -88,11 +93,11 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
 
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
-             positions: Iterable[int] | None = None, K: int = 64, V: int = 64) -> list[str]:
-    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and off. Of
-    tokens at every position, or at those, what is special about one of them is luck: they are judged together."""
+             positions: Iterable[int] | None = None, repeats: int = 8, K: int = 64, V: int = 64) -> list[str]:
+    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and off.
+    positions: of one token that forgets; None for all."""
     chunk = chunk_of(op, dtype)
-    special = gates(chunk, range(chunk) if positions is None else positions)
+    special = gates(chunk, range(chunk) if positions is None else positions, repeats)
     decays = [one for several in special.values() for one in several]
     names = [name for name, several in special.items() for _ in several]
     halve(True)

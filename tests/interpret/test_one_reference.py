@@ -27,7 +27,7 @@ def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterato
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")  # of pairs that nobody reads
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_one_reference_loses_no_more_than_halving(op: str, halve: Callable[[bool], None]) -> None:
-    assert one_reference.failures(op, CPU, torch.float32, halve, POSITIONS, K=16, V=16) == []
+    assert one_reference.failures(op, CPU, torch.float32, halve, POSITIONS, 1, K=16, V=16) == []
 
 
 @pytest.mark.parametrize("op", one_reference.GATES)
