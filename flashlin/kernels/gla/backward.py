@@ -9,7 +9,8 @@ for j <= i:
     dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
 The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
 the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
-that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t to t or later,
+that are an i and dk of those that are a j. Where one reference serves, ds below the diagonal and its transpose are
+the only two products. The gate: g_t scales whatever passes from before t to t or later,
 in each channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is
 counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
 channel:
@@ -36,8 +37,12 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.gla.forward import (
     bonus_of,
+    decay_from_reference,
     decay_to_meeting,
+    decay_to_reference,
     halves,
+    may_be_one,
+    one_serves,
     prepare,
     sums_at,
     sums_read,
@@ -254,6 +259,51 @@ def summed_after(
 
 
 @triton.jit
+def pairs_by_halving(
+    b_dq,  # [BT, BK], fp32
+    b_dk,  # [BT, BK], fp32
+    here,  # [BT, BK], fp32
+    read,  # [BT, BK], fp32
+    ds,  # [BT, BT], symmetric
+    b_q,  # [BT, BK]
+    b_k,  # [BT, BK]
+    b_G,  # [BT, BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The first four and what pairs add to them: the gradients, and of the gate's what counts at a row and
+    before it and, with BEFORE, what of that is of written rows."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    for level in range(LEVELS):
+        half = halves(level, BT)
+        second = (half % 2 == 1)[:, None]
+        decay = decay_to_meeting(
+            b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+            t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+        b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+        b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
+        y = tl.dot(b_Z, b_X, input_precision=PRECISION)
+        x = b_X.to(tl.float32) * y
+        y *= decay
+        here += tl.where(second, x, -x)
+        if BEFORE:
+            read += tl.where(second, 0.0, x)
+        b_dq += tl.where(second, y, 0.0)
+        b_dk += tl.where(second, 0.0, y)
+    return b_dq, b_dk, here, read
+
+
+@triton.jit
 def grads_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -280,11 +330,11 @@ def grads_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
     stored."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -322,23 +372,36 @@ def grads_of_chunk(
                 k, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             b_dk = b_dk * bonus + below[:, None] * rows_beside(
                 q, 1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            read = tl.zeros([BT, BK], dtype=tl.float32)
-        for level in range(LEVELS):
-            half = halves(level, BT)
-            second = (half % 2 == 1)[:, None]
-            decay = decay_to_meeting(
-                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
-            b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-            b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
-            y = tl.dot(b_Z, b_X, input_precision=PRECISION)
-            x = b_X.to(tl.float32) * y
-            y *= decay
-            here += tl.where(second, x, -x)
-            if BEFORE:
-                read += tl.where(second, 0.0, x)
-            b_dq += tl.where(second, y, 0.0)
-            b_dk += tl.where(second, 0.0, y)
+        read = tl.zeros([BT, BK], dtype=tl.float32)
+        if ONE:
+            begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
+            if one_serves(begin, total):
+                middle = (begin + total) * 0.5
+                b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+                reading = decay_from_reference(b_R, middle, BEFORE)
+                written = decay_to_reference(b_G, middle)
+                X_q = (b_q * reading).to(b_q.dtype)
+                X_k = (b_k * written).to(b_q.dtype)
+                low = tl.where(rows[:, None] > rows[None, :], ds, 0.0).to(b_q.dtype)
+                high = tl.where(rows[:, None] < rows[None, :], ds, 0.0).to(b_q.dtype)
+                y = tl.dot(low, X_k, input_precision=PRECISION)
+                here += X_q.to(tl.float32) * y
+                b_dq += y * reading
+                y = tl.dot(high, X_q, input_precision=PRECISION)
+                x = X_k.to(tl.float32) * y
+                here -= x
+                if BEFORE:
+                    read += x
+                b_dk += y * written
+            else:
+                b_dq, b_dk, here, read = pairs_by_halving(
+                    b_dq=b_dq, b_dk=b_dk, here=here, read=read, ds=ds, b_q=b_q, b_k=b_k, b_G=b_G, G=G, last=last,
+                    first=first, t0=t0, i_h=i_h, H=H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE,
+                    PRECISION=PRECISION)
+        else:
+            b_dq, b_dk, here, read = pairs_by_halving(
+                b_dq=b_dq, b_dk=b_dk, here=here, read=read, ds=ds, b_q=b_q, b_k=b_k, b_G=b_G, G=G, last=last,
+                first=first, t0=t0, i_h=i_h, H=H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
         from_h = tl.zeros([BT, BK], dtype=tl.float32)
         to_h = tl.zeros([BT, BK], dtype=tl.float32)
         across = tl.zeros([BK], dtype=tl.float32)
@@ -392,6 +455,7 @@ def gla_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -414,12 +478,12 @@ def gla_grads(
             grads_of_chunk(
                 q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -453,7 +517,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
             start(finishing, gla_grads, n * part["S"] * H,
-                  dict(constants, du=shares, BEFORE=x.u is not None, GAPS=batch.gaps), part)
+                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(x.q), GAPS=batch.gaps), part)
         if du is not None and shares is not None:
             du += shares.sum(0)
     return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

@@ -12,6 +12,13 @@ level of blocks of 2 s tokens a row of a block's second half is only ever an i, 
 ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
 to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
+Six levels take six products and exponentials. Where a chunk forgets little, as most do, one reference serves all
+of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal. With M = (G_1 + G_L) / 2
+in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no factor exceeds
+2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row would let exponents
+reach 120.) Which way is taken is decided on the device, for each chunk and tile of channels (one_serves). float16,
+whose numbers end at 2^16, always halves.
+
 RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
 stays: a row of a second half is at least one past where the halves meet, so its sum less that of the meeting
@@ -32,6 +39,10 @@ from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
 from flashlin.kernels.splitting import by_decays, part_of
+
+# Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a cache)
+# when they change it.
+halving = False
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
@@ -152,6 +163,78 @@ def decay_to_meeting(
 
 
 @triton.jit
+def one_serves(begin, total):
+    """Whether one reference serves these channels of a chunk, whose sums of decays begin and end so: no factor
+    exceeds 2^60 then."""
+    return tl.max(begin - total, 0) <= 120.0
+
+
+@triton.jit
+def decay_from_reference(b_R, middle, BEFORE: tl.constexpr):
+    """[BT, BK]: what stands at the rows that read. With BEFORE the first one reads no row of the chunk: where
+    a chunk begins with a token that forgets everything, its factor would be infinite."""
+    exponent = b_R - middle[None, :]
+    if BEFORE:
+        exponent = tl.where((tl.arange(0, b_R.shape[0]) > 0)[:, None], exponent, float("-inf"))
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def decay_to_reference(b_G, middle):
+    """[BT, BK]: what stands at the rows that are written."""
+    return tl.exp2(middle[None, :] - b_G)
+
+
+@triton.jit
+def two_of(x, DTYPE: tl.constexpr):
+    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take both:
+    when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a factor, and
+    with both rounded errors would be larger."""
+    rounded = x.to(DTYPE)
+    return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def scores_by_halving(
+    b_A,  # [BT, BT], fp32
+    b_q,  # [BT, BK]
+    b_k,  # [BT, BK]
+    b_G,  # [BT, BK]
+    b_R,  # [BT, BK]
+    total,  # [BK]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """b_A and what these channels add to it; q_in and k_out stored."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
+    last = tl.minimum(BT, length - t0) - 1
+    put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+        half = halves(level, BT)
+        second = half % 2 == 1
+        decay = decay_to_meeting(
+            b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+            t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+        b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
+        s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
+        b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
+    return b_A
+
+
+@triton.jit
 def scores_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -170,10 +253,10 @@ def scores_of_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
@@ -184,21 +267,37 @@ def scores_of_chunk(
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
         b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
-        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         own = b_q.to(tl.float32) * b_k.to(tl.float32)
         if BEFORE:
             own *= bonus_of(u, i_h, K, k0, BK)
         diagonal += tl.sum(own, 1)
-        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
-            half = halves(level, BT)
-            second = half % 2 == 1
-            decay = decay_to_meeting(
-                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
-            b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
-            s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
-            b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
+        if ONE:
+            begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
+            if one_serves(begin, total):
+                middle = (begin + total) * 0.5
+                X_q = b_q * decay_from_reference(b_R, middle, BEFORE)
+                X_k = b_k * decay_to_reference(b_G, middle)
+                whole, rest = two_of(X_k, b_q.dtype)
+                b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(whole), input_precision=PRECISION)
+                if b_q.dtype == tl.bfloat16:
+                    b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(rest))
+                X_q *= tl.exp2(middle)[None, :]
+                if BEFORE:
+                    X_q = tl.where((rows > 0)[:, None], X_q, b_q)
+                X_k *= tl.exp2(total - middle)[None, :]
+                put(q_in, X_q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                put(k_out, X_k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_A = scores_by_halving(
+                    b_A=b_A, b_q=b_q, b_k=b_k, b_G=b_G, b_R=b_R, total=total, G=G, q_in=q_in, k_out=k_out,
+                    first=first, t0=t0, length=length, i_h=i_h, H=H,
+                    K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+        else:
+            b_A = scores_by_halving(
+                b_A=b_A, b_q=b_q, b_k=b_k, b_G=b_G, b_R=b_R, total=total, G=G, q_in=q_in, k_out=k_out,
+                first=first, t0=t0, length=length, i_h=i_h, H=H,
+                K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+    b_A = tl.where(rows[:, None] > rows[None, :], b_A, 0.0)
     b_A += tl.where(rows[:, None] == rows[None, :], diagonal[:, None], 0.0)
     put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
 
@@ -222,6 +321,7 @@ def gla_scores(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -238,12 +338,12 @@ def gla_scores(
             scores_of_chunk(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
                 scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+                K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         scores_of_chunk(
             q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
             scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
@@ -307,6 +407,11 @@ def gla_scan(
         tl.store(ht + at, h, mask=inside & last)
 
 
+def may_be_one(x: torch.Tensor) -> bool:
+    """Whether kernels ask if one reference serves a chunk. Not in float16, whose numbers end at 2^16."""
+    return x.dtype != torch.float16 and not halving
+
+
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
     """G [B, T, HV, K], fp32: see gla_sums. x: what the launches of a part share."""
     g, launch = x["g"], plan.launch("gla_sums")
@@ -326,7 +431,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
              A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
     if T:  # else there is no row to load, not even a chunk's last one
         start(launch, gla_scores, x["N"] * x["S"] * H, dict(
-            K=K, BEFORE=x["u"] is not None, VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
+            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(q), VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,30 @@
+"""One decay reference to a chunk against halving on a GPU, where a chunk forgets at every position in turn."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flashlin.kernels.gla import forward
+from tests import one_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
+    """Sets whether every chunk is halved, for this test."""
+    def force(halving: bool) -> None:
+        monkeypatch.setattr(forward, "halving", halving)
+        fresh()
+    yield force
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", one_reference.GATES)
+def test_one_reference_loses_no_more_than_halving(op: str, dtype: torch.dtype, K: int,
+                                                  halve: Callable[[bool], None]) -> None:
+    assert one_reference.failures(op, CUDA, dtype, halve, K=K, V=K) == []

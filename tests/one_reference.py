@@ -1,0 +1,117 @@
+"""Inputs at the border between one decay reference to a chunk and halving, for the interpreter and for a GPU: one
+reference must lose no more than halving, and be right wherever a chunk forgets."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from flashlin.testing.cases import CASES
+from flashlin.testing.compare import Case, Tensors, allowed, judge, results
+
+GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g", "chunk_rwkv7": "w"}
+SPANS = (119.0, 120.0, 121.0)  # bits that a chunk loses; up to 120 of them one reference serves
+SIZES = (1e-3, 0.09, 30.0, 300.0)  # of what is multiplied, one a head
+WORSE = 1.2  # times the error of halving
+NEGLIGIBLE = 3e-6  # an error that float32 has anyway
+WEAK = -1e-3
+
+
+def chunk_of(op: str, dtype: torch.dtype) -> int:
+    """Tokens of a chunk of heads of at most 64."""
+    return 64 if dtype != torch.float32 and op != "chunk_rwkv7" else 32
+
+
+def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, list[torch.Tensor]]:
+    """Log decays [chunk] by what is special about them. Those of one name are judged together, since the error of
+    one sequence is luck: so what has no positions is there ``repeats`` times."""
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def add(name: str, rows: slice, log: float) -> None:
+        decays = torch.full((chunk,), WEAK)
+        decays[rows] = log
+        found.setdefault(name, []).append(decays)
+    half, positions = chunk // 2, tuple(positions)
+    for span in SPANS:
+        log = -span * math.log(2)
+        for position in positions:
+            add(f"{span:.0f} bits in one token", slice(position, position + 1), log - (chunk - 2) * WEAK)
+        for first, last in ((1, half), (half, chunk), (1, chunk)):
+            weak = (chunk - 1 - (last - first)) * WEAK
+            for _ in range(repeats):
+                add(f"{span:.0f} bits in tokens {first} to {last - 1}", slice(first, last),
+                    (log - weak) / (last - first))
+    for position in (0, half, chunk - 1) * repeats:
+        add(f"token {position} forgets everything", slice(position, position + 1), -math.inf)
+    for _ in range(repeats):
+        add("hardly anything", slice(0, 0), 0.0)
+    return found
+
+
+def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[torch.Tensor], K: int,
+         V: int) -> Tensors:
+    """The case's inputs, with a sequence for each of the decays, which three channels of four have, and a head for
+    each size. Keys of delta rules keep the length that a state bears."""
+    T = len(decays[0]) + 5
+    made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
+    delta, size = of.op in ("chunk_kda", "chunk_rwkv7"), torch.tensor(SIZES)[:, None]
+    keys = size.clamp(max=1) if delta else size
+    factors = {"q": size, "r": size, "k": keys if of.op == "chunk_kda" else size, "v": size, "a": size,
+               "b": 1 / size}
+    for name, factor in factors.items():
+        if name in made:
+            made[name] = (made[name].float() * factor).to(dtype)
+    made["initial_state"] *= (factors["k"] * size)[..., None]
+    log = made[GATES[of.op]]
+    log[:, :T - 5, :, torch.arange(K) % 4 > 0] = torch.stack(decays)[:, :, None, None]
+    log[:, T - 5:], log[..., torch.arange(K) % 4 == 0] = WEAK, WEAK
+    return made
+
+
+def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch.Tensor], K: int,
+           V: int) -> tuple[dict[tuple[str, int, int], float], list[str]]:
+    """The RMS ratio of each tensor, sequence and head (0 of those that have no sequences), and what is beyond the
+    op's own bounds."""
+    case = next(case for case in CASES if case.op == op and case.id == "random")
+    case = case._replace(make=partial(make, of=case, decays=decays, K=K, V=V))
+    found, beyond = {}, []
+    for name, (ours, right) in results(case, device, dtype).items():
+        # [sequences, heads, ...]
+        ours, right = (x if "state" in name or name == "ht" else x[None] if name == "du" else x.transpose(1, 2)
+                       for x in (ours, right))
+        for n in range(right.shape[0]):
+            for h in range(right.shape[1]):
+                one, exact = ours[n, h].double(), right[n, h]
+                size = exact.pow(2).mean().sqrt().clamp(min=1e-30)
+                verdict = judge(name, one / size, exact / size, allowed(case, name, dtype))
+                found[name, n, h] = verdict.rms
+                if not verdict.ok:
+                    beyond.append(f"sequence {n}, head {h}: {verdict}")
+    return found, beyond
+
+
+def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
+             positions: Iterable[int] | None = None, repeats: int = 8, K: int = 64, V: int = 64) -> list[str]:
+    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and off.
+    positions: of one token that forgets; None for all."""
+    chunk = chunk_of(op, dtype)
+    special = gates(chunk, range(chunk) if positions is None else positions, repeats)
+    decays = [one for several in special.values() for one in several]
+    names = [name for name, several in special.items() for _ in several]
+    halve(True)
+    halved, _ = errors(op, device, dtype, decays, K, V)
+    halve(False)
+    ours, wrong = errors(op, device, dtype, decays, K, V)
+    sums: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for (tensor, n, h), error in ours.items():
+        key = (tensor, "all" if tensor == "du" else names[n], h)
+        before = sums.get(key, (0.0, 0.0))
+        sums[key] = before[0] + error ** 2, before[1] + halved[tensor, n, h] ** 2
+    for (tensor, name, h), (mine, theirs) in sums.items():
+        count = 1 if tensor == "du" else names.count(name)
+        mine, theirs = (mine / count) ** 0.5, (theirs / count) ** 0.5
+        if not mine <= max(WORSE * theirs, NEGLIGIBLE):
+            wrong.append(f"{tensor}, inputs of {SIZES[h]}, {name}: {mine:.2g}, halving {theirs:.2g}")
+    return wrong
