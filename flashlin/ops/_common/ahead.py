@@ -32,8 +32,9 @@ aten = torch.ops.aten
 MAKING = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
           aten.empty_strided.default)
 FILLING = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-# What host code beside kernels computes, of which torch knows the result's size without its compiler.
-COMPUTING = (aten.sum.dim_IntList, aten.mul.Tensor, aten.add.Tensor, aten.neg.default)
+LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.clone.default, aten._to_copy.default)
+NEW = (aten.new_empty.default, aten.new_zeros.default)
+PLAIN = (aten.empty.memory_format, aten.empty_strided.default)
 
 _compiling: dict[Any, Future[None]] = {}
 _foreseen: set[Any] = set()
@@ -154,7 +155,8 @@ class _Order(_Mode):
 
 
 class _Shadows(_Mode):
-    """Nothing is computed. Raises NotImplementedError where nobody knows what would come out."""
+    """Nothing is computed. What is alike is made here, since torch would import its compiler and sympy for it.
+    Raises NotImplementedError where nobody knows what would come out."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,9 +164,12 @@ class _Shadows(_Mode):
             given = dict(zip([argument.name for argument in function._schema.arguments], args, strict=False))
             return next({**given, **kwargs}[argument.name] for argument in function._schema.arguments
                         if argument.alias_info is not None and argument.alias_info.is_write)
-        if function in (aten._to_copy.default, aten.clone.default):
-            return torch.empty_like(args[0], dtype=kwargs.get("dtype"))
-        if function in MAKING or function in FILLING or function in COMPUTING or is_view(function):
+        dtype = kwargs.get("dtype") or (args[0].dtype if function in LIKE + NEW else None)
+        if function in LIKE:
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype, device="meta")
+        if function in NEW or function is aten.zeros.default:
+            return torch.empty(args[-1], dtype=dtype, device="meta")
+        if function in PLAIN or is_view(function):
             return function(*args, **kwargs)
         raise NotImplementedError(str(function))
 
