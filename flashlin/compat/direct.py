@@ -13,6 +13,8 @@ What is not plain goes Triton's way each time: launches that hooks watch, argume
 """
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from importlib import import_module
@@ -137,6 +139,29 @@ def triton_module() -> Any:
 def possible() -> bool:
     """Whether kernels may be started directly on this release."""
     return _compared(triton_module().__version__)
+
+
+def make_key() -> None:
+    """The key of Triton's cache: it reads all of its library for that, once in a process."""
+    with _keyed:
+        triton_module().runtime.cache.triton_key()
+
+
+def expect_kernels() -> None:
+    """A thread makes the key while a first call is planned and its modules are imported."""
+    if possible():
+        threading.Thread(target=make_key, daemon=True).start()
+
+
+def _forked() -> None:
+    """The thread that held the lock is not in this child."""
+    global _keyed
+    _keyed = threading.Lock()
+
+
+_keyed = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @cache

@@ -5,7 +5,7 @@ kernel has to be compiled is put off, with all that come after it, and a thread 
 without Python's lock). The host's code goes on meanwhile as long as it makes buffers and views. The end of
 the run starts what was put off, in its order; so does whatever else torch is asked for, which may read what
 kernels write, and a kernel that is put off already: the batch's next part wants its memory. So what compiles
-here is what starts, and nothing is known twice.
+is what starts, and no list of kernels is kept anywhere.
 
 What backward will start is found out by its host code on tensors without memory, whose starts are compiled
 and nothing more. A wrong guess costs seconds of a core, and decides nothing.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Kernel, triton_module
+from flashlin.compat.direct import Kernel, make_key
 from flashlin.guards.problem import Plan
 
 MOST = 16  # threads: no call has many more kernels
@@ -38,7 +38,6 @@ PLAIN = (aten.empty.memory_format, aten.empty_strided.default)
 
 _compiling: dict[Any, Future[None]] = {}
 _foreseen: set[Any] = set()
-_keyed = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a child has none of these threads
     os.register_at_fork(after_in_child=_compiling.clear)
 
@@ -53,8 +52,10 @@ def run(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], de
         with launch.holding(queue.hold):
             made = function(plan, *arguments)
         queue.end()
-        if forward and forward[2].needs_grad:
-            foresee(queue, plan, *forward, made)
+        if forward is not None:
+            operator, x, how = forward
+            if how.needs_grad:
+                foresee(queue, plan, operator, x, how, made)
         queue.begin()
     finally:
         queue.end()
@@ -98,14 +99,15 @@ class Queue:
         if key is not None:
             self.compile(key, *start)
 
-    def lacking(self, known: Kernel, programs: int, values: tuple[Any, ...], *how: int) -> Any:
-        return known.lacks(values, *how, self.device)
+    def lacking(self, known: Kernel, programs: int, values: tuple[Any, ...], warps: int, stages: int) -> Any:
+        return known.lacks(values, warps, stages, self.device)
 
-    def compile(self, key: Any, known: Kernel, programs: int, values: tuple[Any, ...], *how: int) -> None:
+    def compile(self, key: Any, known: Kernel, programs: int, values: tuple[Any, ...], warps: int,
+                stages: int) -> None:
         if key not in _compiling:
             _ = known.kernel.device_caches[self.device]  # made by the first who asks, which threads may not be
             self.pool = self.pool or ThreadPoolExecutor(min(cores(), MOST), "flashlin")
-            _compiling[key] = self.pool.submit(_compile, known, values, *how, self.device)
+            _compiling[key] = self.pool.submit(_compile, known, values, warps, stages, self.device)
 
     def begin(self) -> None:
         """Start what was put off, each when it has been compiled. A compiler's error is raised by the start
@@ -127,8 +129,7 @@ class Queue:
 def _compile(known: Kernel, values: tuple[Any, ...], num_warps: int, num_stages: int, device: int) -> None:
     if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
         return
-    with _keyed:  # Triton reads all of its library for it, once
-        triton_module().runtime.cache.triton_key()
+    make_key()
     if torch.cuda.is_initialized():
         torch.cuda.set_device(device)  # of this thread
     known.compile(values, num_warps, num_stages)
