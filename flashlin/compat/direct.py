@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, reduce
 from importlib import import_module
 from operator import attrgetter, itemgetter, or_
@@ -101,11 +102,15 @@ class Kernel:
         types = [torch.Tensor if type(x) in TENSORS else type(x) for x in values]
         return None if key in kind.compiled else (id(self.kernel), *types, key)
 
-    def compile(self, values: Values, num_warps: int, num_stages: int) -> None:
-        """All that ``start`` would do before it starts anything."""
+    def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
+        """What ``start`` would do before it starts anything; load: to the card, too."""
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages)
-        if made is not None:  # a hook of the compiler's may decline
-            _ = made.run  # loads it, for which Triton 3.6 compiles a launcher in C
+        if made is None:  # a hook of the compiler's declined
+            return
+        if load:
+            _ = made.run
+        else:  # Triton 3.6 compiles a launcher in C, and keeps it on disk
+            triton_module().runtime.driver.active.launcher_cls(made.src, made.metadata)
 
     def _kind(self, values: Values) -> Kind | None:
         types = tuple(map(type, values))
@@ -150,7 +155,8 @@ def make_key() -> None:
 def expect_kernels() -> None:
     """A thread makes the key while a first call is planned and its modules are imported."""
     if possible():
-        threading.Thread(target=make_key, daemon=True).start()
+        with suppress(RuntimeError):  # the process ends, or may have no more threads
+            threading.Thread(target=make_key, daemon=True).start()
 
 
 def _forked() -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +75,8 @@ def forward(op: Op, shape: Shape = SMALL) -> Callable[[], Any]:
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
 def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, card: Card) -> None:
     backward = forward(op)
-    wait(ahead._compiling.values())
+    for thread in ahead._compiling.values():
+        thread.join()
     known, started = len(card.compiled), len(card.started)
     assert known and started
     backward()
@@ -109,6 +109,20 @@ def test_a_process_with_one_core_compiles_one_after_the_other(card: Card,
     monkeypatch.setattr(ahead, "cores", lambda: 1)
     forward(CHUNKED[0])()
     assert card.compiled and card.by_main == card.compiled
+
+
+def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
+    code = ("import threading, time\n"
+            "from flashlin.ops._common import ahead\n"
+            "ahead.cores = lambda: 2\n"
+            "queue = ahead.Queue(0)\n"
+            "class Slow:\n"
+            "    def compile(self, *given): print('one', flush=True), time.sleep(1)\n"
+            "    class kernel: device_caches = [None]\n"
+            "ahead.make_key = lambda: None\n"
+            "for key in range(8): queue.compile(key, False, Slow(), 1, (), 1, 1)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout == "one\n" * 2, done.stderr
 
 
 def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:

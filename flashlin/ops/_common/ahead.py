@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from flashlin.compat import launch
 from flashlin.compat.direct import Kernel, make_key
 from flashlin.guards.problem import Plan
 
-MOST = 16  # threads: no call has many more kernels
+MOST = 16  # threads that compile at a time: no call has many more kernels
 aten = torch.ops.aten
 MAKING = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
           aten.empty_strided.default)
@@ -36,7 +36,7 @@ LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.clone.default, at
 NEW = (aten.new_empty.default, aten.new_zeros.default)
 PLAIN = (aten.empty.memory_format, aten.empty_strided.default)
 
-_compiling: dict[Any, Future[None]] = {}
+_compiling: dict[Any, threading.Thread] = {}
 _foreseen: set[Any] = set()
 if hasattr(os, "register_at_fork"):  # a child has none of these threads
     os.register_at_fork(after_in_child=_compiling.clear)
@@ -59,8 +59,6 @@ def run(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], de
         queue.begin()
     finally:
         queue.end()
-        if queue.pool:
-            queue.pool.shutdown(wait=False)  # ends when all is compiled
     return made
 
 
@@ -74,7 +72,7 @@ class Queue:
 
     def __init__(self, device: int) -> None:
         self.device, self.starts = device, list[tuple[Any, tuple[Any, ...]]]()
-        self.pool: ThreadPoolExecutor | None = None
+        self.slots = threading.Semaphore(min(cores(), MOST))  # served in the order of asking
         self.order: _Order | None = None
 
     def hold(self, *start: Any) -> None:
@@ -84,7 +82,7 @@ class Queue:
             self.begin()
             key = self.lacking(*start)
         if key is not None:
-            self.compile(key, *start)
+            self.compile(key, True, *start)
         elif not self.starts:
             launch.begin(*start)
             return
@@ -97,17 +95,29 @@ class Queue:
         """The same for a start that will come later."""
         key = self.lacking(*start)
         if key is not None:
-            self.compile(key, *start)
+            self.compile(key, False, *start)
 
     def lacking(self, known: Kernel, programs: int, values: tuple[Any, ...], warps: int, stages: int) -> Any:
         return known.lacks(values, warps, stages, self.device)
 
-    def compile(self, key: Any, known: Kernel, programs: int, values: tuple[Any, ...], warps: int,
-                stages: int) -> None:
+    def compile(self, key: Any, load: bool, known: Kernel, programs: int, values: tuple[Any, ...],
+                warps: int, stages: int) -> None:
+        """In a thread, unless one is at it. load: to the card, too, which might disturb a later capture."""
         if key not in _compiling:
             _ = known.kernel.device_caches[self.device]  # made by the first who asks, which threads may not be
-            self.pool = self.pool or ThreadPoolExecutor(min(cores(), MOST), "flashlin")
-            _compiling[key] = self.pool.submit(_compile, known, values, warps, stages, self.device)
+            thread = threading.Thread(target=self._compile, args=(load, known, values, warps, stages))
+            with suppress(RuntimeError):  # the process ends, or may have no more threads: the start compiles
+                thread.start()
+                _compiling[key] = thread
+
+    def _compile(self, load: bool, known: Kernel, values: tuple[Any, ...], warps: int, stages: int) -> None:
+        # its start raises the same; a process that ends waits for this thread
+        with self.slots, suppress(Exception):
+            if threading.main_thread().is_alive():
+                if torch.cuda.is_initialized():
+                    torch.cuda.set_device(self.device)  # of this thread
+                make_key()
+                known.compile(values, warps, stages, load)
 
     def begin(self) -> None:
         """Start what was put off, each when it has been compiled. A compiler's error is raised by the start
@@ -115,7 +125,7 @@ class Queue:
         starts, self.starts = self.starts, []
         for key, start in starts:
             if (compiling := _compiling.get(key)) is not None:
-                wait([compiling])
+                compiling.join()
                 _compiling.pop(key, None)
             launch.begin(*start)
 
@@ -124,15 +134,6 @@ class Queue:
         order, self.order = self.order, None
         if order is not None:
             order.__exit__(None, None, None)
-
-
-def _compile(known: Kernel, values: tuple[Any, ...], num_warps: int, num_stages: int, device: int) -> None:
-    if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
-        return
-    make_key()
-    if torch.cuda.is_initialized():
-        torch.cuda.set_device(device)  # of this thread
-    known.compile(values, num_warps, num_stages)
 
 
 class _Mode(TorchDispatchMode):
