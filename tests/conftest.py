@@ -18,7 +18,7 @@ from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.diagnostics import surroundings
 from flashlin.guards import limits, proven, verdicts
-from flashlin.ops._common import planned, repeated, seen
+from flashlin.ops._common import ahead, planned, repeated, seen
 from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
@@ -44,7 +44,7 @@ def forget() -> None:
     for cached in (dispatch.plan, proven._shipped, proven.slow_on, verdicts.local, verdicts._tell):
         cached.cache_clear()
     for kept in (machine._probed, planned._told, verdicts._unwritten, canary._done, canary._settled,
-                 seen._seen, repeated._recipes, door._kernels):
+                 seen._seen, repeated._recipes, door._kernels, ahead._compiling, ahead._foreseen):
         kept.clear()
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()

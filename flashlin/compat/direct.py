@@ -13,7 +13,10 @@ What is not plain goes Triton's way each time: launches that hooks watch, argume
 """
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, reduce
 from importlib import import_module
 from operator import attrgetter, itemgetter, or_
@@ -73,13 +76,9 @@ class Kernel:
         if kind is None or watched():
             kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
             return None
-        driver, tensors = triton_module().runtime.driver.active, kind.tensors(values)
+        driver = triton_module().runtime.driver.active
         device = driver.get_current_device()
-        apart = reduce(or_, map(_address_of, tensors), 0) % 16  # 0 where all are aligned, as nearly always
-        key = (device, num_warps, num_stages, *map(_dtype_of, tensors), kind.constants(values),
-               *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],
-               *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
-               apart and tuple([_address_of(x) % 16 == 0 for x in tensors]))
+        key = _key(kind, values, device, num_warps, num_stages)
         found = kind.compiled.get(key)
         if found is not None and current([found], device):
             found.run(programs, 1, 1, driver.get_current_stream(device), *found.known, *values)
@@ -92,6 +91,26 @@ class Kernel:
         found = kind.compiled[key] = Compiled(made.run, (made.function, made.packed_metadata, None, None, None),
                                               kernel, kernel.device_caches[device], kernel.debug, _switches())
         return found
+
+    def lacks(self, values: Values, num_warps: int, num_stages: int, device: int) -> Any:
+        """What tells the compiled kernel from others that ``start`` would use, if there is none yet; None if
+        there is, or if that start goes Triton's way."""
+        kind = self._kind(values) if self.plain else None
+        if kind is None:
+            return None
+        key = _key(kind, values, device, num_warps, num_stages)
+        types = [torch.Tensor if type(x) in TENSORS else type(x) for x in values]
+        return None if key in kind.compiled else (id(self.kernel), *types, key)
+
+    def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
+        """What ``start`` would do before it starts anything; load: to the card, too."""
+        made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages)
+        if made is None:  # a hook of the compiler's declined
+            return
+        if load:
+            _ = made.run
+        else:  # Triton 3.6 compiles a launcher in C, and keeps it on disk
+            triton_module().runtime.driver.active.launcher_cls(made.src, made.metadata)
 
     def _kind(self, values: Values) -> Kind | None:
         types = tuple(map(type, values))
@@ -125,6 +144,30 @@ def triton_module() -> Any:
 def possible() -> bool:
     """Whether kernels may be started directly on this release."""
     return _compared(triton_module().__version__)
+
+
+def make_key() -> None:
+    """The key of Triton's cache: it reads all of its library for that, once in a process."""
+    with _keyed:
+        triton_module().runtime.cache.triton_key()
+
+
+def expect_kernels() -> None:
+    """A thread makes the key while a first call is planned and its modules are imported."""
+    if possible():
+        with suppress(RuntimeError):  # the process ends, or may have no more threads
+            threading.Thread(target=make_key, daemon=True).start()
+
+
+def _forked() -> None:
+    """The thread that held the lock is not in this child."""
+    global _keyed
+    _keyed = threading.Lock()
+
+
+_keyed = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @cache
@@ -163,6 +206,16 @@ def watched() -> bool:
 def _wide(n: int) -> str:
     """The type of an integer that 32 bits do not hold."""
     return "i64" if n < I64 else "u64"
+
+
+def _key(kind: Kind, values: Values, device: int, num_warps: int, num_stages: int) -> Values:
+    """What tells apart what is compiled of a kind."""
+    tensors = kind.tensors(values)
+    apart = reduce(or_, map(_address_of, tensors), 0) % 16  # 0 where all are aligned, as nearly always
+    return (device, num_warps, num_stages, *map(_dtype_of, tensors), kind.constants(values),
+            *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],
+            *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
+            apart and tuple([_address_of(x) % 16 == 0 for x in tensors]))
 
 
 def _taking(places: Iterable[int]) -> Callable[[Values], Values]:

@@ -51,12 +51,17 @@ def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]
     known = _kernels.get(id(kernel))
     if known is None:
         known = _kernels[id(kernel)] = Kernel(kernel)
+    (_notes.held or begin)(known, programs, values, launch.num_warps, launch.num_stages)
+
+
+def begin(known: Kernel, programs: int, values: tuple[Any, ...], num_warps: int, num_stages: int) -> None:
+    """Start a kernel now. values: of all its parameters, in their order."""
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
+            compiled = known.start(programs, values, num_warps, num_stages)
     else:
-        compiled = known.start(programs, values, launch.num_warps, launch.num_stages)
+        compiled = known.start(programs, values, num_warps, num_stages)
     if _notes.starts is not None:
         _notes.starts.append((compiled, programs, values))
 
@@ -108,8 +113,9 @@ def is_replaced() -> bool:
 
 
 class _Notes(threading.local):
-    """starts: where this thread notes what it starts."""
+    """starts: where this thread notes what it starts. held: who gets its starts instead of the card."""
     starts: list[Any] | None = None
+    held: Callable[..., None] | None = None
 
 
 _notes = _Notes()
@@ -124,6 +130,16 @@ def noting(starts: list[Any]) -> Iterator[None]:
         yield
     finally:
         _notes.starts = None
+
+
+@contextmanager
+def holding(hold: Callable[..., None]) -> Iterator[None]:
+    """Meanwhile ``hold`` gets what ``begin`` takes of every start of this thread that is not replaced."""
+    _notes.held = hold
+    try:
+        yield
+    finally:
+        _notes.held = None
 
 
 def replace_starter(starter: Starter | None) -> None:

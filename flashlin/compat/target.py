@@ -216,7 +216,11 @@ def _ask(device: torch.device) -> Target:
                           properties.multi_processor_count, arch)
         capability = (int(properties.major), int(properties.minor))
         shared = int(getattr(properties, "shared_memory_per_block_optin", 0)) or shared_per_block(capability)
-        ptxas = ptxas_version(ptxas_path(triton, capability)) if triton else ""
+        ptxas = ""
+        if triton:
+            from flashlin.compat.direct import expect_kernels  # which imports this module
+            expect_kernels()
+            ptxas = ptxas_version(ptxas_path(triton, capability))
         return Target(triton, ptxas, torch.__version__, "cuda", capability, properties.name, shared,
                       properties.multi_processor_count)
     if device.type in GPUS:

@@ -56,6 +56,8 @@ class Memory(Driver):
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """A new buffer, perhaps where one lay that torch made, a kernel read, and nobody holds any more."""
+        if x.is_meta:  # has no memory
+            return x
         begin = x.untyped_storage().data_ptr()
         for address in [one for one in self.names if begin <= one < begin + x.untyped_storage().nbytes()]:
             del self.names[address]

@@ -170,12 +170,17 @@ def inverse_of_chunk(
     put_both(A, A_low, a, first, t0, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
     if PAIR:
         b = merged(tl.load(at_b, mask=diagonal, other=0.0), b, SIDE, MERGE)
-        c = -product(product(b, c, MERGE), a, MERGE)
-        put_both(
-            A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
-            BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
-        put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
-        put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        if t1 < length:  # blocks of code this long take LLVM more than twice the time of two halves
+            c = -product(product(b, c, MERGE), a, MERGE)
+            put_both(
+                A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
+                BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+            put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
+            put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        else:
+            put_both(
+                A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
+                BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])

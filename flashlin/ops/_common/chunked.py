@@ -107,7 +107,7 @@ class Chunked:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
     def forward(self, plan: Plan, x: Any, how: Scalars) -> Any:
-        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how))
+        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how), self.operator)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x

@@ -275,7 +275,7 @@ def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tens
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
     return repeated.run(kernels("recurrent", "forward").run, plan, x, (how,),
-                        (x, how.words, how.scale, how.has_ht, how.out_dtype))
+                        (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR)
 
 
 def _empty(x: Inputs, how: Scalars) -> Outputs:

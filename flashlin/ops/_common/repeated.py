@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flashlin.compat import launch
 from flashlin.compat.direct import TENSORS, Compiled, current, possible, triton_module, watched
 from flashlin.guards.problem import Plan
+from flashlin.ops._common import ahead
+from flashlin.ops._common.ahead import MAKING
 
 MOST = 4096  # runs that are kept, as many as plans
 ALIGNED = 16  # bytes that every buffer begins at a multiple of, which kernels may have been compiled for
 APART = 128  # bytes that scratch buffers begin at multiples of
-MAKING = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default,
-          torch.ops.aten.new_empty.default, torch.ops.aten.empty_strided.default)
 _address_of = torch.Tensor.data_ptr
 
 
@@ -69,9 +69,9 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 
 
 def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-        arguments: tuple[Any, ...]) -> Any:
+        arguments: tuple[Any, ...], forward_of: Any = None) -> Any:
     """``function(plan, *arguments)``. tensors: all that are among the arguments. others: whatever else is
-    there."""
+    there. forward_of: the Operator, if this is its forward."""
     if (found := _facts(function, plan, tensors, others)) is None:
         return function(plan, *arguments)
     facts, addresses, device = found
@@ -89,6 +89,7 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
         if len(_recipes) >= MOST:
             _recipes.clear()
         _recipes[facts] = False
+        return ahead.run(function, plan, arguments, device, forward_of and (forward_of, tensors, *others))
     return function(plan, *arguments)
 
 

@@ -1,0 +1,203 @@
+"""Kernels of a first run compile at the same time, and what backward starts beside forward's: on a card that
+is not there."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import flashlin
+from benchmarks.calls import OPS, Op, Shape, inputs
+from benchmarks.pretended import Driver, pretended
+from flashlin.compat import launch
+from flashlin.compat import target as machine
+from flashlin.guards.problem import Launch
+from flashlin.ops._common import ahead, repeated
+
+CHUNKED = [op for ops in OPS.values() for op in ops if op.name.startswith("chunk_")]
+SMALL = Shape(2, 66, 2, 32)
+
+
+class Card(Driver):
+    """compiled: names of kernels. by_main: those that a call waited for without doing others meanwhile.
+    failing: a kernel that does not compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled, self.by_main, self.failing = list[str](), list[str](), ""
+
+    def compile(self, compiler: Callable[..., Any], src: Any, *rest: Any, **options: Any) -> Any:
+        name = src.fn.__name__
+        self.compiled.append(name)
+        if threading.current_thread() is threading.main_thread():
+            self.by_main.append(name)
+        if name == self.failing:
+            raise RuntimeError("no registers left")
+        return compiler(src, *rest, **options)
+
+    @property
+    def order(self) -> list[str]:
+        return [one.compiled.fn.__name__ for one in self.started]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    for home, name, fresh in ((launch, "_kernels", {}), (repeated, "_recipes", {}), (ahead, "_compiling", {}),
+                              (ahead, "_foreseen", set()), (ahead, "cores", lambda: 4)):
+        monkeypatch.setattr(home, name, fresh)
+    fake = Card()
+    machine.pretend(machine.parse(f"triton={triton.__version__},sm=90"))
+    with pretended(fake), flashlin.settings(canary="off"):
+        compiler = triton.compiler.compile
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton.compiler, "compile",
+                          lambda *given, **options: fake.compile(compiler, *given, **options))
+            yield fake
+
+
+def forward(op: Op, shape: Shape = SMALL) -> Callable[[], Any]:
+    """Calls it; what is returned goes backward."""
+    given = inputs(op, shape, "cpu")
+    made = getattr(flashlin, op.name)(**given)
+    o = made[0] if isinstance(made, tuple) else made
+    leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    return lambda: torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+
+@pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
+def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, card: Card) -> None:
+    backward = forward(op)
+    for thread in ahead._compiling.values():
+        thread.join()
+    known, started = len(card.compiled), len(card.started)
+    assert known and started
+    backward()
+    assert len(card.started) > started and len(card.compiled) == known
+    assert not card.by_main and not ahead._compiling
+
+
+@pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
+def test_nothing_compiles_again_for_another_batch_or_length(op: Op, card: Card) -> None:
+    """Of heads it matters whether they are one, and whether they are a multiple of 16, as Triton has it."""
+    forward(op)()
+    known = len(card.compiled)
+    for change in ({"B": 1}, {"B": 16, "T": 1}, {"T": 64}, {"T": 257}, {"B": 3, "T": 300}, {"H": 3}):
+        forward(op, SMALL._replace(**change))()
+        assert len(card.compiled) == known, change
+
+
+@pytest.mark.parametrize("op", [op for op in CHUNKED if op.name in ("chunk_kda", "chunk_gated_delta_rule")],
+                         ids=lambda op: op.name)
+def test_nothing_compiles_again_for_other_sequences_in_a_row(op: Op, card: Card) -> None:
+    given, known = inputs(op, Shape(1, 200, 2, 32), "cpu"), 0
+    for bounds in ([0, 200], [0, 3, 200], [0, *range(1, 101), 200]):
+        getattr(flashlin, op.name)(**given, cu_seqlens=torch.tensor(bounds))[0].sum().backward()
+        known = known or len(card.compiled)
+        assert len(card.compiled) == known, len(bounds)
+
+
+def test_a_process_with_one_core_compiles_one_after_the_other(card: Card,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "cores", lambda: 1)
+    forward(CHUNKED[0])()
+    assert card.compiled and card.by_main == card.compiled
+
+
+def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
+    code = ("import threading, time\n"
+            "from flashlin.ops._common import ahead\n"
+            "ahead.cores = lambda: 2\n"
+            "queue = ahead.Queue(0)\n"
+            "class Slow:\n"
+            "    def compile(self, *given): print('one', flush=True), time.sleep(1)\n"
+            "    class kernel: device_caches = [None]\n"
+            "ahead.make_key = lambda: None\n"
+            "for key in range(8): queue.compile(key, False, Slow(), 1, (), 1, 1)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout == "one\n" * 2, done.stderr
+
+
+def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
+    """They take longer than a kernel to compile."""
+    code = ("import sys, torch, triton, flashlin\n"
+            "from benchmarks.pretended import Driver, pretended\n"
+            "from flashlin.compat import target\n"
+            "target.pretend(target.parse(f'triton={triton.__version__},sm=90'))\n"
+            "x = [torch.randn(2, 66, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]\n"
+            "g = torch.rand(2, 66, 2, requires_grad=True)\n"
+            "from flashlin.ops._common import ahead\n"
+            "ahead.cores = lambda: 4\n"
+            "with pretended(Driver()), flashlin.settings(canary='off'):\n"
+            "    flashlin.chunk_gated_delta_rule(*x, g.log(), g)\n"
+            "    flashlin.chunk_simple_gla(*x, g.log())\n"
+            "assert ahead._foreseen and len(ahead._compiling) > 4, ahead._compiling\n"
+            "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- runs of a test's own ---
+
+@triton.jit
+def first_toy(x, o, BT: tl.constexpr):
+    tl.store(o, tl.load(x))
+
+
+@triton.jit
+def second_toy(x, o, BT: tl.constexpr):
+    tl.store(o, tl.load(x))
+
+
+def toy(kernel: Any, x: torch.Tensor, o: torch.Tensor) -> None:
+    launch.start(Launch("toy", (1,), 1, 1, (("BT", 16),), 0, 0, frozenset()), kernel, 1, dict(x=x, o=o))
+
+
+def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
+    x, seen = torch.arange(16.0), dict[str, int]()
+
+    def starting(plan: Any) -> torch.Tensor:
+        toy(first_toy, x, a := torch.empty(16))
+        toy(second_toy, a, b := torch.zeros(4, 4).view(16)[:8])
+        seen["put off"] = len(card.started)
+        a.add_(1)
+        seen["added"] = len(card.started)
+        toy(second_toy, a, b)  # is compiled
+        seen["known"] = len(card.started)
+        return b
+    ahead.run(starting, SimpleNamespace(), (), 0, None)
+    assert seen == {"put off": 0, "added": 2, "known": 3}
+    assert card.order == ["first_toy", "second_toy", "second_toy"] and not card.by_main
+
+
+def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
+    """Else all parts would hold their memory at once."""
+    x, seen = torch.arange(16.0), list[int]()
+
+    def starting(plan: Any) -> None:
+        for _ in range(3):
+            toy(first_toy, x, a := torch.empty(16))
+            toy(second_toy, x, a)
+            seen.append(len(card.started))
+    ahead.run(starting, SimpleNamespace(), (), 0, None)
+    assert seen == [0, 4, 6] and card.order == ["first_toy", "second_toy"] * 3
+
+
+def test_what_does_not_compile_is_raised_where_it_starts(card: Card) -> None:
+    card.failing, x = "second_toy", torch.arange(16.0)
+
+    def starting(plan: Any) -> None:
+        toy(first_toy, x, torch.empty(16))
+        toy(second_toy, x, torch.empty(16))
+    with pytest.raises(RuntimeError, match="no registers left"):
+        ahead.run(starting, SimpleNamespace(), (), 0, None)
+    assert card.order == ["first_toy"] and card.by_main == ["second_toy"]
+    toy(first_toy, x, torch.empty(16))  # nothing is put off any more
+    assert card.order == ["first_toy"] * 2
