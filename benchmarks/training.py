@@ -6,7 +6,7 @@
 fla's layers, on bytes of Python's standard library; each way begins with the same weights and sees the same
 bytes. "fla": the layers as they are, their refusal of this backward on Hopper switched off where they would
 refuse (benchmarks/compare.py); "flashlin" and "float32": ``flashlin.patched("fla")``. bf16 is autocast over
-float32 weights.
+float32 weights. fla's kernels run in the first of their configurations that fits, since nothing is timed.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import flashlin
 from benchmarks.compare import stop_refusing
-from matrix import record, warming
+from matrix import record
+from matrix.stacks import seeds
 
 WORDS, SEED, SHOWN = 256, 0, 100
 Way = tuple[Callable[[], AbstractContextManager[Any]], bool]  # what it runs in, and whether in bf16
@@ -106,11 +107,11 @@ def main() -> None:
     given = options.parse_args()
     device, size = torch.device(given.device), Size(2, 64, 1, 32, 2, 16) if given.small else Size()
     torch.backends.cuda.matmul.allow_tf32 = False
-    warming.hurry()
     refused, losses, failed = stop_refusing(), dict[str, list[float]](), dict[str, str]()
     for way in WAYS:
         try:
-            losses[way] = trained(way, size, given.steps, device)
+            with seeds.quick():
+                losses[way] = trained(way, size, given.steps, device)
         except Exception as error:  # of any kind: it is this way's result
             failed[way] = record.raised(error)
         print(f"{way:10}", failed.get(way) or f"{losses[way][0]:.3f} -> {losses[way][-1]:.3f}", flush=True)
