@@ -40,9 +40,9 @@ def selective_scan_fn(
 
     Args:
         u, delta: [b, D, T]; z: the same or None, a gate: y is multiplied by silu(z). bfloat16, float16 or
-            float32 (float64 runs in plain torch), any strides; with channels next to each other, as a
-            projection leaves them, forward takes little more than half the time that it takes with tokens
-            next to each other.
+            float32 (float64 runs in plain torch), any strides. Made for channels next to each
+            other, as a projection leaves them, and for tokens next to each other in rows of a multiple of 16
+            of them; other rows are read token by token, which takes longer.
         A: [D, N], real, normally negative; D, delta_bias: [D] or None.
         B, C: [b, N, T], or [b, G, N, T] where G divides D: channel d reads group d // (D / G); or [D, N] for
             all tokens (in plain torch).
