@@ -65,8 +65,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     else:
         kernels = [*split, scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
-        # with what it stores dv's spills 900 to 3,600 bytes in other ways than this one, but on Hopper
-        walking = wide if _hopper(target) else wide._replace(num_warps=8, num_stages=1)
+        # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
+        strip = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
+        walking = wide if _hopper(target) else wide._replace(BV=strip, num_warps=8, num_stages=1)
         kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", walking),
                     _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})]
     elif problem.needs_grad:
