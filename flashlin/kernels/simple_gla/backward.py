@@ -652,7 +652,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
     walking = plan.launch("simple_gla_dv")
     finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
-    shared, NV = gated and group > 1, -(-V // walking.block("BV"))
+    shared = gated and group > 1
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
     dv = batch.new(V, dtype=x.v.dtype)
@@ -675,8 +675,11 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         if gated and whole:
             for name in ("states", "dstates"):
                 part[name] = torch.empty(part["slots"], H, K, V, dtype=x.q.dtype, device=batch.device)
-            start(plan.launch("simple_gla_states"), simple_gla_states, numbered * NV, constants | entered, part)
-        start(walking, simple_gla_dv, numbered * NV, scanned | handed | dict(HAS_DH0=dh0 is not None), part)
+            rebuilding = plan.launch("simple_gla_states")
+            start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
+                  part)
+        start(walking, simple_gla_dv, numbered * -(-V // walking.block("BV")),
+              scanned | handed | dict(HAS_DH0=dh0 is not None), part)
         if not (whole and batch.T):
             continue
         of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
