@@ -30,16 +30,12 @@ def test_one_reference_loses_no_more_than_halving(op: str, halve: Callable[[bool
     assert one_reference.failures(op, CPU, torch.float32, halve, POSITIONS, 1, K=16, V=16) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("op", one_reference.GATES)
-def test_both_ways_are_taken(op: str, halve: Callable[[bool], None]) -> None:
-    """Else there is nothing to compare: where one reference serves, results differ in their last bits, and where
-    it does not, they do not."""
-    chunk = one_reference.chunk_of(op, torch.float32)
-    for name, same in (("119 bits in tokens 1 to", False), ("121 bits in tokens 1 to", True)):
-        decays = next(several for key, several in one_reference.gates(chunk, ()).items()
-                      if key.startswith(name) and key.endswith(f"to {chunk - 1}"))
-        found = []
-        for halving in (True, False):
-            halve(halving)
-            found.append(one_reference.errors(op, CPU, torch.float32, decays, 16, 16)[0])
-        assert (found[0] == found[1]) is same
+def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
+    """Else there is nothing to compare: results differ in their last bits."""
+    decays, found = one_reference.gates(one_reference.chunk_of(op, torch.float32), ())["hardly anything"], []
+    for halving in (True, False):
+        halve(halving)
+        found.append(one_reference.errors(op, CPU, torch.float32, decays, 16, 16)[0])
+    assert found[0] != found[1]
