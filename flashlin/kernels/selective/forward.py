@@ -260,7 +260,7 @@ def selective_forward(
     for t in range(0, T, 8):
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
-                tl.store(states, h, mask=whole)
+                tl.store(states, h, mask=(n < W)[:, None] & here[None, :])  # its last columns, too
                 states += D * W
         b_u, b_z = next_u.to(tl.float32), next_z.to(tl.float32)
         b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
