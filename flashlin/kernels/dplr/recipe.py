@@ -10,7 +10,7 @@ from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
-from flashlin.kernels.gla.recipe import CHANNELS
+from flashlin.kernels.gla.recipe import CHANNELS, halves_all
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -74,7 +74,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 2, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    if "bf16" in dots:
+    if bytes_each == 2 and not halves_all(problem):
         best, wide = OF_TWO_TWO_WAYS if two else OF_ONE_TWO_WAYS, min(wide, SHORT) if two else wide
     else:
         best = OF_TWO if two else OF_ONE

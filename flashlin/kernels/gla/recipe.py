@@ -28,7 +28,7 @@ CHANNELS = 64  # of the sums, a program; they know no heads
 # a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time. With 8 warps
 # and 64 they are no faster (benchmarks/results/kernels-*).
 SCORES, GRADS = 64, 32
-# In bf16, where a chunk has two ways to its scores: with 64 channels 0.8 KB a thread spill (3.6.0, sm_90).
+# Where a chunk has two ways to its scores, with 64 channels 0.8 KB a thread spill (3.6.0, sm_90).
 SCORES_OF_TWO_WAYS = 32
 
 
@@ -50,7 +50,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
-    BT, wide = scan.BT, min(SCORES_OF_TWO_WAYS if "bf16" in dots else SCORES, padded(problem.K))
+    BT, wide = scan.BT, min(SCORES if halves_all(problem) else SCORES_OF_TWO_WAYS, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
@@ -70,6 +70,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                   over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
                               per_chunk)]
     return tuple(kernels)
+
+
+def halves_all(problem: Problem) -> bool:
+    """Whether kernels always halve chunks, see forward.py."""
+    return problem.dtype == "float16" and problem.dot == "native"
 
 
 SPECS = (over_heads(
