@@ -47,14 +47,14 @@ def figures(op: Op, shape: Shape) -> dict[str, float]:
 
 
 def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """What is timed, of calls that have this in their name, and what makes its figures."""
+    """What is timed, of calls that have one of these, by commas, in their name, and what makes its figures."""
     chosen = {name: (op, shape) for family in OPS for name, (op, shape) in cases(family).items()
-              if shape in op.shapes[:2] and having in name}
+              if shape in op.shapes[:2] and any(part in name for part in having.split(","))}
     return [(name, partial(figures, op, shape)) for name, (op, shape) in chosen.items()]
 
 
 def measured(checkout: Path, having: str) -> Rows:
-    """In a process of that checkout, the calls that have this in their name."""
+    """In a process of that checkout, the calls that have one of these in their name."""
     command = [sys.executable, "-m", "benchmarks.before_after", "--child", str(checkout), "--call", having]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commits", nargs=2, default=["unknown", "unknown"], metavar=("BEFORE", "AFTER"),
                         help="what to call the two in the record")
-    parser.add_argument("--call", default="", help="only calls that have this in their name")
+    parser.add_argument("--call", default="", help="only calls that have one of these, by commas, in their name")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
