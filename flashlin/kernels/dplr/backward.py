@@ -653,7 +653,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if batch.T and whole:
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(
-                constants, ONE=may_be_one(x.q), GAPS=batch.gaps), part)
+                constants, ONE=may_be_one(plan), GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:
         zero_forgotten(dg, x.g)

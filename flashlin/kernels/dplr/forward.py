@@ -439,7 +439,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare, x["N"] * x["S"] * HV, dict(
-            scratch=scratch, K=K, TWO=two, ONE=may_be_one(q), BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
+            scratch=scratch, K=K, TWO=two, ONE=may_be_one(plan), BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
             PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 

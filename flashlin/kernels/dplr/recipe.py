@@ -74,7 +74,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 2, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    if bytes_each == 2 and not halves_all(problem):
+    if bytes_each == 2 and not halves_all(problem, target):
         best, wide = OF_TWO_TWO_WAYS if two else OF_ONE_TWO_WAYS, min(wide, SHORT) if two else wide
     else:
         best = OF_TWO if two else OF_ONE

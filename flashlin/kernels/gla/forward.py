@@ -17,7 +17,7 @@ of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the 
 in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no factor exceeds
 2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row would let exponents
 reach 120.) Which way is taken is decided on the device, for each chunk and tile of channels (one_serves). float16,
-whose numbers end at 2^16, always halves.
+whose numbers end at 2^16, always halves, and so do cards but Hopper (halves_all, recipe.py).
 
 RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
@@ -37,6 +37,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
+from flashlin.kernels.gla.recipe import halves_all
 from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
 from flashlin.kernels.splitting import by_decays, part_of
 
@@ -407,9 +408,9 @@ def gla_scan(
         tl.store(ht + at, h, mask=inside & last)
 
 
-def may_be_one(x: torch.Tensor) -> bool:
-    """Whether kernels ask if one reference serves a chunk. Not in float16, whose numbers end at 2^16."""
-    return x.dtype != torch.float16 and not halving
+def may_be_one(plan: Plan) -> bool:
+    """Whether kernels ask if one reference serves a chunk."""
+    return not halving and not halves_all(plan.problem, plan.target)
 
 
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
@@ -431,7 +432,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
              A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
     if T:  # else there is no row to load, not even a chunk's last one
         start(launch, gla_scores, x["N"] * x["S"] * H, dict(
-            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(q), VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
+            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

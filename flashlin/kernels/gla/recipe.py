@@ -50,7 +50,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
-    BT, wide = scan.BT, min(SCORES if halves_all(problem) else SCORES_OF_TWO_WAYS, padded(problem.K))
+    BT, wide = scan.BT, min(SCORES if halves_all(problem, target) else SCORES_OF_TWO_WAYS, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
@@ -72,9 +72,13 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(kernels)
 
 
-def halves_all(problem: Problem) -> bool:
-    """Whether kernels always halve chunks, see forward.py."""
-    return problem.dtype == "float16" and problem.dot == "native"
+def halves_all(problem: Problem, target: Target) -> bool:
+    """Whether kernels halve every chunk, see forward.py: in float16, and on cards but Hopper, a choice. There the
+    two ways beside each other spill up to 6 KB a thread (compiled for sm_80 with 3.6.0), and nobody has timed
+    them."""
+    hopper = target.backend == "cuda" and (9, 0) <= target.capability < (10, 0)
+    half = problem.dtype == "float16" and problem.dot == "native"
+    return half or not (hopper or target.backend == "interpreter")
 
 
 SPECS = (over_heads(
