@@ -10,12 +10,14 @@ from flashlin.kernels.configs import Config, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
+    PADDING,
     calm,
     carry_launch,
     cumsum_launch,
     dot_traits,
     fitting,
     least_spilled,
+    moves,
     operand_bytes,
     over_tokens,
     part_length,
@@ -50,11 +52,14 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return ()
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)
 
+    # what dv's scan stores, too, on its way from one layout to another
+    gated = "g" in problem.options
+    moved = bytes_each * PADDING if gated and problem.needs_grad and moves(target) else 0
+
     def shared(config: Config) -> int:
-        return shared_bytes(config, bytes_each, target)
+        return shared_bytes(config, bytes_each, target) + moved * config.BK
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
-    gated = "g" in problem.options
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
 
     def scan(kernel: str, config: Config) -> Launch:
