@@ -106,23 +106,23 @@ def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
         one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And remembered, or the next plan would go back."""
     def verdict(job: Job) -> Result:
-        if job.launch.kernel == "simple_gla_dv" and job.launch.num_stages == 2:
+        if job.launch.kernel == "simple_gla_states" and job.launch.num_stages == 2:
             return Result("ok", shared=1, registers=32, spills=19104, instructions=6181, local=3175)
         return Result("ok", shared=1, registers=255, spills=1000, instructions=900, local=9)
     seen, table = list[Job](), proven.Table()
     monkeypatch.setattr(proven, "table", lambda: table)
     monkeypatch.setattr(matrix, "compiling", compiler(verdict, seen))
     found = matrix.run(CELL, (AMPERE,), tmp_path)
-    dv = [job.launch for job in seen if job.launch.kernel == "simple_gla_dv"]
-    assert [(launch.num_warps, launch.num_stages) for launch in dv] == [(4, 2), (8, 2), (8, 1)]
+    states = [job.launch for job in seen if job.launch.kernel == "simple_gla_states"]
+    assert [(launch.num_warps, launch.num_stages) for launch in states] == [(4, 2), (8, 2), (8, 1)]
     assert len(seen) == len(found.result.launches)
     slow = {tried.config: tried.cards["sm80"].slow for tried in found.result.launches.values()
             if tried.cards["sm80"].slow}
-    assert slow == dict.fromkeys([dv[0].config, dv[1].config], (19104, 32, 6181, 3175))
+    assert slow == dict.fromkeys([states[0].config, states[1].config], (19104, 32, 6181, 3175))
     assert load_result(tmp_path, CELL) == found.result
     planned = {launch for launch, _ in found.planned.started}
-    assert [matrix.identity(launch) in planned for launch in dv] == [False, False, True]
-    assert table[dv[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
+    assert [matrix.identity(launch) in planned for launch in states] == [False, False, True]
+    assert table[states[0].config]["3.6.0"]["slow"] == {"sm80": [19104, 32]}
     square, = squares([found], {})
     assert square.status == "compiled"
     [line] = spilling.lines([found])

@@ -106,15 +106,15 @@ def how(launch: Launch) -> tuple[int, int, int]:
 
 def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., Launches]) -> None:
     before = launches_where({})(AMPERE)
-    dv, states = before["simple_gla_dv"], before["simple_gla_states"]
-    assert how(dv) == how(states) == (64, 4, 2)
-    eight = dv._replace(num_warps=8).config
-    after = launches_where({dv.config: (1200,)})(AMPERE)
-    assert how(after["simple_gla_dv"]) == (64, 8, 2) and after["simple_gla_states"] == states, "the others as before"
-    after = launches_where({dv.config: (1200,), eight: (1100,)})(AMPERE)
-    assert how(after["simple_gla_dv"]) == (64, 8, 1)
-    after = launches_where({dv.config: (1200,)}, failed=(eight,))(AMPERE)
-    assert how(after["simple_gla_dv"]) == (64, 8, 1), "what failed is no way"
+    states, scan = before["simple_gla_states"], before["simple_gla_scan"]
+    assert how(states) == how(scan) == (64, 4, 2)
+    eight = states._replace(num_warps=8).config
+    after = launches_where({states.config: (1200,)})(AMPERE)
+    assert how(after["simple_gla_states"]) == (64, 8, 2) and after["simple_gla_scan"] == scan, "the others as before"
+    after = launches_where({states.config: (1200,), eight: (1100,)})(AMPERE)
+    assert how(after["simple_gla_states"]) == (64, 8, 1)
+    after = launches_where({states.config: (1200,)}, failed=(eight,))(AMPERE)
+    assert how(after["simple_gla_states"]) == (64, 8, 1), "what failed is no way"
 
 
 def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
@@ -124,31 +124,31 @@ def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
 
 
 def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[int, ...]]:
-    """simple_gla_dv, however it is planned, with longer chunks less than with short ones."""
+    """simple_gla_states, however it is planned, with longer chunks less than with short ones."""
     slow: dict[str, tuple[int, ...]] = {}
     for BT, spills in ((64, 20000), (32, 30000), (16, 40000)):
-        dv = launches_where(slow)(AMPERE)["simple_gla_dv"]
-        assert how(dv) == (BT, 4, 2)
-        slow |= every_way(dv, spills)
+        states = launches_where(slow)(AMPERE)["simple_gla_states"]
+        assert how(states) == (BT, 4, 2)
+        slow |= every_way(states, spills)
     return slow
 
 
 def test_what_is_slow_in_every_way_is_the_least_slow_or_has_shorter_chunks(
         launches_where: Callable[..., Launches]) -> None:
-    dv = launches_where({})(AMPERE)["simple_gla_dv"]
-    after = launches_where(every_way(dv, 1100))(AMPERE)
-    assert how(after["simple_gla_dv"]) == (64, 4, 1)
-    after = launches_where(every_way(dv, 4100))(AMPERE)
+    states = launches_where({})(AMPERE)["simple_gla_states"]
+    after = launches_where(every_way(states, 1100))(AMPERE)
+    assert how(after["simple_gla_states"]) == (64, 4, 1)
+    after = launches_where(every_way(states, 4100))(AMPERE)
     assert {after[f"simple_gla_{name}"].block("BT") for name in ("scan", "states", "dv", "grads")} == {32}
     least = launches_where(slow_throughout(launches_where))(AMPERE)
-    assert how(least["simple_gla_dv"]) == (64, 4, 1)
+    assert how(least["simple_gla_states"]) == (64, 4, 1)
 
 
 def test_where_configurations_were_timed_only_what_ptxas_gave_up_is_slow(
         launches_where: Callable[..., Launches]) -> None:
-    dv = launches_where({})(HOPPER)["simple_gla_dv"]
-    assert launches_where({dv.config: (30000,)})(HOPPER)["simple_gla_dv"] == dv
-    assert launches_where({dv.config: (900, 32)})(HOPPER)["simple_gla_dv"].num_warps == 8
+    states = launches_where({})(HOPPER)["simple_gla_states"]
+    assert launches_where({states.config: (30000,)})(HOPPER)["simple_gla_states"] == states
+    assert launches_where({states.config: (900, 32)})(HOPPER)["simple_gla_states"].num_warps == 8
 
 
 @pytest.mark.parametrize("registers, spills, slow", [
@@ -163,7 +163,7 @@ def test_doctor_tells_what_spills_most(launches_where: Callable[..., Launches]) 
     launches_where(slow_throughout(launches_where))
     plan = dispatch.plan(TRAINING, parse(AMPERE))
     assert outlook.evidence([plan]) == (
-        "no record, slow: simple_gla_dv spills 20,401 bytes a thread")
+        "no record, slow: simple_gla_states spills 20,401 bytes a thread")
 
 
 def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,

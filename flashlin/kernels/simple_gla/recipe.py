@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, over_k, over_v, padded
@@ -39,6 +40,7 @@ OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
             4: (Strip(32, 32, 4), Strip(32, 16, 4), Strip(16, 16, 4))}
 OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
              4: (Strip(32, 16, 4), Strip(16, 16, 4))}
+ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and three cards with 3.2.0)
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -50,11 +52,17 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return ()
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)
 
+    gated = "g" in problem.options
+
     def shared(config: Config) -> int:
         return shared_bytes(config, bytes_each, target)
+
+    def stored(config: Config) -> int:
+        """With the gradient of the state on its way to memory, before 3.3 in rows of its own."""
+        more = bytes_each == 2 and release(target.triton) < (3, 3) and not _hopper(target)
+        return shared(config) + ON_ITS_WAY * more
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
-    gated = "g" in problem.options
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
 
     def scan(kernel: str, config: Config) -> Launch:
@@ -66,9 +74,13 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         kernels = [*split, scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
         # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
-        strip = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
-        walking = wide if _hopper(target) else wide._replace(BV=strip, num_warps=8, num_stages=1)
-        kernels += [scan("simple_gla_states", wide), scan("simple_gla_dv", walking),
+        walking = wide
+        if bytes_each == 2 and not _hopper(target):
+            widest = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
+            walking = fitting([wide._replace(BV=strip, num_warps=8, num_stages=1)
+                               for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
+        kernels += [scan("simple_gla_states", wide),
+                    state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part),
                     _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})]
     elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
