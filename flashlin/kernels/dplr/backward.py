@@ -36,15 +36,7 @@ from flashlin.kernels.dplr.forward import beta_of, prepare
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.backward import rows_beside, summed_before
-from flashlin.kernels.gla.forward import (
-    decay_from_reference,
-    decay_to_reference,
-    halves,
-    may_be_one,
-    one_serves,
-    sums_at,
-    sums_read,
-)
+from flashlin.kernels.gla.forward import halves, sums_at, sums_read
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
@@ -231,140 +223,6 @@ def dplr_reverse(
 
 
 @triton.jit
-def pairs_by_halving(
-    b_dq,  # [BT, BK], fp32, like the five after it
-    b_dk,
-    b_da,
-    b_db,
-    here,
-    there,
-    C,  # [BT, BT]
-    Z1,  # [BT, BT]
-    Z2,  # [BT, BT]
-    b_q,  # [BT, BK], like the three after it
-    b_k,
-    r_a,
-    b_b,
-    b_beta,  # [BT]
-    b_G,  # [BT, BK]
-    b_B,  # [BT, BK]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    HV,  # heads of v
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    TWO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The first six and what pairs add to them: the gradients, and of the gate's what counts at a row and before
-    it, or strictly before it."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    for level in range(LEVELS):
-        half = halves(level, BT)
-        second = (half % 2 == 1)[:, None]
-        partner = (half ^ 1)[:, None] == half[None, :]
-        b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
-        decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-        X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-        if TWO:
-            decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
-            X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
-        else:
-            decay2 = decay
-            X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
-        b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
-        y1 = tl.dot(b_C, X2, input_precision=PRECISION)
-        y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
-        if TWO:
-            y1 += tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
-            y2 += tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
-        both = X1.to(tl.float32) * y1
-        own = X2.to(tl.float32) * y2
-        if TWO:
-            here += tl.where(second, both, -both - own)
-            there += tl.where(second, own, 0.0)
-        else:
-            both += own
-            here += tl.where(second, both, -both)
-        y1 *= decay
-        y2 *= decay2
-        b_dq += tl.where(second, y1, 0.0)
-        b_da += tl.where(second, y2, 0.0)
-        if TWO:
-            b_dk += tl.where(second, 0.0, y1)
-            b_db += tl.where(second, 0.0, y2)
-        else:
-            b_db += tl.where(second, 0.0, y1 + y2)
-    return b_dq, b_dk, b_da, b_db, here, there
-
-
-@triton.jit
-def pairs_from_reference(
-    b_dq,  # [BT, BK], fp32, like the five after it
-    b_dk,
-    b_da,
-    b_db,
-    here,
-    there,
-    C,  # [BT, BT]
-    Z1,  # [BT, BT]
-    Z2,  # [BT, BT]
-    b_q,  # [BT, BK], like the three after it
-    b_k,
-    r_a,
-    b_b,
-    b_beta,  # [BT]
-    b_G,  # [BT, BK]
-    b_B,  # [BT, BK]
-    middle,  # [BK]
-    BT: tl.constexpr,
-    TWO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """As pairs_by_halving, for a chunk that one reference serves."""
-    rows = tl.arange(0, BT)
-    below, above = rows[:, None] > rows[None, :], rows[:, None] < rows[None, :]
-    reading, written = decay_from_reference(b_G, middle, False), decay_to_reference(b_G, middle)
-    X_q = (b_q * reading).to(b_q.dtype)
-    X_b = (b_b * written).to(b_q.dtype)
-    P = tl.where(below, C, 0.0).to(b_q.dtype)
-    upper = tl.where(above, C, 0.0).to(b_q.dtype)
-    y_q = tl.dot(P, X_b, input_precision=PRECISION)
-    y_b = tl.dot(tl.trans(P), X_q, input_precision=PRECISION)
-    if TWO:
-        before = decay_from_reference(b_B, middle, True)
-        X_a = (r_a * before).to(b_q.dtype)
-        X_k = (b_k * written).to(b_q.dtype)
-        R, R_t = tl.where(below, Z1, 0.0).to(b_q.dtype), tl.where(above, Z1, 0.0).to(b_q.dtype)
-        L, L_t = tl.where(below, Z2, 0.0).to(b_q.dtype), tl.where(above, Z2, 0.0).to(b_q.dtype)
-        y_q += tl.dot(R, X_k, input_precision=PRECISION)
-        y_a = tl.dot(L, X_b, input_precision=PRECISION)
-        y_a += tl.dot(tl.trans(upper), X_k, input_precision=PRECISION)
-        y_b += tl.dot(L_t, X_a, input_precision=PRECISION)
-        y_k = tl.dot(R_t, X_q, input_precision=PRECISION)
-        y_k += tl.dot(upper, X_a, input_precision=PRECISION)
-        here -= X_k.to(tl.float32) * y_k
-        there += X_a.to(tl.float32) * y_a
-        b_dk += y_k * written
-        b_da += y_a * before
-    else:
-        X_a = (-b_beta[:, None] * b_k * reading).to(b_q.dtype)
-        y_a = tl.dot(tl.trans(upper), X_b, input_precision=PRECISION)
-        y_b += tl.dot(upper, X_a, input_precision=PRECISION)
-        here += X_a.to(tl.float32) * y_a
-        b_da += y_a * reading
-    here += X_q.to(tl.float32) * y_q - X_b.to(tl.float32) * y_b
-    b_dq += y_q * reading
-    b_db += y_b * written
-    return b_dq, b_dk, b_da, b_db, here, there
-
-
-@triton.jit
 def grads_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -399,10 +257,10 @@ def grads_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TWO: tl.constexpr,
-    ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk, da, db, dg [BT, K], of one writer dv [BT, V] and dbeta [BT], of one chunk and head, stored."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -412,8 +270,6 @@ def grads_of_chunk(
     if not TWO:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
-    else:
-        b_beta = tl.zeros([BT], dtype=tl.float32)  # of nobody
     one = tl.zeros([BT, BT], dtype=tl.float32)
     two = tl.zeros([BT, BT], dtype=tl.float32)
     lower = tl.zeros([BT, BT], dtype=tl.float32)
@@ -448,8 +304,6 @@ def grads_of_chunk(
     if TWO:
         Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
         Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
-    else:
-        Z1, Z2 = C, C  # of nobody
     for k0 in range(0, K, BK):
         b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -510,25 +364,42 @@ def grads_of_chunk(
             next_a = rows_beside(a, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_db += b_from_a[:, None] * next_a
             b_dk += k_from_a[:, None] * next_a
-        if ONE:
-            begin = sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK)
-            if one_serves(begin, total):
-                middle = (begin + total) * 0.5
-                b_dq, b_dk, b_da, b_db, here, there = pairs_from_reference(
-                    b_dq=b_dq, b_dk=b_dk, b_da=b_da, b_db=b_db, here=here, there=there, C=C, Z1=Z1, Z2=Z2,
-                    b_q=b_q, b_k=b_k, r_a=r_a, b_b=b_b, b_beta=b_beta, b_G=b_G, b_B=b_B,
-                    middle=middle, BT=BT, TWO=TWO, PRECISION=PRECISION)
+        for level in range(LEVELS):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            partner = (half ^ 1)[:, None] == half[None, :]
+            b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
+            decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            if TWO:
+                decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
+                X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
             else:
-                b_dq, b_dk, b_da, b_db, here, there = pairs_by_halving(
-                    b_dq=b_dq, b_dk=b_dk, b_da=b_da, b_db=b_db, here=here, there=there, C=C, Z1=Z1, Z2=Z2,
-                    b_q=b_q, b_k=b_k, r_a=r_a, b_b=b_b, b_beta=b_beta, b_G=b_G, b_B=b_B, G=G, last=last,
-                    first=first, t0=t0, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK, TWO=TWO,
-                    PRECISION=PRECISION)
-        else:
-            b_dq, b_dk, b_da, b_db, here, there = pairs_by_halving(
-                b_dq=b_dq, b_dk=b_dk, b_da=b_da, b_db=b_db, here=here, there=there, C=C, Z1=Z1, Z2=Z2, b_q=b_q,
-                b_k=b_k, r_a=r_a, b_b=b_b, b_beta=b_beta, b_G=b_G, b_B=b_B, G=G, last=last, first=first, t0=t0,
-                i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK, TWO=TWO, PRECISION=PRECISION)
+                decay2 = decay
+                X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
+            b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
+            y1 = tl.dot(b_C, X2, input_precision=PRECISION)
+            y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
+            if TWO:
+                y1 += tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
+                y2 += tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
+            both = X1.to(tl.float32) * y1
+            own = X2.to(tl.float32) * y2
+            if TWO:
+                here += tl.where(second, both, -both - own)
+                there += tl.where(second, own, 0.0)
+            else:
+                both += own
+                here += tl.where(second, both, -both)
+            y1 *= decay
+            y2 *= decay2
+            b_dq += tl.where(second, y1, 0.0)
+            b_da += tl.where(second, y2, 0.0)
+            if TWO:
+                b_dk += tl.where(second, 0.0, y1)
+                b_db += tl.where(second, 0.0, y2)
+            else:
+                b_db += tl.where(second, 0.0, y1 + y2)
         put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if TWO:
             put(dk, b_dk, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -581,7 +452,6 @@ def dplr_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TWO: tl.constexpr,
-    ONE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -611,13 +481,13 @@ def dplr_grads(
                 q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ONE=ONE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ONE=ONE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -652,8 +522,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         start(reversing, dplr_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if batch.T and whole:
-            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(
-                constants, ONE=may_be_one(plan), GAPS=batch.gaps), part)
+            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:
         zero_forgotten(dg, x.g)

@@ -16,8 +16,7 @@ e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state aft
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
 All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k,
 b), so with rows X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and
-N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all. Where one reference serves, see
-kernels/gla, each of them is one product of rows that read and rows that are written.
+N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
 float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
@@ -35,17 +34,7 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.gla.forward import (
-    decay_from_reference,
-    decay_to_reference,
-    halves,
-    may_be_one,
-    one_serves,
-    sums_at,
-    sums_of_chunks,
-    sums_read,
-    two_of,
-)
+from flashlin.kernels.gla.forward import halves, sums_at, sums_of_chunks, sums_read
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, merging, product
 from flashlin.kernels.pieces import (
@@ -66,92 +55,6 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
     """[BT] of beta [rows, HV], zeros past the end."""
     rows = tl.arange(0, BT)
     return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
-
-
-@triton.jit
-def scores_by_halving(
-    own,  # [BT, BT], fp32
-    cross,  # [BT, BT], fp32
-    b_q,  # [BT, BK], like the five after it
-    b_k,
-    b_a,
-    b_b,
-    b_G,
-    b_B,
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    HV,  # heads of v
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    TWO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """own and cross, and what these channels add to them: see the docstring of this file."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    rows = tl.arange(0, BT)
-    below = rows[:, None] > rows[None, :]
-    for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
-        half = halves(level, BT)
-        second = (half % 2 == 1)[:, None]
-        partner = (half ^ 1)[:, None] == half[None, :]
-        b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
-        decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
-        X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-        if TWO:
-            decay = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
-        X2 = (tl.where(second, b_a, b_b) * decay).to(b_q.dtype)
-        cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
-        if TWO:
-            s1 = tl.dot(X1, tl.trans(X1), input_precision=PRECISION)
-            s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
-            own += tl.where(partner, tl.where(below, s1, s2), 0.0)
-    return own, cross
-
-
-@triton.jit
-def scores_from_reference(
-    own,  # [BT, BT], fp32
-    cross,  # [BT, BT], fp32
-    b_q,  # [BT, BK], like the five after it
-    b_k,
-    b_a,
-    b_b,
-    b_G,
-    b_B,
-    middle,  # [BK]
-    BT: tl.constexpr,
-    TWO: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """As scores_by_halving, for a chunk that one reference serves."""
-    rows = tl.arange(0, BT)
-    below = rows[:, None] > rows[None, :]
-    written = decay_to_reference(b_G, middle)
-    X_q = (b_q * decay_from_reference(b_G, middle, False)).to(b_q.dtype)
-    X_a = (b_a * decay_from_reference(b_B, middle, TWO)).to(b_q.dtype)
-    X_b, rest_b = two_of(b_b * written, b_q.dtype)
-    q_b = tl.dot(X_q, tl.trans(X_b), input_precision=PRECISION)
-    a_b = tl.dot(X_a, tl.trans(X_b), input_precision=PRECISION)
-    if b_q.dtype == tl.bfloat16:
-        q_b = tl.dot(X_q, tl.trans(rest_b), q_b)
-        a_b = tl.dot(X_a, tl.trans(rest_b), a_b)
-    if TWO:
-        X_k, rest_k = two_of(b_k * written, b_q.dtype)
-        q_k = tl.dot(X_q, tl.trans(X_k), input_precision=PRECISION)
-        a_k = tl.dot(X_a, tl.trans(X_k), input_precision=PRECISION)
-        if b_q.dtype == tl.bfloat16:
-            q_k = tl.dot(X_q, tl.trans(rest_k), q_k)
-            a_k = tl.dot(X_a, tl.trans(rest_k), a_k)
-        own += tl.where(below, q_k, tl.trans(a_b))
-        cross += tl.where(below, q_b, tl.trans(a_k))
-    else:
-        cross += tl.where(below, q_b, tl.trans(a_b))
-    return own, cross
 
 
 @triton.jit
@@ -186,13 +89,13 @@ def prepare_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     TWO: tl.constexpr,
-    ONE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -217,30 +120,28 @@ def prepare_chunk(
             b_b = b_k.to(tl.float32)
             b_a = -b_beta[:, None] * b_b
         qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-        total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        left = tl.exp2(total[None, :] - b_G)
+        left = tl.exp2(sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)[None, :] - b_G)
         put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(b_out, b_b * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if TWO:
             put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
             put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        if ONE:
-            begin = sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK)
-            if one_serves(begin, total):
-                middle = (begin + total) * 0.5
-                own, cross = scores_from_reference(
-                    own=own, cross=cross, b_q=b_q, b_k=b_k, b_a=b_a, b_b=b_b, b_G=b_G, b_B=b_B, middle=middle,
-                    BT=BT, TWO=TWO, PRECISION=PRECISION)
-            else:
-                own, cross = scores_by_halving(
-                    own=own, cross=cross, b_q=b_q, b_k=b_k, b_a=b_a, b_b=b_b, b_G=b_G, b_B=b_B, G=G, last=last,
-                    first=first, t0=t0, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK, TWO=TWO,
-                    PRECISION=PRECISION)
-        else:
-            own, cross = scores_by_halving(
-                own=own, cross=cross, b_q=b_q, b_k=b_k, b_a=b_a, b_b=b_b, b_G=b_G, b_B=b_B, G=G, last=last,
-                first=first, t0=t0, i_h=i_h, HV=HV, K=K, k0=k0, BT=BT, BK=BK, TWO=TWO, PRECISION=PRECISION)
+        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            partner = (half ^ 1)[:, None] == half[None, :]
+            b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
+            decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
+            X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            if TWO:
+                decay = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
+            X2 = (tl.where(second, b_a, b_b) * decay).to(b_q.dtype)
+            cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
+            if TWO:
+                s1 = tl.dot(X1, tl.trans(X1), input_precision=PRECISION)
+                s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
+                own += tl.where(partner, tl.where(below, s1, s2), 0.0)
     if TWO:
         put(
             R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
@@ -313,7 +214,6 @@ def dplr_prepare(
     BT: tl.constexpr,
     BK: tl.constexpr,
     TWO: tl.constexpr,
-    ONE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -334,14 +234,14 @@ def dplr_prepare(
                 q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
                 k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, BT=BT, BK=BK, TWO=TWO, ONE=ONE, BACKWARD=BACKWARD,
+                K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
                 HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_chunk(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
             k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, BT=BT, BK=BK, TWO=TWO, ONE=ONE, BACKWARD=BACKWARD,
+            K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
@@ -439,7 +339,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
         start(launch, dplr_prepare, x["N"] * x["S"] * HV, dict(
-            scratch=scratch, K=K, TWO=two, ONE=may_be_one(plan), BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
+            scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
             PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 

@@ -10,7 +10,7 @@ from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
-from flashlin.kernels.gla.recipe import CHANNELS, halves_all
+from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -47,8 +47,6 @@ class Strip(NamedTuple):
 # reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill,
 # compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-# In bf16, where a chunk has two ways to its pairs, what spills least (3.6.0, sm_90; nobody has timed them).
-OF_ONE_TWO_WAYS, OF_TWO_TWO_WAYS = Strip(32, 32, 8), Strip(16, 64, 4)
 TIMED = (3, 5)
 
 
@@ -74,10 +72,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def reverse(config: Config) -> int:
         return scanning(config._replace(num_stages=1), 2, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
-    if bytes_each == 2 and not halves_all(problem, target):
-        best, wide = OF_TWO_TWO_WAYS if two else OF_ONE_TWO_WAYS, min(wide, SHORT) if two else wide
-    else:
-        best = OF_TWO if two else OF_ONE
+    best = OF_TWO if two else OF_ONE
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
     strips = [Strip(min(16 if bytes_each == 4 else 32, padded(problem.K)), min(32, padded(problem.V)), 4)]
     fits = best.K <= padded(problem.K) and best.V <= padded(problem.V) and best.num_warps <= warps
