@@ -1,5 +1,5 @@
 """How long a process that has just begun waits for the first result of an op, forward and with backward, with
-the import of flashlin; torch and the card's context are there.
+the import of flashlin; torch and the card's context are there, and what torch itself imports for a first gradient.
 
     python -m benchmarks.first --op chunk_gla
 
@@ -24,7 +24,8 @@ def waited(op: Op, shape: Shape, device: str) -> dict[str, float]:
     def synchronize() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
-    torch.zeros(1, device=device)
+    x = torch.zeros(1, device=device, requires_grad=True)
+    torch.autograd.grad(2 * x, x, torch.ones_like(x))  # which imports sympy: 0.5 s and more
     given = runs(lambda **arguments: getattr(flashlin, op.name)(**arguments), op, shape, device)
     synchronize()
     began, taken = time.perf_counter(), {}

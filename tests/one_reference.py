@@ -53,17 +53,14 @@ def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, l
 def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[torch.Tensor], K: int,
          V: int) -> Tensors:
     """The case's inputs, with a sequence for each of the decays, which three channels of four have, and a head for
-    each size. Keys of delta rules keep the length that a state bears."""
+    each size."""
     T = len(decays[0]) + 5
     made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
-    delta, size = of.op in ("chunk_kda", "chunk_rwkv7"), torch.tensor(SIZES)[:, None]
-    keys = size.clamp(max=1) if delta else size
-    factors = {"q": size, "r": size, "k": keys if of.op == "chunk_kda" else size, "v": size, "a": size,
-               "b": 1 / size}
-    for name, factor in factors.items():
+    size = torch.tensor(SIZES)[:, None]
+    for name in ("q", "r", "k", "v"):
         if name in made:
-            made[name] = (made[name].float() * factor).to(dtype)
-    made["initial_state"] *= (factors["k"] * size)[..., None]
+            made[name] = (made[name].float() * size).to(dtype)
+    made["initial_state"] *= (size * size)[..., None]
     log = made[GATES[of.op]]
     log[:, :T - 5, :, torch.arange(K) % 4 > 0] = torch.stack(decays)[:, :, None, None]
     log[:, T - 5:], log[..., torch.arange(K) % 4 == 0] = WEAK, WEAK

@@ -114,6 +114,8 @@ def speed() -> str:
     found = report.records()
     name = report.PLOT.relative_to(README.parent)
     picture = f"![the time of flashlin over that of others]({name})"
+    if report.CURVES.exists():
+        picture += f"\n\n![losses of a small model]({report.CURVES.relative_to(README.parent)})"
     return f"{picture}\n\n{report.table(found) if found else earlier_speed()}"
 
 
