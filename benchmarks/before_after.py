@@ -47,7 +47,8 @@ def figures(op: Op, shape: Shape) -> dict[str, float]:
 
 
 def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """What is timed, of calls that have one of these, by commas, in their name, and what makes its figures."""
+    """What is timed, of calls that have one of these, by commas, in their name, and what makes its
+    figures."""
     chosen = {name: (op, shape) for family in OPS for name, (op, shape) in cases(family).items()
               if shape in op.shapes[:2] and any(part in name for part in having.split(","))}
     return [(name, partial(figures, op, shape)) for name, (op, shape) in chosen.items()]

@@ -4,8 +4,8 @@
     python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU, by gloo
 
 A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share
-of the heads each (an all-to-all), "tokens" states from rank to rank; `flashlin.explain(op, ranks=)` says which
-of the two a call takes. The README's table is made of the records (benchmarks/report.py).
+of the heads each (an all-to-all), "tokens" states from rank to rank; `flashlin.explain(op, ranks=)` says
+which of the two a call takes. The README's table is made of the records (benchmarks/report.py).
 """
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """How long a process that has just begun waits for the first result of an op, forward and with backward, with
-the import of flashlin; torch and the card's context are there, and what torch itself imports for a first gradient.
+the import of flashlin; torch and the card's context are there, and what torch itself imports for a first
+gradient.
 
     python -m benchmarks.first --op chunk_gla
 

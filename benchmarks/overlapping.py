@@ -2,11 +2,11 @@
 
     python -m benchmarks.overlapping --out benchmarks/results
 
-The scan of scalar decays (``kernels/simple_gla/forward.py``) at heads of 128, in bf16, dense, without states in
-or out. Plain Triton waits for every product before the next one. Here one warp loads q, k and v of the next
-chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} v is made, the state's
-update runs beside (q k^T) v, and o is stored behind the next chunk. Nothing of flashlin starts it: this decides
-whether something should.
+The scan of scalar decays (``kernels/simple_gla/forward.py``) at heads of 128, in bf16, dense, without states
+in or out. Plain Triton waits for every product before the next one. Here one warp loads q, k and v of the
+next chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} v is made, the
+state's update runs beside (q k^T) v, and o is stored behind the next chunk. Nothing of flashlin starts it:
+this decides whether something should.
 """
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Time warps and stages of every kernel that an op starts: what configurations in the recipes are picked from.
+"""Time warps and stages of every kernel that an op starts: what configurations in the recipes are picked
+from.
 
     python -m benchmarks.sweep --op kda --out benchmarks/results [--shape 4x4096x32x128] [--jobs 14]
 
-All configurations are compiled first, by several processes. Then each kernel has a process of its own, so that
-a configuration that faults takes no other kernel's times along. A configuration counts if it repeats itself to
-the bit and leaves in every tensor what the planned one does, to a hundredth of the tensor's norm.
+All configurations are compiled first, by several processes. Then each kernel has a process of its own, so
+that a configuration that faults takes no other kernel's times along. A configuration counts if it repeats
+itself to the bit and leaves in every tensor what the planned one does, to a hundredth of the tensor's norm.
 """
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Losses of a small Gated DeltaNet language model over 1,000 steps: by flashlin and by fla in bf16, and in fp32.
+"""Losses of a small Gated DeltaNet language model over 1,000 steps: by flashlin and by fla in bf16, and in
+fp32.
 
     python -m benchmarks.training --out benchmarks/results
     python -m benchmarks.training --device cpu --steps 3 --small        tries the script itself

@@ -1,5 +1,5 @@
-"""Inputs at the border between one decay reference to a chunk and halving, for the interpreter and for a GPU: one
-reference must lose no more than halving, and be right wherever a chunk forgets."""
+"""Inputs at the border between one decay reference to a chunk and halving, for the interpreter and for a GPU:
+one reference must lose no more than halving, and be right wherever a chunk forgets."""
 from __future__ import annotations
 
 import math
@@ -25,8 +25,8 @@ def chunk_of(op: str, dtype: torch.dtype) -> int:
 
 
 def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, list[torch.Tensor]]:
-    """Log decays [chunk] by what is special about them. Those of one name are judged together, since the error of
-    one sequence is luck: so what has no positions is there ``repeats`` times."""
+    """Log decays [chunk] by what is special about them. Those of one name are judged together, since the
+    error of one sequence is luck: so what has no positions is there ``repeats`` times."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, rows: slice, log: float) -> None:
@@ -52,8 +52,8 @@ def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, l
 
 def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[torch.Tensor], K: int,
          V: int) -> Tensors:
-    """The case's inputs, with a sequence for each of the decays, which three channels of four have, and a head for
-    each size."""
+    """The case's inputs, with a sequence for each of the decays, which three channels of four have, and a
+    head for each size."""
     T = len(decays[0]) + 5
     made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
     size = torch.tensor(SIZES)[:, None]
@@ -69,8 +69,8 @@ def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[
 
 def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch.Tensor], K: int,
            V: int) -> tuple[dict[tuple[str, int, int], float], list[str]]:
-    """The RMS ratio of each tensor, sequence and head (0 of those that have no sequences), and what is beyond the
-    op's own bounds."""
+    """The RMS ratio of each tensor, sequence and head (0 of those that have no sequences), and what is beyond
+    the op's own bounds."""
     case = next(case for case in CASES if case.op == op and case.id == "random")
     case = case._replace(make=partial(make, of=case, decays=decays, K=K, V=V))
     found, beyond = {}, []
@@ -91,8 +91,8 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
              positions: Iterable[int] | None = None, repeats: int = 8, K: int = 64, V: int = 64) -> list[str]:
-    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and off.
-    positions: of one token that forgets; None for all."""
+    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and
+    off. positions: of one token that forgets; None for all."""
     chunk = chunk_of(op, dtype)
     special = gates(chunk, range(chunk) if positions is None else positions, repeats)
     decays = [one for several in special.values() for one in several]

@@ -1,4 +1,5 @@
-"""One decay reference to a chunk against halving on a GPU, where a chunk forgets at every position in turn."""
+"""One decay reference to a chunk against halving on a GPU, where a chunk forgets at every position in
+turn."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

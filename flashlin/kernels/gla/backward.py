@@ -9,10 +9,10 @@ for j <= i:
     dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
 The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
 the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
-that are an i and dk of those that are a j. Where one reference serves, ds below the diagonal and its transpose are
-the only two products. The gate: g_t scales whatever passes from before t to t or later,
-in each channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is
-counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
+that are an i and dk of those that are a j. Where one reference serves, ds below the diagonal and its
+transpose are the only two products. The gate: g_t scales whatever passes from before t to t or later, in each
+channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is counted
+at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
 channel:
     dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first))
            + sum_{j < t} c_j + e^{G_L} <h, dh>

@@ -12,12 +12,13 @@ level of blocks of 2 s tokens a row of a block's second half is only ever an i, 
 ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
 to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
-Six levels take six products and exponentials. Where a chunk forgets little, as most do, one reference serves all
-of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal. With M = (G_1 + G_L) / 2
-in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no factor exceeds
-2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row would let exponents
-reach 120.) Which way is taken is decided on the device, for each chunk and tile of channels (one_serves). float16,
-whose numbers end at 2^16, always halves, and so do cards but Hopper (halves_all, recipe.py).
+Six levels take six products and exponentials. Where a chunk forgets little, as most do, one reference serves
+all of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal. With M = (G_1 +
+G_L) / 2 in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no
+factor exceeds 2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row
+would let exponents reach 120.) Which way is taken is decided on the device, for each chunk and tile of
+channels (one_serves). float16, whose numbers end at 2^16, always halves, and so do cards but Hopper
+(halves_all, recipe.py).
 
 RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
@@ -41,8 +42,8 @@ from flashlin.kernels.gla.recipe import halves_all
 from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
 from flashlin.kernels.splitting import by_decays, part_of
 
-# Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a cache)
-# when they change it.
+# Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a
+# cache) when they change it.
 halving = False
 
 
@@ -165,8 +166,8 @@ def decay_to_meeting(
 
 @triton.jit
 def one_serves(begin, total):
-    """Whether one reference serves these channels of a chunk, whose sums of decays begin and end so: no factor
-    exceeds 2^60 then."""
+    """Whether one reference serves these channels of a chunk, whose sums of decays begin and end so: no
+    factor exceeds 2^60 then."""
     return tl.max(begin - total, 0) <= 120.0
 
 
@@ -188,9 +189,9 @@ def decay_to_reference(b_G, middle):
 
 @triton.jit
 def two_of(x, DTYPE: tl.constexpr):
-    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take both:
-    when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a factor, and
-    with both rounded errors would be larger."""
+    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take
+    both: when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a
+    factor, and with both rounded errors would be larger."""
     rounded = x.to(DTYPE)
     return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
 

@@ -16,11 +16,11 @@ dh>, so rounding does not add up along the sequence.
 
 A decay that is the same for every token, or none, has no gradient: then there are three scans, each split so
 that nothing is a partial sum. dq needs the state and dk its gradient, both contracted over V: those two split
-K. dv contracts over K: it splits V. A gate takes a scan that stores the state entering each chunk, the scan of
-dv, which stores the gradient of the state leaving it, and then a program for each chunk, in which everything
-else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs are one
-product then, of the sum of ds over heads; and what the gate wants of one head is taken from the scores q_i .
-k_j, which all of them have in common, and from products with the state on the narrower side:
+K. dv contracts over K: it splits V. A gate takes a scan that stores the state entering each chunk, the scan
+of dv, which stores the gradient of the state leaving it, and then a program for each chunk, in which
+everything else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs
+are one product then, of the sum of ds over heads; and what the gate wants of one head is taken from the
+scores q_i . k_j, which all of them have in common, and from products with the state on the narrower side:
     a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
     b_j = sum_i ds_ij (q_i . k_j)
     c_j = e^{G_L - G_j} v_j . (k_j dh)

@@ -33,9 +33,9 @@ class Strip(NamedTuple):
     num_warps: int
 
 
-# Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where heads
-# share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled for five
-# cards with 3.6.0).
+# Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where
+# heads share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled
+# for five cards with 3.6.0).
 OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
             4: (Strip(32, 32, 4), Strip(32, 16, 4), Strip(16, 16, 4))}
 OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),

@@ -157,8 +157,8 @@ class _Order(_Mode):
 
 
 class _Shadows(_Mode):
-    """Nothing is computed. What is alike is made here, since torch would import its compiler and sympy for it.
-    Raises NotImplementedError where nobody knows what would come out."""
+    """Nothing is computed. What is alike is made here, since torch would import its compiler and sympy for
+    it. Raises NotImplementedError where nobody knows what would come out."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
