@@ -203,7 +203,7 @@ def parser() -> Parser:
     program.add_argument("--quiet", action="store_true", help="say nothing at the end")
     program.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
     program.add_argument("program", help="a file, or with -m a module")
-    program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own").required = False
     warm = commands.add_parser("warmup", epilog=WARMUP_EXAMPLES,
                                formatter_class=plain, description=WARMUP)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",

@@ -48,9 +48,9 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "an H100 with 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", others=(SITTING,)),
         "ok",
-        'pip install "torch==2.7.1"',
+        'pip install "torch==2.8.0"',
         "ok",
-        f"this makes 25 of {ALL} ops run with their usual number of warps",
+        f"this makes 27 of {ALL} ops run with their usual number of warps",
     ),
     "a V100 with 3.2.0": (
         World(("V100",), "2.6.0", "3.2.0"),
@@ -112,7 +112,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "an H100 with a broken 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", triton_error=BAD),
         "degraded",
-        'pip install "torch==2.7.1"',
+        'pip install "torch==2.8.0"',
         "ok",
         EVERY,
     ),
@@ -190,7 +190,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "a torch that is too old": (
         World(("H100",), "2.1.0", "2.1.0", torch_error="ImportError: torch 2.1.0 is old"),
         "broken",
-        'pip install --force-reinstall "torch==2.7.1"',
+        'pip install --force-reinstall "torch==2.8.0"',
         "ok",
         EVERY,
     ),
@@ -240,9 +240,9 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "a hidden H100 with 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", variables=(("CUDA_VISIBLE_DEVICES", "-1"),)),
         "degraded",
-        f'{UNSET} && pip install "torch==2.7.1"',
+        f'{UNSET} && pip install "torch==2.8.0"',
         "ok",
-        f"25 of {ALL}",
+        f"27 of {ALL}",
     ),
     "a CPU build and a hidden H100": (
         World(("H100",), "2.13.0+cpu", "3.7.1", variables=(("CUDA_VISIBLE_DEVICES", ""),)),
@@ -282,7 +282,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
             variables=(("FLASHLIN_PATH", "cuda"), ("TRITON_CACHE_DIR", "/dev/null/cache")),
         ),
         "broken",
-        f'unset FLASHLIN_PATH && {ELSEWHERE} && pip install "torch==2.7.1"',
+        f'unset FLASHLIN_PATH && {ELSEWHERE} && pip install "torch==2.8.0"',
         "ok",
         EVERY,
     ),
@@ -321,7 +321,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.2.0"',
         "ok",
-        f"with torch 2.7.1, 25 of {ALL} ops would run with their usual number of warps; in its way: vllm",
+        f"with torch 2.8.0, 27 of {ALL} ops would run with their usual number of warps; in its way: vllm",
     ),
     "uv": (
         World(("H100",), triton_error=BAD, installer="uv"),
@@ -333,7 +333,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "conda": (
         World(("H100",), "2.6.0", "3.2.0", installer="conda"),
         "ok",
-        'conda install "pytorch==2.7.1"',
+        'conda install "pytorch==2.8.0"',
         "ok",
         "",
     ),

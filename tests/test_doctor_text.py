@@ -15,7 +15,7 @@ import pytest
 from flashlin.__main__ import coloured
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import machine, surroundings
-from flashlin.diagnostics.report import Flaw, Report
+from flashlin.diagnostics.report import Flaw, Ran, Report
 from tests.machines import ROOT
 from tests.simulated import World
 
@@ -26,6 +26,7 @@ MACHINES = {
     "t4-3.2.0": World(("T4",), "2.6.0", "3.2.0", driver="550.54"),
     "h100-3.2.0": World(("H100",), "2.6.0", "3.2.0", driver="550.54"),
     "h200-3.6.0": World(("H200",), "2.11.0", "3.6.0"),
+    "mi300": World(("MI300",), "2.11.0", "3.6.0"),
     "h100-broken": World(
         ("H100",),
         "2.10.0",
@@ -70,6 +71,7 @@ def test_nothing_is_said_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     text = " ".join(found.text().split())
     assert all(text.count(check.detail) == 1 for check in found.checks if check.status != "ok")
     assert text.count("libz3.so") == (name == "h100-broken")
+    assert found.verdict.count("AMD GPU on which") == (name == "mi300")
 
 
 def test_what_a_package_does_is_said_once_with_what_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +89,13 @@ def test_what_a_package_does_is_said_once_with_what_takes_it_away(monkeypatch: p
     )
     text = found.text()
     assert text.count("without a word") == 1 and '    fix: flashlin.patch("fla")' in text.splitlines()
+
+
+def test_what_ran_is_told_where_all_of_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = Ran(case="chunk_gla random", where="cpu", dtype="float32", status="ok", detail="", seconds=0.1)
+    found = report("laptop", monkeypatch)
+    assert "Ran" not in found.text()
+    assert "Ran, against the float64 reference (2 ok)" in found.model_copy(update={"ran": (ran, ran)}).text()
 
 
 def test_each_text_is_of_a_machine() -> None:

@@ -145,7 +145,7 @@ def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert "B=4 T=2048 H=16 K=128 V=128 float16 g needs_grad" in said and "launch   simple_gla_scan" in said
     assert "half-dot-33-pre-ampere: needs fp32 operands, or Triton 3.4; so it runs on fp32 copies (other arithmetic" in said
-    assert "triton via fp32: 6 launches, backward included" in said
+    assert "triton via fp32: 5 launches, backward included" in said
     refused = flashlin.explain("chunk_simple_gla", target="triton=3.5.0,sm=103", policy=Policy(path="triton"))
     assert "cannot run" in refused and "FLASHLIN_PATH=auto" in refused
     assert "mode: takes fused_recurrent" in flashlin.explain("simple_gla", target=H200, T=1, needs_grad=False)

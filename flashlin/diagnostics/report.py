@@ -263,9 +263,9 @@ class Report(Facts):
         cards = " and ".join(dict.fromkeys(one.name for one in self.devices
                                            if one.backend in GPUS))
         if slower and all(plan.path == "torch" for plan in self.plans):
-            why = list(dict.fromkeys(plan.because for plan in slower))
+            [(why, _)] = Counter(why for plan in slower for why in plan.because.split("; ")).most_common(1)
             whose = "this" if self._subject() else "your"
-            return f"every op runs, but not by kernels on {whose} {cards}: {'; '.join(why[:2])}"
+            return f"every op runs, but not by kernels on {whose} {cards}: {why}"
         if slower:
             return f"every op runs, but {self._prices(slower)}"
         # the rows say what each of them does
@@ -357,7 +357,7 @@ class Report(Facts):
         for title, entries in self._entries():
             quiet = [entry.status for entry in entries].count("ok")
             told = [entry for entry in entries if entry.status != "ok" and entry.text not in said]
-            if title == "Checks" or told:
+            if title == "Checks" or told or (entries and title.startswith("Ran")):
                 yield f"{title}{f' ({quiet} ok)' if quiet else ''}{':' if told else ''}"
             told.sort(key=lambda entry: STATUSES.index(entry.status))
             for status, name, text, fix in told[:SHOWN]:

