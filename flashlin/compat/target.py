@@ -292,10 +292,10 @@ def one_of(given: str, known: Iterable[str]) -> str:
 
 
 def card_named(name: str) -> tuple[str, Card] | None:
-    """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``."""
+    """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     said = name.lower()
-    known = [card for card in CARDS
-             if re.search(rf"(?<![a-z0-9]){card.lower().replace(' ', '[ _-]*')}(?!\d)", said)]
+    written = {card: card.lower().replace("rtx ", "(rtx )?").replace(" ", "[ _-]*") for card in CARDS}
+    known = [card for card in CARDS if re.search(rf"(?<![a-z0-9]){written[card]}(?!\d)", said)]
     longest = max(known, key=len, default="")
     return (longest, CARDS[longest]) if longest else None
 

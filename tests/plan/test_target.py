@@ -72,7 +72,8 @@ def test_a_card_of_amd_has_an_architecture_in_place_of_a_capability(text: str, n
     ("rtx4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("Tesla T4", "T4"), ("l40s", "L40S"),
     ("NVIDIA L40S", "L40S"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-16GB", "V100"),
     ("AMD Instinct MI300X", "MI300X"), ("NVIDIA H200", "H200"), ("NVIDIA GB200", "GB200"),
-    ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA A10G", "A10"), ("GTX 1080", None), ("H1000", None)])
+    ("NVIDIA RTX A6000", "RTX A6000"), ("4090", "RTX 4090"), ("a6000", "RTX A6000"), ("14090", None),
+    ("NVIDIA A10G", "A10"), ("GTX 1080", None), ("H1000", None)])
 def test_cards_are_known_as_people_and_drivers_write_them(name: str, card: str | None) -> None:
     found = card_named(name)
     assert (found and found[0]) == card
