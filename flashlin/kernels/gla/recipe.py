@@ -73,12 +73,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def halves_all(problem: Problem, target: Target) -> bool:
-    """Whether kernels halve every chunk, see forward.py: in float16, and on cards but Hopper, a choice. There
-    the two ways beside each other spill up to 6 KB a thread (compiled for sm_80 with 3.6.0), and nobody has
-    timed them."""
+    """Whether kernels halve every chunk, see forward.py: in float16; where a prefix has to have the same bits,
+    since one reference depends on a chunk's last token; and on cards but Hopper, a choice. There the two ways
+    beside each other spill up to 6 KB a thread (compiled for sm_80 with 3.6.0), and nobody has timed them."""
     hopper = target.backend == "cuda" and (9, 0) <= target.capability < (10, 0)
     half = problem.dtype == "float16" and problem.dot == "native"
-    return half or not (hopper or target.backend == "interpreter")
+    return half or problem.invariant or not (hopper or target.backend == "interpreter")
 
 
 SPECS = (over_heads(
