@@ -26,7 +26,7 @@ def waited(op: Op, shape: Shape, device: str) -> dict[str, float]:
         if device == "cuda":
             torch.cuda.synchronize()
     x = torch.zeros(1, device=device, requires_grad=True)
-    torch.autograd.grad(2 * x, x, torch.ones_like(x))  # which imports sympy: 0.5 s and more
+    torch.autograd.grad(2 * x, x, torch.ones_like(x))  # which imports sympy
     given = runs(lambda **arguments: getattr(flashlin, op.name)(**arguments), op, shape, device)
     synchronize()
     began, taken = time.perf_counter(), {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def timed(start: Start) -> Iterator[dict[str, Any]]:
         right = right or once
         wrong = [name for name, x in once.items() if not same(x, again[name])]
         wrong += [name for name, x in once.items() if far(x, right[name])]
-        taken = timing.compared({"it": lambda: start.run(warps, stages)}, ROUNDS)["it"]  # noqa: B023
+        taken = timing.compared({"it": partial(start.run, warps, stages)}, ROUNDS)["it"]
         yield {**row, **({"wrong": sorted(set(wrong))} if wrong else {}),
                **({"failed": taken["failed"]} if "failed" in taken else
                   {"us": round(1e3 * taken["device_ms"]["median"], 1)})}

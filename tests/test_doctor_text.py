@@ -16,7 +16,6 @@ from flashlin.__main__ import coloured
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import machine, surroundings
 from flashlin.diagnostics.report import Flaw, Ran, Report
-from tests.machines import ROOT
 from tests.simulated import World
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -55,13 +54,6 @@ def test_the_text_is_the_one_that_was_looked_at(name: str, monkeypatch: pytest.M
     text = report(name, monkeypatch).text()
     assert text == (FOLDER / f"{name}.txt").read_text(), "run: python -m tests.test_doctor_text --write"
     lines = text.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
-
-
-def test_the_text_of_a_real_h200_fits_too() -> None:
-    """With fla beside it: what `flashlin doctor` printed there."""
-    lines = (ROOT / "matrix/results/doctor-NVIDIA-H200-triton-3.6.0.txt").read_text().splitlines()
-    assert "NVIDIA H200 sm90, triton 3.6.0" in lines[3]
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
