@@ -43,6 +43,10 @@ class Room(NamedTuple):
 CDNA, RDNA = Room(), Room(STATE_TILE // 2, 32, (1,), 32)
 
 
+def is_hopper(target: Target) -> bool:
+    return target.backend == "cuda" and (9, 0) <= target.capability < (10, 0)
+
+
 def room(target: Target) -> Room:
     return CDNA if target.backend != "hip" or lanes(target.arch) == 64 else RDNA
 
@@ -75,7 +79,7 @@ def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -
     # as long; with two warps chunks of 64 spill 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), chunks
     # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
     # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
-    timed = min(BK, BV) >= 64 or (target.backend == "cuda" and (9, 0) <= target.capability < (10, 0))
+    timed = min(BK, BV) >= 64 or is_hopper(target)
     most = room(target)
     longest = most.longest // 2 if bytes_each == 4 else most.longest if max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):

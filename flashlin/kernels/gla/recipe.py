@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_v, padded
+from flashlin.kernels.configs import Config, is_hopper, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
@@ -76,9 +76,8 @@ def halves_all(problem: Problem, target: Target) -> bool:
     """Whether kernels halve every chunk, see forward.py: in float16; where a prefix has to have the same bits,
     since one reference depends on a chunk's last token; and on cards but Hopper, a choice. There the two ways
     beside each other spill up to 6 KB a thread (compiled for sm_80 with 3.6.0), and nobody has timed them."""
-    hopper = target.backend == "cuda" and (9, 0) <= target.capability < (10, 0)
     half = problem.dtype == "float16" and problem.dot == "native"
-    return half or problem.invariant or not (hopper or target.backend == "interpreter")
+    return half or problem.invariant or not (is_hopper(target) or target.backend == "interpreter")
 
 
 SPECS = (over_heads(

@@ -7,7 +7,7 @@ from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_k, over_v, padded
+from flashlin.kernels.configs import Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
@@ -59,7 +59,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def stored(config: Config) -> int:
         """With the gradient of the state on its way to memory, before 3.3 in rows of its own."""
-        more = bytes_each == 2 and release(target.triton) < (3, 3) and not _hopper(target)
+        more = bytes_each == 2 and release(target.triton) < (3, 3) and not is_hopper(target)
         return shared(config) + ON_ITS_WAY * more
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
@@ -75,7 +75,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if problem.needs_grad and gated:
         # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
         walking = wide
-        if bytes_each == 2 and not _hopper(target):
+        if bytes_each == 2 and not is_hopper(target):
             widest = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
             walking = fitting([wide._replace(BV=strip, num_warps=8, num_stages=1)
                                for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
@@ -90,16 +90,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(kernels)
 
 
-def _hopper(target: Target) -> bool:
-    return (9, 0) <= target.capability < (10, 0)
-
-
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
     """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
     bytes_each, several = operand_bytes(problem), "gva" in problem.options
     size = tf32_copies(bytes_each, target) * bytes_each
     strips = (OF_GROUPS if several else OF_HEADS)[bytes_each]
-    tall = not several and bytes_each == 2 and not _hopper(target) and problem.K > strips[0].K
+    tall = not several and bytes_each == 2 and not is_hopper(target) and problem.K > strips[0].K
     found = []
     for strip in strips[1:] if tall or strips[0].num_warps > problem.max_warps else strips:
         BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
