@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -136,12 +136,12 @@ def find(name: str) -> Op:
     return next(op for ops in OPS.values() for op in ops if op.name == name)
 
 
-def cases(family: str, small: bool = False, shape: str = "") -> dict[str, tuple[Op, Shape]]:
+def cases(family: str, small: bool = False, shapes: Sequence[str] = ()) -> dict[str, tuple[Op, Shape]]:
     """What is called, by a name that tells it from the others of a family."""
     found = {}
     for op in OPS[family]:
         for one in (op.small,) if small else op.shapes:
-            if shape in ("", str(one)):
+            if not shapes or str(one) in shapes:
                 found[f"{op.name} {one} {op.output}"] = op, one
     return found
 
@@ -149,27 +149,27 @@ def cases(family: str, small: bool = False, shape: str = "") -> dict[str, tuple[
 def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
     """The arguments of a call: leaves that ask for a gradient where the op has one. Keys of the delta rules
     have length 1, or the state would grow."""
-    torch.manual_seed(0)
-    key = F.normalize(drawn("k", shape, device).float(), dim=-1)
+    draw = drawing(shape, device)
+    key = F.normalize(draw("k").float(), dim=-1)
 
     def made(role: str) -> torch.Tensor:
         if role in ("unit", "a"):  # a = -key, b = its rate times key
             return key if role == "unit" else -key
         if role == "units":
-            return F.normalize(drawn(role, shape, device).float(), dim=-1)
+            return F.normalize(draw(role).float(), dim=-1)
         if role in ("erase", "write"):
-            return drawn(role, shape, device).sigmoid()
+            return draw(role).sigmoid()
         if role == "b":
-            return key * torch.rand([*key.shape[:-1], 1], device=device)
+            return key * draw("beta").float()[..., None]
         if role in ("g", "gk"):
-            return F.logsigmoid(drawn(role, shape, device))
+            return F.logsigmoid(draw(role))
         if role in ("dt", "steps"):
-            return F.softplus(drawn(role, shape, device) - 2)
+            return F.softplus(draw(role) - 2)
         if role == "decays":  # of a step and a pole
-            return -0.1 * drawn(role, shape, device, torch.rand)
+            return -0.1 * draw(role, torch.rand)
         if role in ("pole", "poles"):
-            return -drawn(role, shape, device, torch.rand) - 0.5
-        return drawn(role, shape, device, torch.rand if role in ("beta", "betas") else torch.randn)
+            return -draw(role, torch.rand) - 0.5
+        return draw(role)
     tensors: dict[str, Any] = {name: made(role).to(ROLES[role][1]).requires_grad_(op.gradients)
                                for name, role in op.roles.items()}
     if shape.packed:
@@ -180,12 +180,18 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
     return tensors | dict(op.options) | ({"output_final_state": True} if op.keeps else {})
 
 
-def drawn(role: str, shape: Shape, device: str,
-          how: Callable[..., torch.Tensor] = torch.randn) -> torch.Tensor:
-    """A tensor of that role; in bf16 it is drawn there."""
-    dimensions, dtype = ROLES[role]
-    made = how([shape.size(dimension) for dimension in dimensions.split()], device=device, dtype=dtype)
-    return made.mT.contiguous().mT if role == "channels_last" else made
+def drawing(shape: Shape, device: str, seed: int = 0) -> Callable[..., torch.Tensor]:
+    """What draws a tensor of a role; in bf16 it is drawn there. By a generator of its own, since torch's
+    stays unusable in a process in which the capture of a CUDA graph has failed."""
+    source = torch.Generator(device).manual_seed(seed)
+
+    def draw(role: str, how: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+        dimensions, dtype = ROLES[role]
+        how = how or (torch.rand if role in ("beta", "betas") else torch.randn)
+        made = how([shape.size(dimension) for dimension in dimensions.split()], device=device, dtype=dtype,
+                   generator=source)
+        return made.mT.contiguous().mT if role == "channels_last" else made
+    return draw
 
 
 def uneven(total: int, count: int) -> list[int]:
@@ -217,7 +223,7 @@ def output(returned: Any) -> torch.Tensor:
 def runs(function: Callable[..., Any], op: Op, shape: Shape,
          device: str) -> dict[str, Callable[[], Any]]:
     """What is timed of a function: ``forward``, and ``both`` with all gradients."""
-    arguments, pull = inputs(op, shape, device), drawn(op.output, shape, device)
+    arguments, pull = inputs(op, shape, device), drawing(shape, device, seed=1)(op.output)
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def forward() -> Any:

@@ -88,14 +88,16 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
 
 
 def first(op: Op, device: str) -> dict[str, Any]:
-    """Seconds to the first result of a process, ``empty`` and ``full``: see benchmarks/first.py."""
-    found: dict[str, Any] = {"op": op.name}
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as home:
-        for caches in ("empty", "full"):
-            child = record.child("benchmarks.first", "--op", op.name, "--device", device, seconds=120,
-                                 TRITON_CACHE_DIR=cache, FLASHLIN_HOME=home)
-            found[caches] = child.said[-1] if child.said and not child.ending else {
-                "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
+    """Seconds to the first result of a process, where caches are ``empty`` and ``full``, or why there is
+    none: see benchmarks/first.py."""
+    found: dict[str, Any] = {"op": op.name, "empty": {}, "full": {}}
+    for what in ("forward", "both"):
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as home:
+            for caches in ("empty", "full"):
+                child = record.child("benchmarks.first", "--op", op.name, "--what", what, "--device", device,
+                                     seconds=120, TRITON_CACHE_DIR=cache, FLASHLIN_HOME=home)
+                found[caches][what] = child.said[-1]["seconds"] if child.said and not child.ending else (
+                    f"{child.ending}: {child.stderr.strip()[-300:]}")
     return found
 
 
@@ -141,7 +143,8 @@ def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
 def parsed() -> argparse.Namespace:
     options = record.parser(__doc__)
     options.add_argument("--op", required=True, choices=OPS)
-    options.add_argument("--shape", default="", help="only this one, as in the table: 1x32768x8x128")
+    options.add_argument("--shape", action="append", default=[],
+                         help="only this one, as in the table: 1x32768x8x128 (repeatable)")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
     options.add_argument("--rounds", type=int, default=9)
@@ -153,9 +156,10 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
-    if not cases(given.op, given.small, given.shape):
-        of = dict.fromkeys(str(shape) for _, shape in cases(given.op, given.small).values())
-        options.error(f"--shape: got {given.shape}, need one of {', '.join(of)}")
+    known = dict.fromkeys(str(shape) for _, shape in cases(given.op, given.small).values())
+    for shape in given.shape:
+        if shape not in known:
+            options.error(f"--shape: got {shape}, need one of {', '.join(known)}")
     return given
 
 
@@ -175,8 +179,9 @@ def main() -> None:
         warming.walk(list(chosen), given.fill, lambda name: called(*chosen[name], given.device))
         return
     if given.warm_fla:
-        arguments = ["--op", given.op, "--shape", given.shape, "--device", given.device,
-                     "--winners", str(file), *(["--small"] if given.small else [])]
+        arguments = ["--op", given.op, *(f"--shape={shape}" for shape in given.shape),
+                     "--device", given.device, "--winners", str(file),
+                     *(["--small"] if given.small else [])]
         print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
                            seconds=given.warm_seconds), flush=True)
     kind, speed = f"speed-{given.op}", timing.bandwidth(given.device)

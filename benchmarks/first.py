@@ -1,10 +1,11 @@
-"""How long a process that has just begun waits for the first result of an op, forward and with backward, with
+"""How long a process that has just begun waits for the first result of an op, forward or with backward, with
 the import of flashlin; torch and the card's context are there, and what torch itself imports for a first
 gradient.
 
-    python -m benchmarks.first --op chunk_gla
+    python -m benchmarks.first --op chunk_gla [--what forward] [--alone]
 
 ``benchmarks/compare.py --first`` runs it twice: where Triton's cache and FLASHLIN_HOME are empty, and again.
+alone: each kernel compiles where it is started, as if the machine had one core (ops/_common/ahead.py).
 """
 from __future__ import annotations
 
@@ -20,31 +21,35 @@ SHAPE = Shape(2, 1024, 8, 128)
 CHUNKED = [op.name for ops in OPS.values() for op in ops if op.name.startswith("chunk_")]
 
 
-def waited(op: Op, shape: Shape, device: str) -> dict[str, float]:
-    """Seconds until the output is there, and until the gradients are, too."""
+def waited(op: Op, what: str, shape: Shape, device: str, alone: bool = False) -> float:
+    """Seconds until the output is there, or with ``both`` the gradients, too."""
     def synchronize() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
     x = torch.zeros(1, device=device, requires_grad=True)
     torch.autograd.grad(2 * x, x, torch.ones_like(x))  # which imports sympy
-    given = runs(lambda **arguments: getattr(flashlin, op.name)(**arguments), op, shape, device)
+    call = runs(lambda **arguments: getattr(flashlin, op.name)(**arguments), op, shape, device)[what]
     synchronize()
-    began, taken = time.perf_counter(), {}
+    began = time.perf_counter()
     import flashlin
-    for what, call in given.items():
-        call()
-        synchronize()
-        taken[f"{what}_s"] = round(time.perf_counter() - began, 3)
-    return taken
+    from flashlin.ops._common import ahead
+    if alone:
+        ahead.cores = lambda: 1
+    call()
+    synchronize()
+    return round(time.perf_counter() - began, 3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", required=True, choices=CHUNKED)
+    parser.add_argument("--what", default="both", choices=("forward", "both"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--alone", action="store_true", help="compile each kernel where it is started")
     given = parser.parse_args()
     op = find(given.op)
-    print(json.dumps(waited(op, SHAPE if given.device == "cuda" else op.small, given.device)))
+    shape = SHAPE if given.device == "cuda" else op.small
+    print(json.dumps({"seconds": waited(op, given.what, shape, given.device, given.alone)}))
 
 
 if __name__ == "__main__":

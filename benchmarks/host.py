@@ -42,10 +42,32 @@ ROUNDS, CALLS = 15, 100
 
 
 def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
-    """By name what is timed of an op."""
+    """By name what is timed of an op; and of one with gradients, what torch alone takes for as many
+    tensors, below which no call can go."""
     shape = DECODED if "recurrent" in op else CHUNKED
-    return {f"{op} {what}": call
-            for what, call in runs(getattr(flashlin, op), find(op), shape, device).items()}
+    timed = {f"{op} {what}": call
+             for what, call in runs(getattr(flashlin, op), find(op), shape, device).items()}
+    if f"{op} both" in timed:
+        timed[f"{op} both, torch alone"] = runs(alone, find(op), shape, device)["both"]
+    return timed
+
+
+class Alone(torch.autograd.Function):
+    """A result and gradients that nobody computes."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*given)
+        return torch.empty_like(given[0])
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def alone(v: torch.Tensor, **others: torch.Tensor) -> Any:
+    call: Any = Alone.apply  # torch has no types for it
+    return call(v, *others.values())
 
 
 @contextmanager

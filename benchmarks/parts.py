@@ -1,4 +1,5 @@
-"""Into how many parts to split sequences: the card's time of an op with each number, unsplit among them.
+"""Into how many parts to split sequences: the card's time of an op with each number, unsplit among them, in
+milliseconds, and memory, the peak beyond what was there, in MiB.
 
     python -m benchmarks.parts [--op gla] [--shape 1x32768x8x128] --out benchmarks/results
 
@@ -23,7 +24,8 @@ from flashlin.kernels import scans
 from matrix import record
 
 SHAPES = {Shape(1, 32768, 8, 128): (1, 4, 8, 16, 24, 32), Shape(1, 8192, 32, 128): (1, 2, 4, 6),
-          Shape(1, 8192, 2, 128): (1, 8, 16, 32)}
+          Shape(1, 8192, 2, 128): (1, 8, 16, 32), Shape(8, 1024, 8, 64): (1, 2, 4, 8),
+          Shape(1, 32768, 8, 128, packed=32): (1, 8, 16, 32, 64)}
 ROUNDS = 5
 
 
@@ -63,9 +65,10 @@ def main() -> int:
                                          for parts in sorted({*numbers, row["chosen"]})}, ROUNDS)
                 row[what] = {parts: found.get("failed") or found["device_ms"]["median"]
                              for parts, found in timed.items()}
+                row[f"{what}_mb"] = {parts: found.get("peak_mb") for parts, found in timed.items()}
                 print(f"{ops[0].name} {shape} {what}: " + "  ".join(
-                    f"{parts}{'*' if int(parts) == row['chosen'] else ''}: {taken}"
-                    for parts, taken in row[what].items()), flush=True)
+                    f"{parts}{'*' if int(parts) == row['chosen'] else ''}: {taken} ms "
+                    f"{row[f'{what}_mb'][parts]} MB" for parts, taken in row[what].items()), flush=True)
             rows[f"{ops[0].name} {shape}"] = row
             if given.out:  # after each, since a card is lent for a time
                 record.write(given.out, "parts", record.this_card(), rows=rows)

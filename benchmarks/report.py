@@ -44,7 +44,7 @@ class Pair(NamedTuple):
         ours, theirs = (self.figures(what, side) for side in ("flashlin", self.other))
         if not ours or not theirs:
             return None
-        return float(ours["device_ms"]["median"] / theirs["device_ms"]["median"])
+        return _card(ours) / _card(theirs)
 
 
 def pairs(record: Record) -> list[Pair]:
@@ -87,7 +87,8 @@ COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floo
 
 ABOUT = (
     "bfloat16, flashlin / theirs, all in one process, in turn: medians of the card's time, by replay of a "
-    "CUDA graph (°: by events around calls in a full queue, where a call cannot be captured). Of the floor: "
+    "CUDA graph (°: where a call cannot be captured, by events around calls in a full queue, or by the wall "
+    "if that is less). Of the floor: "
     "the time in which this card copies the bytes that the call has to read and to write, over the time that "
     "flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
     "same run. Memory: the peak beyond what was there, with backward if there is one. -: it fails, has no "
@@ -113,8 +114,8 @@ FIRST = ("first result of a process, s", "caches empty", "with backward", "cache
 
 
 def _first(wait: dict[str, Any]) -> list[str]:
-    return [f"`{wait['op']}`", *(f"{wait[caches][what]:.1f}" if what in wait[caches] else NONE
-                                 for caches in ("empty", "full") for what in ("forward_s", "both_s"))]
+    seconds = [wait[caches].get(what) for caches in ("empty", "full") for what in ("forward", "both")]
+    return [f"`{wait['op']}`", *(f"{one:.1f}" if isinstance(one, float) else NONE for one in seconds)]
 
 
 def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
@@ -142,10 +143,15 @@ def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str
     return NONE if told == [NONE, NONE] else " / ".join(told)
 
 
+def _card(figures: dict[str, Any]) -> float:
+    """Milliseconds of the card. Between events it may have waited for a host that waits for it; the wall's
+    time is a bound, too."""
+    device, wall = (float(figures[clock]["median"]) for clock in ("device_ms", "wall_ms"))
+    return device if figures["how"] == "graph" else min(device, wall)
+
+
 def _time(figures: dict[str, Any]) -> str:
-    if not figures:
-        return NONE
-    return f"{figures['device_ms']['median']:.3g}" + ("" if figures["how"] == "graph" else "°")
+    return NONE if not figures else f"{_card(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
 
 
 def _host(figures: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ def main() -> None:
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
     flashlin.settings(canary="off")
-    op, shape = next(iter(cases(given.op, shape=given.shape).values()))
+    op, shape = next(iter(cases(given.op, shapes=[given.shape]).values()))
     if given.fill:
         def compile_one(item: str) -> None:
             name, warps, stages = item.split()

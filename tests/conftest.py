@@ -77,6 +77,12 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
     fresh()
 
 
+@pytest.fixture(autouse=True)
+def in_sh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are those of sh, whatever shell the tests are started from."""
+    monkeypatch.setattr(surroundings, "shell", lambda: "sh")
+
+
 @pytest.fixture
 def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a machine with a GPU has around Triton, for tests that simulate the rest of it."""

@@ -63,6 +63,10 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
     elif op == "chunk_gated_delta_rule":
         tokens.update(g=decay(B, T, H), beta=beta)
         options["state_v_first"] = True
+    elif op == "chunk_gated_delta_product":  # two rows of k, v and beta a token
+        tokens = {"q": q, "k": F.normalize(n(B, 2 * T, G, K), dim=-1), "v": n(B, 2 * T, H, K),
+                  "g": decay(B, T, H), "beta": n(B, 2 * T, H).sigmoid()}
+        options["num_householder"] = 2
     elif op == "chunk_gla":
         tokens["g"] = decay(B, T, H, K)
     elif op == "chunk_kda":
@@ -86,7 +90,8 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
         options.update(chunk_size=64, dt_softplus=True)
         name = "return_final_states" if edges is None else "return_varlen_states"
     elif op == "causal_conv1d":
-        tokens, shared = {"x": n(B, T, K)}, {"weight": n(K, 4), "bias": n(K), "initial_state": n(N, K, 4)}
+        tokens = {"x": n(B, T, K), "residual": n(B, T, K)}
+        shared = {"weight": n(K, 4), "bias": n(K), "initial_state": n(N, K, 4)}
         options["activation"] = "silu"
     elif op == "token_shift":
         tokens, shared, name = {"x": n(B, T, K)}, {"cache": n(N, K)}, "output_cache"

@@ -44,6 +44,14 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "a T4 with 3.2.0": (World(("T4",), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
     "a T4 with 3.3.1": (World(("T4",), "2.7.1", "3.3.1"), "degraded", "", "degraded", ""),
     "an H100 and a T4": (World(("H100", "T4"), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
+    # another torch is worth its while only where it can be said what for
+    "four kinds of card": (
+        World(("H100", "T4", "A100", "V100"), "2.6.0", "3.2.0"),
+        "degraded",
+        "",
+        "degraded",
+        "",
+    ),
     # a better pair
     "an H100 with 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", others=(SITTING,)),
@@ -289,7 +297,14 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "a card that is closed": (
         World(("H200",), mode="Prohibited"),
         "broken",
-        "sudo nvidia-smi -i 0 -c DEFAULT",
+        "sudo nvidia-smi -c DEFAULT",
+        "ok",
+        "",
+    ),
+    "two cards that are closed": (
+        World(("H200", "H200"), mode="Prohibited"),
+        "broken",
+        "sudo nvidia-smi -c DEFAULT",
         "ok",
         "",
     ),

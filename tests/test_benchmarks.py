@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,9 +19,10 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
-from benchmarks import calls, compare, first, report, timing, training
+from benchmarks import calls, compare, first, invariant, report, timing, training
 from benchmarks.calls import OPS, Shape, find
 from benchmarks.winners import Winners
+from flashlin import policy
 from matrix import warming
 
 EVERY = [op for ops in OPS.values() for op in ops]
@@ -81,7 +83,7 @@ def test_a_packed_batch_is_uneven_and_whole() -> None:
 def test_every_case_has_a_name_of_its_own() -> None:
     for family, ops in OPS.items():
         assert len(calls.cases(family)) == sum(len(op.shapes) for op in ops)
-    assert list(calls.cases("gla", shape="1x32768x8x128")) == ["chunk_gla 1x32768x8x128 v"]
+    assert list(calls.cases("gla", shapes=["1x32768x8x128"])) == ["chunk_gla 1x32768x8x128 v"]
 
 
 # -- the clock, on a card whose time is arithmetic
@@ -182,10 +184,12 @@ def test_the_spread_is_the_median_and_the_quartiles() -> None:
 
 # -- a run on this machine
 
-def test_the_first_output_is_there_before_the_gradients() -> None:
-    op = find("chunk_gla")
-    waited = first.waited(op, op.small, "cpu")
-    assert 0 < waited["forward_s"] <= waited["both_s"]
+@pytest.mark.parametrize(("what", "least"), [("forward", 0.05), ("both", 0.2)])
+def test_the_wait_for_a_first_result_is_that_call_s(monkeypatch: pytest.MonkeyPatch, what: str,
+                                                    least: float) -> None:
+    calls = {"forward": partial(time.sleep, 0.05), "both": partial(time.sleep, 0.2)}
+    monkeypatch.setattr(first, "runs", lambda *_: calls)
+    assert least <= first.waited(find("chunk_gla"), what, Shape(1, 66, 2, 16), "cpu") < least + 0.15
 
 
 def test_a_failure_is_the_row_s_result_and_the_others_are_timed() -> None:
@@ -204,7 +208,8 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))
     arguments = ["compare", "--op", "simple_gla", "--device", "cpu", "--small", "--rounds", "2", "--out",
                  str(tmp_path)]
-    waits = {"op": "chunk_simple_gla", "empty": {"forward_s": 2.22, "both_s": 6.0}, "full": {"failed": "x"}}
+    waits = {"op": "chunk_simple_gla", "empty": {"forward": 2.22, "both": 6.0},
+             "full": {"forward": "its time was up"}}
     monkeypatch.setattr(compare, "first", lambda op, device: waits)
     for more in (["--first"], ["--shape", "1x66x2x16"]):
         monkeypatch.setattr("sys.argv", arguments + more)
@@ -222,7 +227,8 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
 # -- the table and the plot
 
 def figures(ms: float, **more: Any) -> dict[str, Any]:
-    return {"how": "graph", "device_ms": {"median": ms, "low": ms, "high": ms}, "share": 0.25, **more}
+    return {"how": "graph", "device_ms": {"median": ms, "low": ms, "high": ms}, "wall_ms": {"median": ms + 1},
+            "share": 0.25, **more}
 
 
 def row(**others: Any) -> dict[str, Any]:
@@ -240,6 +246,14 @@ def test_the_table_sets_flashlin_beside_each_other() -> None:
         "| `chunk_gla` | 1x32768x8x128 | fla | 1 / 2° | 0.50 | 25% | 4.0 / - | 4 / 2°* | 2.00 | 25% | - "
         "| - / 20 |", "", ]
     assert report.table([]) == ""
+
+
+def test_between_events_a_card_that_waits_for_its_host_does_not_count() -> None:
+    waits = figures(5.0, how="events: no") | {"wall_ms": {"median": 2.0}}
+    (pair,) = report.pairs({**RECORD, "rows": [row(fla=waits)]})
+    assert pair.ratio("forward") == 0.5
+    (pair,) = report.pairs({**RECORD, "rows": [row(fla={**waits, "how": "graph"})]})
+    assert pair.ratio("forward") == 0.2
     rows = [row(fla={"failed": "ImportError"}, FlashQLA={"failed": "ImportError"})]
     assert report.table([{**RECORD, "rows": rows}]).splitlines()[4:6] == [
         "| `chunk_gla` | 1x32768x8x128 | fla | 1 / - | - | 25% | 4.0 / - | 4 / - | - | 25% | - | - |", ""]
@@ -373,3 +387,8 @@ def test_winners_of_another_release_or_of_other_configurations_do_not_count(
 def test_winners_come_before_the_package() -> None:
     with pytest.raises(RuntimeError, match="json has made its tuners already"):
         Winners(Path("none"), {}, packages=("json",))
+
+
+def test_what_is_reproducible_is_timed_beside_what_is_not() -> None:
+    ways = invariant.ways(lambda: policy.current().invariant)
+    assert {way: call() for way, call in ways.items()} == {"default": False, "invariant": True}

@@ -185,7 +185,7 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(f"FLASHLIN_{name}", f"/dev/null/{name}")
     for one, name in zip(machine.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
-        assert one.fix == f"export FLASHLIN_{name}=(a folder you can write)"
+        assert one.fix == f"set FLASHLIN_{name} to a folder that you can write"
     monkeypatch.setattr(verdicts, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
     assert next(machine.check_folders(made(H200))).detail.startswith(
         "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")

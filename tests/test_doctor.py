@@ -377,6 +377,25 @@ def test_a_triton_that_is_newer_than_this_flashlin_is_said_to_be() -> None:
     assert "newer" not in {one.name for one in flashlin.doctor(target="H100,triton=3.9", op="rms_norm").checks}
 
 
+def test_a_triton_that_never_was_is_told_with_the_nearest() -> None:
+    found = flashlin.doctor(target="H100,triton=3.6.7", op="rms_norm")
+    said = check(found, "unknown").detail
+    assert said == "no Triton 3.6.7 is known here: planned as 3.6.0, the nearest before it"
+    assert "planned as 3.6.0" in flashlin.explain("rms_norm", target="H100,triton=3.6.7")
+
+
+def test_a_cause_is_told_in_words_beside_its_id() -> None:
+    assert flashlin.doctor(target="P100,triton=3.6.0").verdict.endswith(
+        "not by kernels on this P100: before-volta (Triton has no code generator for this card).")
+
+
+def test_a_triton_that_is_too_old_is_said_to_be() -> None:
+    assert flashlin.doctor(target="H100,triton=2.1").verdict.endswith(
+        "every op runs, but not by kernels on this H100: triton: Triton 2.1 is too old.")
+    told = flashlin.explain("chunk_gla", target="H100,triton=2.1")
+    assert "because  triton: Triton 2.1 is too old, need Triton 3.0 or newer\n  so       torch_path" in told
+
+
 def test_an_unreleased_build_is_treated_as_its_predecessor() -> None:
     one = check(flashlin.doctor(target="triton=3.4.0+git1234,sm=75"), "unreleased")
     assert one.status == "worked around" and "treated as affected by half-dot-33-pre-ampere" in one.detail

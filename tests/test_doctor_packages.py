@@ -263,6 +263,23 @@ def test_installed_packages_with_their_versions_and_what_a_patch_would_change(wo
     assert found["fla"].patch.endswith("into what is imported") and not found["causal_conv1d"].patch
 
 
+def test_unsloth_is_not_imported_and_its_copy_of_fla_is_told(world: World) -> None:
+    copy = package(world.folder, "unsloth_zoo", "") / "unsloth_zoo" / "_vendored" / "fla" / "__init__.py"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    before = world.make(unsloth="2026.11.1", unsloth_zoo="2026.11.2", broken=("unsloth", "unsloth_zoo"))
+    assert {one.name: (one.version, one.status, one.imports) for one in before.packages} == {
+        "unsloth": ("2026.11.1", "ok", "not tried: it changes other packages when it is imported"),
+        "unsloth_zoo": ("2026.11.2", "ok", "not tried: it changes other packages when it is imported; has a copy "
+                                           "of fla to load under that name")}
+    fla = sys.modules["fla"] = type(sys)("fla")
+    fla.__version__, fla.__file__ = "0.5.1", str(copy)  # type: ignore[attr-defined]
+    after = world.make(transformers="5.23.0", models=GDN_FLA)
+    assert {one.name: one.imports for one in after.packages}["fla"] == "loaded, the copy that unsloth_zoo has"
+    [one] = after.bindings
+    assert (one.implementation, one.why) == ("fla", "the copy that unsloth_zoo has")
+
+
 def test_a_patch_in_force_is_told(world: World) -> None:
     (one,) = world.make(fla="0.6.0", patched=("fla",)).packages
     assert one.patch == "patched now, in 7 places"

@@ -25,6 +25,7 @@ MACHINES = {
     "t4-3.2.0": World(("T4",), "2.6.0", "3.2.0", driver="550.54"),
     "h100-3.2.0": World(("H100",), "2.6.0", "3.2.0", driver="550.54"),
     "h200-3.6.0": World(("H200",), "2.11.0", "3.6.0"),
+    "h100-and-t4": World(("H100", "T4"), "2.6.0", "3.2.0", driver="550.54"),
     "mi300": World(("MI300",), "2.11.0", "3.6.0"),
     "h100-broken": World(
         ("H100",),
@@ -55,6 +56,27 @@ def test_the_text_is_the_one_that_was_looked_at(name: str, monkeypatch: pytest.M
     assert text == (FOLDER / f"{name}.txt").read_text(), "run: python -m tests.test_doctor_text --write"
     lines = text.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(("H100", "T4"), "2.7.0", "3.3.0"),
+        World(("B200", "V100"), "2.6.0", "3.2.0"),
+        World(("H100", "T4", "A100", "V100"), "2.6.0", "3.2.0", mode="Exclusive_Process"),
+        World(("H100", "T4") * 4, "2.6.0", "3.2.0", triton_error="import fails: libz3", mode="Prohibited"),
+    ],
+)
+def test_several_cards_fit_a_terminal_and_each_way_says_on_which(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "CHECKS", CHECKS)
+    found = world.doctor(monkeypatch)
+    lines = found.text().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    ways = [line for line in lines if re.match(r"  \d+  ", line)]
+    alike = len({plan.way for plan in found.plans}) == 1
+    assert alike or all(re.search(r" on cuda:\d", line) for line in ways)
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -99,6 +99,32 @@ def test_every_name_of_others_is_here_or_has_a_reason() -> None:
         documents.absent(["chunk_of_tomorrow"])
 
 
+COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_gated_delta_product":
+            "gated delta rule", "chunk_gdn2": "DPLR", "fused_recurrent_gdn2": "DPLR", "chunk_comba": "DPLR",
+            "fused_recurrent_comba": "DPLR", "mamba3_siso_combined": "simple GLA"}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_what_is_composed_says_of_what(name: str) -> None:
+    """Its own docstring, which help() prints: nobody reads that of its module."""
+    words = " ".join((getattr(flashlin, name).__doc__ or "").split())
+    assert re.search(rf"Composed: [^.]*{COMPOSED[name]}", words), words[:300]
+
+
+LATER = ("chunk_gsa", "chunk_abc", "parallel_based", "parallel_rebased", "chunk_lightnet", "RodimusAttention",
+         "MomAttention", "chunk_precond_kda")
+LEFT_OUT = ("parallel_attn", "parallel_nsa", "chunk_log_linear_attn", "chunk_mesa_net", "chunk_titans_linear",
+            "chunk_ttt_linear", "fused_recurrent_rwkv4")
+
+
+@pytest.mark.parametrize("name", LATER + LEFT_OUT)
+def test_a_family_that_is_not_here_has_a_row_that_says_when_and_why(name: str) -> None:
+    [row] = [line for line in documents.migration().splitlines() if f"`{name}`" in line]
+    _, _, said, why, _ = row.split("|")
+    assert said.strip() == ("later" if name in LATER else "left out") and len(why) > 20
+
+
+
 def test_each_kind_of_difference_is_told() -> None:
     def ours(q: int, scale: float = 1.0, process_group: object = None, *, chunk_size: int = 64) -> None: ...
 

@@ -3,7 +3,8 @@ has, and where it has nothing the error says what to do."""
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
+import pkgutil
 import subprocess
 import sys
 from importlib import metadata
@@ -78,13 +79,29 @@ def test_what_is_not_here_says_where_it_is(kind: str) -> None:
         assert 'flashlin.patch("fla")' in text
 
 
-def test_a_name_that_nobody_has_is_the_usual_error() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'chunk_gsa'"):
-        from flashlin.ops import chunk_gsa  # noqa: F401
-    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        from flashlin.modules.l2norm import nothing  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flashlin\.ops\.gsa'"):
-        importlib.import_module("flashlin.ops.gsa")
+@pytest.mark.parametrize(("line", "what"), [
+    ("from flashlin.ops.utils import prepare_chunk_indices", "ops.utils"), ("import flashlin.utils", "utils"),
+    ("from flashlin.ops.gsa.chunk import chunk_gsa", "ops.gsa"), ("from flashlin import utils", "utils"),
+    ("from flashlin.ops import chunk_gsa", "ops.chunk_gsa"), ("import flashlin.ops.gsa", "ops.gsa"),
+    ("from flashlin.modules import GatedMLP", "modules.GatedMLP"),
+    ("from flashlin.modules.l2norm import nothing", "modules.l2norm.nothing"),
+    ("import flashlin.ops; flashlin.ops.chunk_gsa", "ops.chunk_gsa")])
+def test_what_only_fla_has_says_so_and_what_to_do(line: str, what: str) -> None:
+    code, text = said(line)
+    kind = "AttributeError" if ";" in line else "ModuleNotFoundError"
+    assert code == 1 and text.splitlines()[-1].startswith(
+        f"{kind}: flashlin has no {what}: if fla has it, keep fla.{what} (docs/MIGRATION.md lists what "
+        "flashlin has)")
+
+
+def test_only_an_import_is_told_what_to_do() -> None:
+    assert importlib.util.find_spec("flashlin.ops.gsa") is None and not hasattr(ops, "chunk_gsa")
+    assert importlib.util.find_spec("flashlin.utils") is None and importlib.util.find_spec("flashlin.ops.gla")
+    assert said("import sys, flashlin; assert not [finder for finder in sys.meta_path "
+                "if finder.find_spec('flashlin.ops.gsa', [])]") == (0, "")
+    assert "gsa" not in {one.name for one in pkgutil.iter_modules(ops.__path__)}
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flashlin\.nothing'$"):
+        importlib.import_module("flashlin.nothing")
     l2norm = importlib.import_module("flashlin.modules.l2norm")
     assert not hasattr(l2norm, "compat") and not hasattr(l2norm, "__wrapped__")
 

@@ -109,21 +109,22 @@ def error_example() -> str:
 
 
 def speed() -> str:
-    """The table and the plot of benchmarks/report.py; until benchmarks/compare.py has been run, the table of
-    an earlier script's records."""
-    found = report.records()
+    """The tables and plots of benchmarks/report.py; and of what benchmarks/compare.py has not been run for
+    yet, the table of an earlier script's records."""
     name = report.PLOT.relative_to(README.parent)
     picture = f"![the time of flashlin over that of others]({name})"
     if report.CURVES.exists():
         picture += f"\n\n![losses of a small model]({report.CURVES.relative_to(README.parent)})"
-    return f"{picture}\n\n{report.table(found) if found else earlier_speed()}"
+    return f"{picture}\n\n{report.table(report.records())}\n\nMeasured earlier:\n\n{earlier_speed()}"
 
 
 def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """(record, row, whose function it is compared with) of benchmarks/results/compare-fla-*.json."""
-    files = sorted((README.parent / "benchmarks" / "results").glob("compare-fla-*.json"))
+    files = sorted(report.RESULTS.glob("compare-fla-*.json"))
+    again = {row["op"] for record in report.records() for row in record["rows"]}
     return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
-            (json.loads(file.read_text()) for file in files) for row in record["rows"]]
+            (json.loads(file.read_text()) for file in files) for row in record["rows"]
+            if row["op"] not in again]
 
 
 def named(row: dict[str, Any]) -> tuple[str, str]:
@@ -131,14 +132,8 @@ def named(row: dict[str, Any]) -> tuple[str, str]:
     return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
 
 
-def earlier_plot() -> str:
-    rows = [("".join(named(row)), {"forward": row["ratio_forward"], "both": row["ratio_both"]})
-            for _, row, _ in earlier()]
-    return report.bars(rows, ", ".join(dict.fromkeys(record["device"] for record, _, _ in earlier())))
-
-
 def drawn() -> str:
-    return report.plot(report.records()) or earlier_plot()
+    return report.plot(report.records())
 
 
 def earlier_speed() -> str:

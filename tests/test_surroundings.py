@@ -4,8 +4,10 @@ so where it cannot be made."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from flashlin.diagnostics import surroundings
 from flashlin.diagnostics.driver import Driver, Seen
 from flashlin.diagnostics.machine import Machine, checkup
 from flashlin.diagnostics.report import Check
-from tests.machines import H200, made
+from tests.machines import H200, ROOT, made
 
 pytestmark = pytest.mark.usefixtures("default_settings")
 LAPTOP = made("cpu,triton=3.6.0", cuda=None)
@@ -205,6 +207,40 @@ def test_variables_that_are_set_are_listed_and_told(
     assert [(one.status, one.detail.partition(":")[0]) for one in told] == (
         [(status, f"{name}={value}")] if status else []
     )
+
+
+SHELL = surroundings.shell  # which the other tests have replaced
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("/usr/bin/fish", "set -e CC"),
+        ("/bin/tcsh", "unsetenv CC"),
+        ("/bin/zsh", "unset CC"),
+        ("/usr/bin/pwsh", "Remove-Item Env:CC"),
+        ("/opt/xonsh", "unset CC"),
+        ("", "unset CC"),
+    ],
+)
+def test_a_variable_is_taken_away_as_the_shell_does(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surroundings, "shell", SHELL)
+    monkeypatch.setenv("SHELL", name)
+    monkeypatch.setattr(surroundings.os, "getppid", lambda: -1)
+    assert surroundings.unset("CC") == command
+
+
+def test_the_shell_that_runs_is_asked_before_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", "/usr/bin/fish")
+    code = "from flashlin.diagnostics import surroundings; print(surroundings.unset('CC'))"
+    # the second command keeps sh from becoming the first
+    command = f'{shlex.quote(sys.executable)} -c "{code}" && true'
+    said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert said.stdout == "unset CC\n"
 
 
 # --- the card ---

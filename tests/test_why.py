@@ -101,6 +101,42 @@ def test_what_people_search_for_is_found_and_called_a_part(asked: str, expected:
     assert all("part of what it prints" in match.because for match in found)
 
 
+# --- a piece of a symptom, inside a longer line ---
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("E   RuntimeError: Failed to emit transfer from register, says my colleague", "narrow-state-32"),
+    ("[rank3]: mlir::triton::reshapeOuts(...) in ttgir, see my gist", "reshape-outs-32"),
+    ("W1123 09:00 RuntimeError: map::at while we compile the model", "bf16-pre-ampere-32"),
+    ("loc(\"a.py\":3:1): error: conversion from bf16 to f16 unsupported", "half-dot-33-pre-ampere"),
+    ("ImportError: undefined symbol in selective_scan_cuda.cpython-311.so", "mamba-extension-missing"),
+    ("jobs/12: Assertion srcIndex < srcSelectDimSize does not hold", "token-out-of-range"),
+    ("compiling: Python.h: No such file, says gcc", "no-python-headers"),
+    ("AttributeError: module 'triton.language' has no attribute 'dot_scaled'", "gather-32")])
+def test_a_telling_piece_is_found_inside_a_longer_line_and_called_a_piece(text: str, expected: str) -> None:
+    found = matches(text)
+    assert expected in ids(found) and not any(match.sure for match in found)
+    assert all(match.because.startswith("the text has a piece of what it prints: ") for match in found)
+    assert flashlin.why(text).startswith("Not sure")
+
+
+@pytest.mark.parametrize("text", [
+    "ModuleNotFoundError: No module named 'selective'", "AttributeError: 'C' object has no attribute 'hook'",
+    "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
+    "PermissionError: [Errno 13] Permission denied: '/data/model'", "out of resource: threads",
+    "OSError: [Errno 30] Read-only file system: '/data/model'", "IndexError: tuple index out of range",
+    "TypeError: 'NoneType' object is not subscriptable", "CUDA error: invalid device ordinal",
+    "RuntimeError: CUDA error: an illegal instruction was encountered", "ValueError: 3 is not in list",
+    "fatal error: zlib.h: No such file or directory",
+    "TypeError: __init__() got an unexpected keyword argument 'x'",
+    "AssertionError: Assertion failed", "RuntimeError: mat1 and mat2 must have the same dtype",
+    "libcuda.so.1 is in /usr/lib/x86_64-linux-gnu", "-- The C compiler identification is GNU 12.2.0",
+    "DeprecationWarning: these functions have been removed", "tl.atomic_add(o, x)\nKeyError: 'x'",
+    "NotImplementedError: this op does not support float64", "Triton Error [CUDA]: out of memory",
+    "ptxas error   : Entry function 'k' uses too much shared data (0x1c000 bytes, 0x18c00 max)",
+    "RuntimeError: Expected all tensors to be on the same device, but found cuda:0 and cpu!"])
+def test_words_of_every_day_are_no_piece(text: str) -> None:
+    assert not matches(text)
+
 def test_words_are_told_as_a_guess() -> None:
     said = flashlin.why("AssertionError: gradients of the delta rule are wrong on Hopper")
     assert said.startswith("Not sure") and "a guess, by the words" in said

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,18 +109,20 @@ ABSENT = (
                                                   "place, here as there"),
     Absent("_(log_linear_attn)$", OUT, "a state for each power of two of tokens is another kind of scan"),
     Absent("mesa_net", OUT, "solves a linear system for each token"),
-    Absent("_ttt_", OUT, "its state is trained, through a norm: not linear in the state, so no scan here "
-                         "computes it"),
+    Absent("_(ttt|titans)_", OUT, "its state is trained, through a norm: not linear in the state, so no scan "
+                                  "here computes it"),
     Absent("_rwkv4$", OUT, "its successors, RWKV-6 and RWKV-7, are here"),
     Absent("^parallel_|deltaformer|attnres", OUT, "softmax or sparse attention, over tokens or over layers: "
                                                   "there is no state to carry"),
     Absent("Bit|Convolution|MLP|TokenShift", OUT, "layers and modules around plain torch; of TokenShift the "
                                                   "function is here, `token_shift`"),
     Absent("KLDiv", OUT, "a loss for distillation, with no recurrence in it"),
+    Absent("^(Rodimus|Mom)Attention$", LATER, "layers around GLA and the gated delta rule, which are here"),
     Absent("^mamba3_", LATER, "Mamba-3 with several inputs a head, and its decoding"),
     Absent("^Mamba", OUT, "layers, which call the functions above"))
 # What is in files that tools/peers.py does not read.
-UNREAD = {"mamba_ssm": ("mamba3_mimo", "mamba3_siso_step", "mamba3_step_fn")}
+UNREAD = {"fla": ("MomAttention", "RodimusAttention", "chunk_titans_linear"),
+          "mamba_ssm": ("mamba3_mimo", "mamba3_siso_step", "mamba3_step_fn")}
 THERE = {"fla": "flashlin", "mamba_ssm": "flashlin.mamba", "causal_conv1d": "flashlin.mamba"}
 
 
@@ -146,9 +147,8 @@ def migration() -> str:
 
 
 def composed(function: Any) -> str:
-    """Whether its module says that it has no kernels of its own."""
-    said = re.search(r"composed", sys.modules[function.__module__].__doc__ or "", re.IGNORECASE)
-    return " (composed)" if said else ""
+    """Whether its docstring says that it has no kernels of its own."""
+    return " (composed)" if "Composed: " in (function.__doc__ or "") else ""
 
 
 def absent(names: Iterable[str]) -> list[tuple[str, str, str]]:

@@ -492,6 +492,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url="https://github.com/ROCm/triton/pull/967",
         proof="the thread (gfx1151), which says it of AMD's wheels of 3.8", confidence="thread"),
     KnownIssue(
+        id="amd-loop-37",
+        effect="silently wrong results, with 2 warps or more illegal accesses: a loop that sums and stores "
+               "scalars",
+        since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
+        need="tl.static_range, or a Triton that has triton-lang/triton#10496", url=_TRITON + "11378",
+        proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
+              "3.7; whether 3.8 has the change, nobody says", confidence="thread"),
+    KnownIssue(
         id="amd-conv-backward-1156",
         effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short "
                "convolution of fla",

@@ -6,12 +6,37 @@ which is generated from the same table: ``python -m tools.stubs``.
 """
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+OF_FLA = re.compile(r"flashlin\.((ops|modules)\.[^_]|utils\b)")  # where a replacement of ``fla.`` leads to
+
+
+def lacking(name: str) -> str:
+    """What to do about a name that a program written for fla looks for."""
+    name = name.removeprefix("flashlin.")
+    return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/MIGRATION.md lists what flashlin "
+            "has)")
+
+
+class Lacking:
+    """Last in ``sys.meta_path``: tells an import that fails what to do. Who only asks whether a module is
+    there, as ``importlib.util.find_spec`` does, has the usual answer: None."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        # told by who called the caller; where Python has another name for that, its usual error comes
+        asks = sys._getframe(1).f_back if OF_FLA.match(name) else None
+        if asks is not None and asks.f_code.co_name == "_find_and_load_unlocked":
+            raise ModuleNotFoundError(lacking(name))  # without the name, by which `from` passes it over
+
+
+sys.meta_path.append(Lacking)
 
 
 def attach(
@@ -27,7 +52,9 @@ def attach(
             return names()
         place = where().get(name)
         if place is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            asked = f"{package}.{name}"
+            raise AttributeError(lacking(asked) if OF_FLA.match(asked)
+                                 else f"module {package!r} has no attribute {name!r}")
         module, _, called = place.partition(":")
         value = getattr(import_module(module), called or name)
         setattr(sys.modules[package], name, value)

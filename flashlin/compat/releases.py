@@ -121,6 +121,13 @@ def nearest(triton: str) -> Release:
     return next((one for one in reversed(RELEASES) if affected(triton, one.version, None)), RELEASES[0])
 
 
+def planned_as(triton: str) -> str:
+    """The release whose plans one has that is not in the table, as of a patch or a minor release to come;
+    ``""`` for what is in it, and for what is too old for plans."""
+    numbers, known = (*release(triton), 0, 0)[:3], nearest(triton).version
+    return "" if numbers < release(RELEASES[0].version) or numbers == release(known) else known
+
+
 def in_full(version: str) -> str:
     """``"3.3"`` -> ``"3.3.1"``, its newest patch; three numbers as they are, also of a release that is not in
     the table. Raises ValueError, with what there is, for anything else."""

@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashlin.compat.releases import RELEASES, nearest, triton_for
+from flashlin.compat.releases import RELEASES, nearest, planned_as, triton_for
+from flashlin.compat.releases import pairs as torch_pairs
 from flashlin.compat.versions import release
 
 if TYPE_CHECKING:
@@ -47,18 +48,33 @@ class Card(NamedTuple):
         return f"{self.capability[0]}{self.capability[1]}"
 
 
-# By the names people type. The first of a capability is the usual one.
+# Others by the names people type, each with its multiprocessors, by capability (NVIDIA's list of CUDA GPUs and
+# its data sheets) or AMD's architecture.
+OTHERS = {
+    (6, 0): "P100 56", (6, 1): "P40 30, P4 20, GTX 1080 20, GTX 1080 Ti 28", (7, 0): "Titan V 80",
+    (7, 5): "RTX 2060 30, RTX 2070 36, RTX 2080 46, RTX 2080 Ti 68, Titan RTX 72, Quadro RTX 5000 48, "
+            "Quadro RTX 6000 72, Quadro RTX 8000 72",
+    (8, 0): "A30 56, A800 108",
+    (8, 6): "A2 10, A10 72, A10G 80, A16 10, A40 84, RTX A4000 48, RTX A5000 64, RTX A6000 84, RTX 3050 20, "
+            "RTX 3060 28, RTX 3060 Ti 38, RTX 3070 46, RTX 3070 Ti 48, RTX 3080 68, RTX 3080 Ti 80, "
+            "RTX 3090 Ti 84",
+    (8, 9): "L4 58, L20 92, L40 142, L40S 142, RTX 4000 Ada 48, RTX 5000 Ada 100, RTX 6000 Ada 142, "
+            "RTX 4060 24, RTX 4060 Ti 34, RTX 4070 46, RTX 4070 Super 56, RTX 4070 Ti 60, "
+            "RTX 4070 Ti Super 66, RTX 4080 76, RTX 4080 Super 80",
+    (9, 0): "H100 PCIe 114, H200 132, H20 78, H800 132, GH200 132",
+    (10, 0): "GB200 148", (10, 3): "GB300 148",
+    (12, 0): "RTX 5050 20, RTX 5060 30, RTX 5060 Ti 36, RTX 5070 48, RTX 5070 Ti 70, RTX 5080 84, "
+             "RTX PRO 4000 70, RTX PRO 4500 82, RTX PRO 5000 110, RTX PRO 6000 188",
+    (12, 1): "DGX Spark 48"}
+OTHERS_OF_AMD = {"gfx90a": "MI210 104", "gfx942": "MI300 304, MI325X 304", "gfx950": "MI350X 256"}
+_named = re.compile(r"(.+?) (\d+)(?:, |$)").findall
 CARDS: dict[str, Card] = {
     **{name: Card(capability, sms) for capability, (name, sms) in USUAL_CARD.items()},
-    "RTX 2080 Ti": Card((7, 5), 68), "A30": Card((8, 0), 56), "A10": Card((8, 6), 72),
-    "A40": Card((8, 6), 84), "RTX A6000": Card((8, 6), 84), "RTX 3080": Card((8, 6), 68),
-    "L4": Card((8, 9), 58), "L40": Card((8, 9), 142), "L40S": Card((8, 9), 142),
-    "RTX 4080": Card((8, 9), 76), "H200": Card((9, 0), 132), "H20": Card((9, 0), 78),
-    "H800": Card((9, 0), 132), "GH200": Card((9, 0), 132), "GB200": Card((10, 0), 148),
-    "GB300": Card((10, 3), 148), "RTX 5080": Card((12, 0), 84), "RTX PRO 6000": Card((12, 0), 188),
+    **{name: Card(capability, int(sms)) for capability, names in OTHERS.items()
+       for name, sms in _named(names)},
     **{name: Card((0, 0), units, "hip", arch) for arch, (name, units) in USUAL_AMD.items()},
-    "MI210": Card((0, 0), 104, "hip", "gfx90a"), "MI300": Card((0, 0), 304, "hip", "gfx942"),
-    "MI325X": Card((0, 0), 304, "hip", "gfx942"), "MI350X": Card((0, 0), 256, "hip", "gfx950")}
+    **{name: Card((0, 0), int(units), "hip", arch) for arch, names in OTHERS_OF_AMD.items()
+       for name, units in _named(names)}}
 # Backends that are a GPU. On the last two plain torch serves.
 GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 BACKENDS = (*GPUS, "interpreter", "cpu")
@@ -97,7 +113,9 @@ class Target(NamedTuple):
         card = f"{self.name} {self.sm}" if self.backend in GPUS else self.name
         ptxas = f", ptxas {self.ptxas}" if self.ptxas else ""
         torch = f", torch {self.torch}" if self.torch else ""
-        return f"{card}, triton {self.triton or 'none'}{ptxas}{torch}"
+        other = planned_as(self.triton)
+        unknown = f" (not known here: planned as {other})" if other else ""
+        return f"{card}, triton {self.triton or 'none'}{unknown}{ptxas}{torch}"
 
 
 @lru_cache(maxsize=1)
@@ -244,6 +262,10 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     for part in filter(None, (one.strip() for one in re.split(r",|\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
         key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
+        bare = re.search(r"(?<![\w.])v?(\d+(?:\.\d+)+)", value) if key == "card" else None
+        if bare:
+            raise ValueError(f"target: got {bare[1]} and not of what, need triton={bare[1]} or "
+                             f"torch={bare[1]}; for example H100,triton=3.2.0")
         if key not in KEYS or not value:
             raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
                              f"name of a card; for example H100,triton=3.2.0{nearest_name(key, KEYS)}")
@@ -263,6 +285,10 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     name, card = _card(pairs)
     torch = pairs.get("torch", torch_version)
     said = pairs.get("triton") or triton_for(torch)
+    if "torch" in pairs and not said:
+        first, *_, last = torch_pairs()
+        raise ValueError(f"target: got torch={torch}, whose Triton is not known here, need triton, too; "
+                         f"known are torch {first.torch} to {last.torch}")
     newest = nearest(f"{said}.99").version  # of a minor release its last patch
     triton = newest if newest.startswith(f"{said}.") else said or triton_state()[0]
     triton = "" if triton == "none" else triton
@@ -278,7 +304,8 @@ KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "back
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``"; did you mean sm?"``, or ``""`` where nothing known is like what was given."""
     names = {name.lower(): name for name in known}
-    close = [names[name] for name in get_close_matches(given.lower(), names, 1, cutoff)]
+    begun = [name for name in names if len(given) > 3 and name.startswith(given.lower())]
+    close = [names[name] for name in (*begun, *get_close_matches(given.lower(), names, 1, cutoff))]
     return f"; did you mean {close[0]}?" if close and close[0] != given else ""
 
 
@@ -294,7 +321,9 @@ def one_of(given: str, known: Iterable[str]) -> str:
 def card_named(name: str) -> tuple[str, Card] | None:
     """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     said = name.lower()
-    written = {card: card.lower().replace("rtx ", "(rtx )?").replace(" ", "[ _-]*") for card in CARDS}
+    # with or without what is before the number, and a space or hyphen before digits
+    written = {card: re.sub(r" |(?<=[a-z])(?=\d)", "[ _-]*", re.sub("^[gr]tx ", "([gr]tx )?", card.lower()))
+               for card in CARDS}
     known = [card for card in CARDS if re.search(rf"(?<![a-z0-9]){written[card]}(?!\d)", said)]
     longest = max(known, key=len, default="")
     return (longest, CARDS[longest]) if longest else None
@@ -316,9 +345,11 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if given:
         named = card_named(given)
         if named is None:
-            meant = nearest_name(given.upper(), CARDS, 0.5)
-            raise ValueError(f"target: got the card {given!r}, need one of {', '.join(CARDS)}, or another by "
-                             f"its architecture, as gfx942 or as sm=90{meant}")
+            meant = nearest_name(given, CARDS, 0.5)
+            usual = [name for name, _ in (*USUAL_CARD.values(), *USUAL_AMD.values())]
+            raise ValueError(f"target: got the card {given!r}, need one of {', '.join(usual)} or "
+                             f"{len(CARDS) - len(usual)} others, or another by its architecture, as gfx942 "
+                             f"or as sm=90{meant}")
         if digits and named[1].sm != digits:
             means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
             raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")

@@ -75,12 +75,14 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
         best = None
     before = None if broken else here
+    gain = "" if best is None else _gain(before, best, cards, machine.policy, ops)
+    if not (gain or broken or stay.strange):
+        best = None  # some calls would run better, and no op as a whole
     now = best or before
     words: list[str] = []
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
                    f"{here.triton}")
-        gain = _gain(before, best, cards, machine.policy, ops)
         words.append(f"this makes {gain}" if gain else "" if broken else strange)
     # what would be better still, and what is in its way
     limit = stay if now is None else judge(now)

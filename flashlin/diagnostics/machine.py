@@ -35,7 +35,7 @@ from flashlin.compat.versions import release
 from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.driver import Driver
 from flashlin.diagnostics.report import Check
-from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write
+from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write, unset
 from flashlin.guards import verdicts
 from flashlin.testing import environments
 
@@ -305,11 +305,11 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
         if not (Path(path).is_file() and os.access(path, os.X_OK)):
             needed = variable in asked
             yield Check(name="ptxas", status="problem" if needed else "worked around",
-                        fix=f"unset {variable}",
+                        fix=unset(variable),
                         detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
                                "takes its own ptxas instead")
         if cards and variable not in asked:
-            yield Check(name="ptxas", status="worked around", fix=f"unset {variable}",
+            yield Check(name="ptxas", status="worked around", fix=unset(variable),
                         detail=f"{variable} has no effect on {machine.card_names} "
                                f"under triton {machine.triton or 'none'}")
     for where, target in machine.cards:
@@ -343,7 +343,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
            else f"(CUDA {built}) finds none: the driver does not let this user or container in")
-    yield Check(name="driver", status="degraded", fix="" if hidden is None else "unset CUDA_VISIBLE_DEVICES",
+    yield Check(name="driver", status="degraded", fix="" if hidden is None else unset("CUDA_VISIBLE_DEVICES"),
                 detail=f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
                        f"{machine.torch.__version__} {why}")
 
@@ -352,7 +352,7 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     if machine.policy_error:
         named = re.search(r"FLASHLIN_[A-Z]+", machine.policy_error)
         yield Check(name="policy", status="problem", detail=machine.policy_error,
-                    fix=f"unset {named[0]}" if named else "")
+                    fix=unset(named[0]) if named else "")
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok",
@@ -362,13 +362,13 @@ def check_policy(machine: Machine) -> Iterator[Check]:
         meant = get_close_matches(given.removeprefix("FLASHLIN_"),
                                   [name.removeprefix("FLASHLIN_") for name in valid], 1)
         instead = f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(valid)}"
-        yield Check(name="policy", status="worked around", fix=f"unset {given}",
+        yield Check(name="policy", status="worked around", fix=unset(given),
                     detail=f"{given} means nothing; {instead}")
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
     if interpreting():
-        yield Check(name="interpreter", status="worked around", fix="unset TRITON_INTERPRET",
+        yield Check(name="interpreter", status="worked around", fix=unset("TRITON_INTERPRET"),
                     detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times "
                            "slower")
 
@@ -386,7 +386,7 @@ def check_folders(machine: Machine) -> Iterator[Check]:
             yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
         else:
             yield Check(name=variable, status="worked around",
-                        fix=f"export {variable}=(a folder you can write)",
+                        fix=f"set {variable} to a folder that you can write",
                         detail=f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}")
 
 

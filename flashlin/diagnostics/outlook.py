@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
-from flashlin.compat.releases import RELEASES
+from flashlin.compat.releases import RELEASES, planned_as
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
@@ -186,12 +186,17 @@ def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
 
 
 def unknown(where: str, target: Target) -> Iterator[Check]:
-    """A Triton that is newer than this flashlin; a nightly or a build from git, of which nobody can say which
-    fixes are in it."""
-    if release(target.triton) > release(RELEASES[-1].version):
+    """A Triton that is not in the table; a nightly or a build from git, of which nobody can say which fixes
+    are in it."""
+    place, other = "" if where == "named" else f"{where}: ", planned_as(target.triton)
+    if other == RELEASES[-1].version:
         yield Check(name="newer", status="could not check",
-                    detail=f"{where}: triton {target.triton} is newer than {RELEASES[-1].version}, the newest "
-                           "one known here: what fails since then is not planned around")
+                    detail=f"{place}triton {target.triton} is newer than {other}, the newest one known here: "
+                           "planned as that, so what fails since then is not planned around")
+    elif other:
+        yield Check(name="unknown", status="could not check",
+                    detail=f"{place}no Triton {target.triton} is known here: planned as {other}, the nearest "
+                           "before it")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))
@@ -199,7 +204,7 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
                 if issue not in issues_here(target._replace(triton=fixed))]
     by = f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be"
     yield Check(name="unreleased", status="worked around" if doubtful else "ok",
-                detail=f"{where}: triton {target.triton} is an unreleased build: treated as affected by {by}")
+                detail=f"{place}triton {target.triton} is an unreleased build: treated as affected by {by}")
 
 
 def price(planned: Planned) -> int:

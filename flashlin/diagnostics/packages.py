@@ -21,14 +21,14 @@ from flashlin.compat.versions import affected
 from flashlin.diagnostics.importing import Tried, tried
 from flashlin.diagnostics.machine import Machine, attempt
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
-from flashlin.integrations.patching import found
+from flashlin.integrations.patching import CARRIERS, carried, found
 from flashlin.integrations.probing import HOMES, OURS, TORCH, Bound, bound_in
 from flashlin.kernels.families import PUBLIC
 
 
 class Known(NamedTuple):
     """distributions: under which names pip knows it. kernels: the module that must import for them to be
-    used."""
+    used; ``""`` where no import is tried, since it changes other packages."""
     distributions: tuple[str, ...]
     kernels: str
 
@@ -38,7 +38,9 @@ PACKAGES = {
     "transformers": Known(("transformers",), "transformers.modeling_utils"),
     "mamba_ssm": Known(("mamba-ssm",), "mamba_ssm.ops.selective_scan_interface"),
     "causal_conv1d": Known(("causal-conv1d",), "causal_conv1d"),
-    "kernels": Known(("kernels",), "kernels")}
+    "kernels": Known(("kernels",), "kernels"),
+    "unsloth": Known(("unsloth",), ""),
+    "unsloth_zoo": Known(("unsloth-zoo",), "")}
 # transformers' models, copies that unsloth has made of them, and code that came with a checkpoint
 FILES = re.compile(r"transformers\.models\.\w+\.(modular|modeling)_\w+|unsloth_compiled_module_\w+"
                    r"|transformers_modules\..*\.modeling_\w+")
@@ -66,7 +68,7 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
               if FILES.fullmatch(where) and one.implementation == TORCH
               and (gpu or affected(versions.get("transformers", ""), "5.15.0", None))}
     waiting = [name for name in versions if sys.modules.get(name) is None and found(name)
-               and (import_all or name in failed) and machine.torch is not None]
+               and PACKAGES[name].kernels and (import_all or name in failed) and machine.torch is not None]
     imports = tried({name: PACKAGES[name].kernels for name in waiting})
     stack = Stack(
         {**versions, **distributions()},
@@ -134,6 +136,13 @@ def _files(name: str) -> bool:
     return bool(getattr(sys.modules.get(name), "__file__", None))
 
 
+def _copy(name: str) -> str:
+    """Whose copy of a package is loaded, as far as it is one."""
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    carrier = CARRIERS.get(name)
+    return f"the copy that {carrier} has" if carrier in file.parts else ""
+
+
 def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mapping[str, list[Bound]],
              with_torch: bool) -> Package:
     why, outcome = broken(name, imports), imports.get(name)
@@ -141,10 +150,13 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
     said = (f"cannot be imported: {why}" if why else outcome.error if outcome is not None and outcome.error
             else f"yes, in {outcome.seconds:.1f} s" if outcome is not None
             else "no: a patch has put modules in its place" if name in sys.modules and not _files(name)
-            else "loaded" if sys.modules.get(name) is not None
+            else ", ".join(filter(None, ("loaded", _copy(name)))) if sys.modules.get(name) is not None
+            else "not tried: it changes other packages when it is imported" if not PACKAGES[name].kernels
             else "not tried; flashlin doctor, on the command line, does, in a child process" if with_torch
             else "not tried without torch")
-    return Package(name=name, version=version, status=status, imports=said, patch=_patch(name, calls))
+    copies = ", ".join(one for one in CARRIERS if CARRIERS[one] == name and carried(one))
+    return Package(name=name, version=version, status=status, patch=_patch(name, calls),
+                   imports=said + (f"; has a copy of {copies} to load under that name" if copies else ""))
 
 
 class Patches(NamedTuple):
@@ -209,7 +221,7 @@ def reason(one: Bound, imports: Mapping[str, Tried]) -> str:
     package = HOMES.get(one.kernel, "").partition(".")[0]
     why = broken(package, imports) if one.implementation == TORCH and package in PACKAGES and found(
         package) else ""
-    return f"{package} cannot be imported: {why}" if why else one.why
+    return f"{package} cannot be imported: {why}" if why else one.why or _copy(one.implementation)
 
 
 def judged(whose: str, why: str, gpu: bool) -> tuple[Status, str]:

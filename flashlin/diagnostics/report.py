@@ -21,7 +21,7 @@ STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could n
 
 GRADES = {"problem": "broken", "degraded": "degraded"}  # and all else is ok
 COLOURS = {"problem": 31, "broken": 31, "degraded": 33, "worked around": 36, "ok": 32}
-WIDTH = 80  # of the short text
+WIDTH, LINES = 80, 24  # of the short text
 # What an op's calls take, worst first, as a sentence says it of some calls of some ops.
 PRICES = {"plain torch": "in plain torch", "fp32 copies": "on fp32 copies",
           "batch in parts": "with their batch in parts", "fewer warps": "with fewer warps"}
@@ -265,9 +265,11 @@ class Report(Facts):
         if slower and all(plan.path == "torch" for plan in self.plans):
             [(why, _)] = Counter(why for plan in slower for why in plan.because.split("; ")).most_common(1)
             whose = "this" if self._subject() else "your"
-            return f"every op runs, but not by kernels on {whose} {cards}: {why}"
+            return f"every op runs, but not by kernels on {whose} {cards}: {self._told(why)}"
         if slower:
-            return f"every op runs, but {self._prices(slower)}"
+            places = {plan.where for plan in slower}
+            where = f", all on {places.pop()}" if len(self.devices) > 1 and len(places) == 1 else ""
+            return f"every op runs, but {self._prices(slower)}{where}"
         # the rows say what each of them does
         others = [*(f"{layer.layers} calls {layer.function}"
                     for layer in self.layers if layer.verdict == "degraded"),
@@ -346,14 +348,18 @@ class Report(Facts):
         return "\n".join(lines)
 
     def _short(self, colour: bool) -> Iterator[str]:
-        """What matters, worst first; the advice last, where a terminal leaves the eye."""
+        """What matters, worst first; the advice last, where a terminal leaves the eye. The ops have what room
+        the rest leaves of a screen."""
         first = textwrap.wrap(f"flashlin {self.version}: {self.verdict}", WIDTH, max_lines=5,
                               placeholder=" ...", break_on_hyphens=False)
-        said = " ".join(first)
-        yield from [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
+        head = [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
         for device in self.devices:
-            yield from _wrapped(str(device), "  ", "    ")
-        yield from ["", *self._ops(colour)]
+            head += _wrapped(str(device), "  ", "    ")
+        rest = list(self._beside_ops(" ".join(first), colour))
+        yield from [*head, "", *self._ops(LINES - len(head) - len(rest) - 1, colour), *rest]
+
+    def _beside_ops(self, said: str, colour: bool) -> Iterator[str]:
+        """What comes after the ops, but what the verdict has ``said``."""
         for title, entries in self._entries():
             quiet = [entry.status for entry in entries].count("ok")
             told = [entry for entry in entries if entry.status != "ok" and entry.text not in said]
@@ -373,28 +379,41 @@ class Report(Facts):
                                                      break_long_words=False, break_on_hyphens=False))
         yield from ["", "More: flashlin doctor --verbose, or text(verbose=True)"]
 
-    def _ops(self, colour: bool) -> Iterator[str]:
-        """Ops grouped by what their calls take and why, worst first."""
+    def _ops(self, room: int, colour: bool) -> list[str]:
+        """Ops grouped by what their calls take, where and why, worst first; as many groups as fit."""
         if not self.plans:
-            return
-        groups: dict[tuple[Status, str, str], list[OpPlan]] = {}
+            return []
+        every, every_op = ", ".join(one.where for one in self.devices), len({plan.op for plan in self.plans})
+        groups: dict[tuple[Status, str, str, str], list[OpPlan]] = {}
         for plan in self.plans:
-            groups.setdefault((plan.verdict, plan.way, plan.because), []).append(plan)
+            on = "" if plan.where == every or plan.verdict == "ok" else f" on {plan.where}"
+            groups.setdefault((plan.verdict, plan.way, on, plan.because), []).append(plan)
         ordered = sorted(groups.items(), key=lambda group: (
             STATUSES.index(group[0][0]), [*PRICES, group[0][1]].index(group[0][1]), -len(group[1])))
-        yield f"Ops, by the worst of their calls ({', '.join(USES)}):"
-        for (status, way, because), plans in ordered[:SHOWN]:
+        lines = [f"Ops, by the worst of their calls ({', '.join(USES)}):"]
+        for number, ((status, way, on, because), plans) in enumerate(ordered):
             ops = list(dict.fromkeys(plan.op for plan in plans))
-            effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
-            why = f": {because}{effect}" if because and status != "ok" else ""
-            [line, *rest] = _wrapped(f"{len(ops)}  {way}{why}", "  ", "    ")
-            yield from [line.replace(way, _painted(way, status, colour), 1), *rest]
-            if len(ordered) > 1 and len(ops) <= len(self.plans) // 2:
-                yield from _wrapped(", ".join(ops), "    ", "    ", lines=1)
+            why = f": {self._told(because)}" if because and status != "ok" else ""
+            # an op that is fine on one of several cards may not be on another
+            count = "else" if status == "ok" and number and len(self.devices) > 1 else len(ops)
+            [line, *more] = _wrapped(f"{count}  {way}{on}{why}", "  ", "    ")
+            block = [line.replace(way, _painted(way, status, colour), 1), *more]
+            if count != "else" and len(ordered) > 1 and len(ops) <= every_op // 2:
+                block += _wrapped(", ".join(ops), "    ", "    ", lines=1)
             worst = plans[0].cost.rpartition("; ")[2]  # costs stand in the order of the remedies
-            yield from _wrapped(f"cost: {worst}", "    ", "    ") if worst else ()
-        if len(ordered) > SHOWN:
-            yield f"  {sum(len(plans) for _, plans in ordered[SHOWN:])}  in other ways"
+            cost = _wrapped(f"cost: {worst}", "    ", "    ") if worst else []
+            block += [] if cost and cost[0] in lines else cost
+            last = number == len(ordered) - 1  # else a line says what is left
+            if number == SHOWN or (number and len(lines) + len(block) + (not last) > room):
+                left = dict.fromkeys(f"{way}{on}" for (_, way, on, _), _ in ordered[number:])
+                return [*lines, *_wrapped(f"and {', '.join(left)}", "  ", "    ", lines=1)]
+            lines += block
+        return lines
+
+    def _told(self, because: str) -> str:
+        """A cause; the id of an issue with its effect."""
+        effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
+        return f"{because}{effect}"
 
     def _entries(self) -> Iterator[tuple[str, list[Entry]]]:
         """(title, entries) of everything but the ops."""

@@ -33,6 +33,12 @@ MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y 
             "apk": ("apk add gcc musl-dev", "apk add python3-dev")}
 
 
+# How shells take a variable away.
+UNSET = {**dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), "unset {}"), "fish": "set -e {}",
+         **dict.fromkeys(("csh", "tcsh"), "unsetenv {}"),
+         **dict.fromkeys(("pwsh", "powershell"), "Remove-Item Env:{}")}
+
+
 class Variable(NamedTuple):
     """What a variable does that is set. unless: the values that do nothing."""
     effect: str
@@ -60,13 +66,25 @@ def _gravity(machine: Machine, needed: Status = "problem") -> Status:
     return needed if machine.known_cards else "ok"
 
 
+def shell() -> str:
+    """The shell in which a command would be typed: the one that started this process, else the user's."""
+    starter = Path(f"/proc/{os.getppid()}/comm")
+    names = (starter.read_text().strip() if starter.is_file() else "", Path(os.environ.get("SHELL", "")).name)
+    return next((name for name in names if name in UNSET), "pwsh" if os.name == "nt" else "sh")
+
+
+def unset(variable: str) -> str:
+    """The command that takes a variable away."""
+    return UNSET[shell()].format(variable)
+
+
 def check_compiler(machine: Machine) -> Iterator[Check]:
     """Triton compiles a launcher for each kernel in C."""
     named = os.environ.get("CC")
     found = (shutil.which(shlex.split(named)[0]) if named
              else shutil.which("gcc") or shutil.which("clang"))
     yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                fix="" if found else "unset CC" if named else _install(0),
+                fix="" if found else unset("CC") if named else _install(0),
                 detail=f"{found}{', by CC' if named else ''}" if found else
                 f"CC={named} is not there, and Triton calls nothing else" if named else
                 "no gcc and no clang on PATH; without CC Triton compiles nothing")
@@ -97,7 +115,7 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
         there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
         missing = "" if there else ": libcuda.so.1 is not there"
         yield Check(name="libcuda", status="problem" if missing else "ok",
-                    fix="unset TRITON_LIBCUDA_PATH" if missing else "",
+                    fix=unset("TRITON_LIBCUDA_PATH") if missing else "",
                     detail=f"{named}, by TRITON_LIBCUDA_PATH{missing}")
         return
     said = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True, errors="replace", timeout=LIMIT,
@@ -168,24 +186,29 @@ def check_variables(machine: Machine) -> Iterator[Check]:
         matters = one.status == "ok" or machine.known_cards
         if value is not None and value.lower() not in one.unless and matters:
             yield Check(name="variables", status=one.status,
-                        fix="" if one.status == "ok" else f"unset {name}",
+                        fix="" if one.status == "ok" else unset(name),
                         detail=f"{name}={value}: {one.effect}")
 
 
 def check_card(machine: Machine) -> Iterator[Check]:
     """Whether there is room on the cards, and whether a second process may come."""
-    for index, card in enumerate(machine.driver.cards):
+    cards = machine.driver.cards
+    for index, card in enumerate(cards):
         if 0 <= card.free < max(1024, card.total // 50):
             yield Check(name="memory", status="could not check",
                         detail=f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: what is "
                                "tried here may fail for that")
-        if card.mode == "Prohibited":
-            yield Check(name="compute mode", status="problem", fix=f"sudo nvidia-smi -i {index} -c DEFAULT",
-                        detail=f"GPU {index} ({card.name}) is closed to programs: compute mode Prohibited")
-        elif card.mode.startswith("Exclusive"):
+    for mode in dict.fromkeys(card.mode for card in cards):
+        those = [index for index, card in enumerate(cards) if card.mode == mode]
+        which = f"{mode} on {', '.join(f'GPU {index} ({cards[index].name})' for index in those)}"
+        if mode == "Prohibited":
+            only = [f" -i {index}" for index in those] if len(those) < len(cards) else [""]
+            yield Check(name="compute mode", status="problem", detail=f"{which}: closed to programs",
+                        fix=" && ".join(f"sudo nvidia-smi{one} -c DEFAULT" for one in only))
+        elif mode.startswith("Exclusive"):
             yield Check(name="compute mode", status="could not check",
-                        detail=f"GPU {index} ({card.name}) lets in one process at a time ({card.mode}): "
-                               "flashlin warmup and doctor --run start others")
+                        detail=f"{which}: one process at a time, and flashlin warmup and doctor --run start "
+                               "others")
 
 
 SURROUNDINGS = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

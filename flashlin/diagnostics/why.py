@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 import traceback
+from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +22,15 @@ from flashlin.kernels.variants import VARIANTS
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|\d+ warps")
 ERROR = re.compile(r"(error|exception|assert\w*|unreachable|fatal)\b", re.IGNORECASE)
-VAGUE = re.compile(r"\w*error$|(triton|with|module|attribute|object)$")
+# What everybody's errors are made of.
+VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|defined|denied|directory|does"
+                   r"|driver\w*|encountered|executed|exist|expected|failed|file|found|from|have|init|invalid"
+                   r"|keyword|linearlayout|list|memory|module|must|named|nonetype|object|only|open"
+                   r"|permission|range|read|requires|same|shared|should|such|support\w*|symbol|system|there"
+                   r"|triton|undefined|unexpected|value|with)$")
+# A name that a program gave, and so long that one of them is enough.
+CODE = re.compile(r"(?=\w*([a-z][A-Z]|[a-z]_[a-z]))\w{11,}")
+EXCEPTION = re.compile(r"^\w*error: ", re.IGNORECASE)
 SHORTEST, MOST = 5, 12  # characters of a part that says anything; answers that anybody reads
 WIDTH = 80
 ENOUGH = 3  # words in common, below which a guess is none
@@ -121,12 +130,12 @@ def matches(text: str) -> list[Match]:
     if any(match.sure and not match.entry.general for match in found):
         found = [match for match in found if match.sure]
     narrow = [match for match in found if not match.entry.general]
-    found = narrow or found or _part(plain) or _words(text)
+    found = narrow or found or _part(plain) or _piece(plain) or _words(text)
     return sorted(found, key=lambda match: not match.sure)
 
 
 def _printed(entry: Entry, plain: str) -> Match | None:
-    if re.search(rf"(?<![\w-]){re.escape(entry.id)}(?![\w-])", plain):
+    if entry.id in plain and re.search(rf"(?<![\w-]){re.escape(entry.id)}(?![\w-])", plain):
         return Match(entry, True, "the text has its name")
     for symptom in entry.symptoms:
         if _pattern(symptom).search(plain):
@@ -146,6 +155,46 @@ def _part(plain: str) -> list[Match]:
              for entry in entries()
              for symptom in [next((one for one in entry.symptoms if asked in one.casefold()), "")] if symptom]
     return found if len(found) <= MOST else []
+
+
+def _piece(plain: str) -> list[Match]:
+    """A piece of a symptom somewhere in a longer text: all but the exception's name, or words that follow
+    each other and are half of what is special in it."""
+    words = SequenceMatcher(autojunk=False)
+    words.set_seq2([word.casefold() for word in re.findall(r"\w+", plain)])  # indexed once: logs are long
+    found = []
+    for entry in entries():
+        pieces = [piece for symptom in entry.symptoms for piece in [_shared(symptom, plain, words)] if piece]
+        if pieces:
+            piece = max(pieces, key=len)
+            because = f"the text has a piece of what it prints: {piece!r}"
+            found.append((len(piece), Match(entry, False, because)))
+    longest = max((length for length, _ in found), default=0)
+    return [match for length, match in found if length == longest][:MOST]
+
+
+def _shared(symptom: str, plain: str, words: SequenceMatcher[str]) -> str:
+    """The piece of a symptom that the text has; ``""`` where it is none that tells."""
+    rest = EXCEPTION.sub("", symptom)
+    if len(rest) >= SHORTEST and rest in plain:
+        return rest
+    places = list(re.finditer(r"\w+", symptom))
+    words.set_seq1([place[0].casefold() for place in places])
+    start, _, count = words.find_longest_match()
+    if not count:
+        return ""
+    piece = symptom[places[start].start():places[start + count - 1].end()]
+    telling = _special(piece)
+    enough = len(WORD.findall(piece)) >= ENOUGH or any(map(CODE.match, telling))
+    return piece if telling and enough and 2 * _letters(telling) >= _letters(_special(symptom)) else ""
+
+
+def _special(text: str) -> list[str]:
+    return [word for word in WORD.findall(text) if not VAGUE.match(word.strip("_").casefold())]
+
+
+def _letters(words: list[str]) -> int:
+    return sum(map(len, words))
 
 
 def _words(text: str) -> list[Match]:

@@ -50,7 +50,6 @@ class Op(NamedTuple):
     family: whose kernels run it, where it is not the family in whose record it stands.
     in_place: of an op that updates a state in place, what a call of it is where gradients are wanted.
     planned_as: the op it is planned as: the same function by another name, or a norm before a linear layer.
-    whole: its sequences cannot be shared among ranks, as those of the other ops that go chunk by chunk.
     """
     name: str
     module: str
@@ -61,12 +60,11 @@ class Op(NamedTuple):
     counted: Callable[[Sizes], Sizes] | None = None
     in_place: str = ""
     planned_as: str = ""
-    whole: bool = False
 
     @property
     def takes_ranks(self) -> bool:
         """Whether ranks may share its sequences (process_group)."""
-        return self.mode == "chunk" and not self.whole and self.name.startswith(("chunk_", "mamba_chunk_"))
+        return self.mode == "chunk" and self.name.startswith(("chunk_", "mamba_chunk_"))
 
 
 Recipe = Callable[[Problem, Target], tuple[Launch, ...]]

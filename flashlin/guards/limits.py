@@ -80,8 +80,9 @@ def check_backend(draft: Draft) -> Reason | None:
         return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",))
     if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
-        return Reason("triton", f"Triton {draft.target.triton or 'not usable'}", "Triton 3.0 or newer",
-                      ("torch_path",))
+        version = draft.target.triton
+        return Reason("triton", f"Triton {version} is too old" if version else "Triton not usable",
+                      "Triton 3.0 or newer", ("torch_path",))
     return None
 
 

@@ -40,7 +40,8 @@ def integer(name: str, value: Any, low: int | None = None, need: str = "an integ
 
 def choice(name: str, value: Any, choices: Collection[Any], need: str = "") -> None:
     """value is one of them: strings, integers, None. need: other words for which ones."""
-    if not (value is None or isinstance(value, (str, Integral))) or value not in choices:
+    # int before Integral: what is one is found without a look into abc's tables
+    if not (value is None or isinstance(value, (str, int, Integral))) or value not in choices:
         raise ValueError(f"{name}: got {_shown(value)}, need "
                          f"{need or 'one of ' + ', '.join(map(str, choices))}")
 
@@ -58,7 +59,8 @@ def flag(name: str, value: Any) -> bool:
 def flags(**given: Any) -> None:
     """Each is fit for ``if``."""
     for name, value in given.items():
-        flag(name, value)
+        if type(value) is not bool:
+            flag(name, value)
 
 
 def _shown(value: Any) -> str:

@@ -235,10 +235,14 @@ def found(package: str) -> bool:
 
 def comes(package: str) -> bool:
     """Whether a package is ``found``, or another that is found has a copy of it to load under its name."""
+    return found(package) or carried(package)
+
+
+def carried(package: str) -> bool:
+    """Whether another package has a copy of it."""
     carrier = _spec(CARRIERS.get(package, ""))
     folders = carrier.submodule_search_locations if carrier is not None else None
-    return found(package) or any(Path(folder, "_vendored", package, "__init__.py").is_file()
-                                 for folder in folders or ())
+    return any(Path(folder, "_vendored", package, "__init__.py").is_file() for folder in folders or ())
 
 
 def _spec(package: str) -> ModuleSpec | None:

@@ -39,7 +39,8 @@ def chunk_comba(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``.
+    """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``. Composed: the DPLR delta
+    rule with a = -beta p, b = k and v = beta v.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q, k and p of head j //
@@ -95,7 +96,7 @@ def fused_recurrent_comba(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.comba.fused_recurrent_comba``.
+    ``fla.ops.comba.fused_recurrent_comba``. Composed: the DPLR delta rule, as ``chunk_comba``.
 
     Arguments, returns and errors as ``chunk_comba``, but, as in fla, p comes before v. A beta for each value
     channel, [B, T, HV, V], which fla's kernel takes without saying so, is an error.

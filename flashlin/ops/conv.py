@@ -106,10 +106,13 @@ def causal_conv1d(
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
     if shard is not None:
+        x, residual = shard.there(x), shard.there(residual)
         initial_state = shard.window(x, weight.shape[1], initial_state)
     y, state = planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
                            output_final_state)
-    return y, state if shard is None or state is None else shard.share(state, x.shape[0])
+    if shard is not None:
+        y, state = shard.back(y), None if state is None else shard.share(state, x.shape[0])
+    return y, state
 
 
 def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None,

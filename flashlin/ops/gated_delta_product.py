@@ -43,10 +43,13 @@ def chunk_gated_delta_product(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: Any = None,
+    *,
+    process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, chunk by chunk. Drop-in for
-    ``fla.ops.gated_delta_product.chunk_gated_delta_product``.
+    ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: n rows of the gated delta rule for
+    each token.
 
     Args:
         q: [B, T, H, K]; k: [B, T n, H, K]; v: [B, T n, HV, V], HV a multiple of H: value head j reads q and k
@@ -64,7 +67,8 @@ def chunk_gated_delta_product(
         cu_seqlens: [N + 1] int32 or int64 on q's device, in tokens: sequence n is rows cu_seqlens[n] ..
             cu_seqlens[n + 1] of q. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        cp_context: must be None: a token's rows are not shared among ranks.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``: each has
+            its tokens, with all their steps.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
@@ -80,15 +84,16 @@ def chunk_gated_delta_product(
     """
     op = "chunk_gated_delta_product"
     no_unknown(op, unknown)
-    if cp_context is not None:
-        raise ValueError(f"cp_context: got {type(cp_context).__name__}, need None: rows of a token are not "
-                         "shared among ranks")
-    n = _checked(q, k, v, g, beta, num_householder)
+    n, size = _checked(q, k, v, g, beta, num_householder), 1
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if cp_context is not None or process_group is not None:
+        from flashlin.ops._common import ranks
+        cp_context, size = ranks.in_rows(cp_context, process_group, n)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
-    bounds, bounds_cpu = _rows(cu_seqlens, cu_seqlens_cpu, q, n)
-    request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu)
+    bounds, bounds_cpu = _rows(cu_seqlens if cp_context is None else None, cu_seqlens_cpu, q, n, size)
+    request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu, cp_context=cp_context,
+                      process_group=process_group)
     o, state = delta.run(request, _spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                          l2=False)
     return o[:, n - 1::n].contiguous(), state
@@ -109,7 +114,8 @@ def fused_recurrent_gated_delta_product(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, token by token: for decoding and short inputs. fla has no function of this name:
-    its layer calls ``fused_recurrent_gated_delta_rule`` with rows spread as here.
+    its layer calls ``fused_recurrent_gated_delta_rule`` with rows spread as here. Composed: n rows of the
+    gated delta rule for each token.
 
     Arguments, returns and errors as ``chunk_gated_delta_product``. Everything that is a tensor of floats gets
     a gradient.
@@ -117,7 +123,7 @@ def fused_recurrent_gated_delta_product(
     op = "fused_recurrent_gated_delta_product"
     no_unknown(op, unknown)
     n = _checked(q, k, v, g, beta, num_householder)
-    bounds, _ = _rows(cu_seqlens, None, q, n)
+    bounds, _ = _rows(cu_seqlens, None, q, n, 1)
     inputs = Inputs(_spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                     h0=initial_state, bounds=bounds)
     flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
@@ -140,12 +146,13 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, nu
     return n
 
 
-def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor,
-          n: int) -> tuple[Tensor | None, Tensor | None]:
-    """Both, checked as edges of tokens, as edges of rows."""
+def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor, n: int,
+          ranks: int) -> tuple[Tensor | None, Tensor | None]:
+    """Both, checked as edges of all ranks' tokens, as edges of rows."""
     if cu_seqlens is None:
         return None, cu_seqlens_cpu
-    bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug)
+    bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((q.shape[0], q.shape[1] * ranks)),
+                              q.device, policy.current().debug)
     check_values("cu_seqlens", bounds)
     return bounds * n, None if cu_seqlens_cpu is None else cu_seqlens_cpu * n
 

@@ -73,7 +73,8 @@ def chunk_gated_delta_rule(
             on every rank. Final states, and gradients of what the ranks have in common, are a rank's share:
             those of all ranks add up. ``flashlin.explain(op, ranks=4)`` tells how it runs.
         cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: it has the edges of this rank's
-            sequences, so cu_seqlens is not looked at, and there are no states.
+            sequences, so cu_seqlens is not looked at, and there are no states. Of its layout ``zigzag`` the
+            tokens are exchanged before and after.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out

@@ -54,7 +54,8 @@ def chunk_gdn2(
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
-    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``.
+    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``. Composed: the DPLR
+    delta rule with a = -b k e^g, b = k and v = w v.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
@@ -138,7 +139,7 @@ def fused_recurrent_gdn2(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet 2, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.gdn2.fused_recurrent_gdn2``.
+    ``fla.ops.gdn2.fused_recurrent_gdn2``. Composed: the DPLR delta rule, as ``chunk_gdn2``.
 
     Arguments, returns and errors as ``chunk_gdn2``.
 

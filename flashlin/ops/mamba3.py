@@ -57,6 +57,7 @@ def mamba3_siso_combined(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Mamba-3's scan. Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``.
+    Composed: two scans of simple GLA, the trapezoid's two sides, and a rotation in torch.
 
     Args:
         Q, K: [b, T, G, N], N even, G a divisor of H: head h reads group h // (H / G). V: [b, T, H, P].

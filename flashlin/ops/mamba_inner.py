@@ -46,7 +46,8 @@ def mamba_inner_fn(
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
     """Convolution with silu, projections to dt, B and C, selective scan with its gate, output projection.
-    Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``.
+    Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``. Composed: ``causal_conv1d_fn``,
+    ``selective_scan_fn`` and products of torch.
 
     Args:
         xz: [b, 2 D, T], x and then the gate z, as the input projection gives them: bfloat16, float16 or

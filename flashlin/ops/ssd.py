@@ -104,7 +104,7 @@ def mamba_chunk_scan_combined(
                          "torch.float32")
     if cp_context is not None or process_group is not None:
         return _over_ranks(op, given, limits, dt_softplus, rounded, cu_seqlens, return_final_states,
-                           return_varlen_states, Beside(cp_context, process_group))
+                           return_varlen_states, cp_context=cp_context, process_group=process_group)
     if not return_varlen_states:
         y, final = _scan(op, given, limits, dt_softplus, return_final_states, rounded=rounded)
         return y if final is None else (y, final)
@@ -135,11 +135,11 @@ def _over_ranks(
     cu_seqlens: Tensor | None,
     final: bool,
     varlen: bool,
-    beside: Beside,
+    **shared: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The scan where ranks share the sequences."""
+    """The scan where ranks share the sequences: shared is a cp_context or a process_group."""
     from flashlin.ops._common import ranks
-    ranks.check_ranks(*beside)
+    ranks.check_ranks(**shared)
     if given.seq_idx is not None:
         raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
                          "of all")
@@ -150,7 +150,7 @@ def _over_ranks(
     if given.initial_states is not None and cu_seqlens is not None:
         behind = cu_seqlens.shape[0] - 2
         given = given._replace(initial_states=F.pad(given.initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
-    y, states = _scan(op, given, limits, softplus, final or varlen, cu_seqlens, rounded, beside)
+    y, states = _scan(op, given, limits, softplus, final or varlen, cu_seqlens, rounded, **shared)
     if states is None:
         return y
     return y, states.to(given.C.dtype) if varlen else states
@@ -262,12 +262,6 @@ class Scan(NamedTuple):
     seq_idx: Tensor | None
 
 
-class Beside(NamedTuple):
-    """Ranks that share the sequences; see ops/_common/ranks.py."""
-    cp_context: Any = None
-    process_group: Any = None
-
-
 def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
     """dt_limit."""
     x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = given
@@ -298,11 +292,10 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
 
 
 def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has_ht: bool,
-          bounds: Tensor | None = None, rounded: bool = True,
-          beside: Beside = Beside()) -> tuple[Tensor, Tensor | None]:
+          bounds: Tensor | None = None, rounded: bool = True, **shared: Any) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
     after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
-    limits: of dt."""
+    limits: of dt. shared: ranks that share the sequences, see ops/_common/ranks.py."""
     x, dt, A, B, C, D, z, dt_bias, h0, seq_idx = given
     compute = torch.float32
     if any(t.dtype == torch.float64 for t in given if t is not None):
@@ -323,7 +316,7 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    request = chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **beside._asdict())
+    request = chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **shared)
     y, ht = chunked.run(simple_gla.FAMILY, request, (C, B, v, decay, None),
                         out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:

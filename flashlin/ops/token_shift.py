@@ -64,6 +64,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
         # the convolution's state has two slots, of which a filter of two taps sees the second
         state = F.pad(cache[..., None], (1, 0))
     if shard is not None:
+        x = shard.there(x)
         state = shard.window(x, 2, state)
     given = conv.Tensors(x, shift_filters(D, x.device), initial_state=state, bounds=bounds)
     last: Tensor | None
@@ -71,6 +72,8 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
         y, last = (wide.to(x.dtype) for wide in torch_path.run(*given, False))
     else:
         y, last = conv.planned_run("token_shift", given, False, output_cache)
+    if shard is not None:
+        y = shard.back(y)
     if not output_cache or last is None:
         return y
     last = last if shard is None else shard.share(last, x.shape[0])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*);")
 LABEL = re.compile(r"\s*(\.L_\w+):")
 TO = re.compile(r"`\((\.L_\w+)\)")
+UNKNOWN_CARD = re.compile(r"is deprecated|Cannot decode architecture")
 LOCAL = re.compile(r"(LDL|STL)\b")
 
 
@@ -40,11 +41,11 @@ def longest_loop(listing: str) -> Loop:
 
 def loop_of(machine_code: bytes, disassembler: Path, folder: Path) -> Loop:
     """The longest loop of a kernel's cubin. Nothing where the disassembler does not know the card: that of
-    3.7 and newer knows none before sm_75. Raises OSError where there is no disassembler, and RuntimeError
+    3.7 and newer knows none before sm_75, that of 3.6 no sm_103. Raises OSError where there is no disassembler, and RuntimeError
     where it fails otherwise."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(machine_code)
     done = subprocess.run([str(disassembler), "-c", str(cubin)], capture_output=True, text=True, check=False)
-    if done.returncode and "is deprecated" not in done.stderr:
+    if done.returncode and not UNKNOWN_CARD.search(done.stderr):
         raise RuntimeError(f"{disassembler.name} failed: {done.stderr.strip()[-300:]}")
     return longest_loop(done.stdout) if not done.returncode else Loop()

@@ -118,7 +118,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
     """Everything of one program."""
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
-    whole = build(size).to(device)
+    whole = awake(build(size)).to(device)
     layered, rows = not hasattr(whole.inner, "config"), (size.B, size.T)
     state = {key: value.clone() for key, value in whole.state_dict().items()}
     ways: dict[str, Block] = {"raw": nullcontext, "patched": partial(flashlin.patched, *patches)}
@@ -163,6 +163,15 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
     found["losses"] = {way: trained(build(size), state, drawn[0][0], block, device, dtype, steps)
                        for way, block in ways.items() if isinstance(found[way]["both"], float)}
     return found
+
+
+def awake(whole: nn.Module) -> nn.Module:
+    """Its matrices of zeros drawn instead: fla's RWKV-7 begins with some, its output's among them, which
+    leaves nothing to compare but zeros with zeros."""
+    for parameter in whole.parameters():
+        if parameter.ndim > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    return whole
 
 
 def forward(whole: nn.Module, x: torch.Tensor, _: torch.Tensor) -> Tensors:

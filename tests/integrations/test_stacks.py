@@ -237,6 +237,23 @@ def test_a_backward_that_overwrites_its_input_spoils_no_other_run(monkeypatch: p
     assert found["ratio"] == 1 and found["losses"]["raw"] == found["losses"]["patched"]
 
 
+def test_a_layer_that_begins_with_zeros_is_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, ratio = list[torch.Tensor](), gpu.ratio
+
+    def seen(one: torch.Tensor, want: torch.Tensor) -> float:
+        compared.append(want)
+        return ratio(one, want)
+
+    def built(size: gpu.Size) -> torch.nn.Module:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(size.D, size.D) for _ in range(2)))
+        torch.nn.init.zeros_(layers[1].weight)
+        return gpu.Whole(layers)
+    monkeypatch.setattr(gpu, "ratio", seen)
+    monkeypatch.setattr(gpu, "PROGRAMS", {"Idle": (("triton",), built)})
+    gpu.measured("Idle", gpu.SMALL, torch.device("cpu"), torch.bfloat16, 1, 1, 1)
+    assert compared and all(bool(want.any()) for want in compared)
+
+
 def test_every_step_of_a_training_sees_the_same_input() -> None:
     layer, x = Scaled(8), torch.randn(2, 3, 8)
     gpu.trained(layer, dict(layer.state_dict()), x, nullcontext, torch.device("cpu"), torch.bfloat16, 3)

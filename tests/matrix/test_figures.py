@@ -93,6 +93,7 @@ def test_the_longest_loop_of_a_listing() -> None:
 
 @pytest.mark.parametrize("said, loop", [
     ("nvdisasm fatal : CUDA architecture \"SM70\" is deprecated. Please use CUDA toolkit 13.0", Loop()),
+    ("nvdisasm fatal   : Cannot decode architecture 'SM103a'", Loop()),
     ("nvdisasm fatal : no such thing", None)])
 def test_a_disassembler_that_does_not_know_the_card_says_nothing_and_other_failures_are_errors(
         said: str, loop: Loop | None, tmp_path: Path) -> None:

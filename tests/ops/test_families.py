@@ -112,7 +112,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chunk_gated_delta_product", {"num_householder": 0}, "num_householder: got 0, need an integer of at"),
     ("chunk_gated_delta_product", {"g": beta}, "g: got shape [1, 6, 2], need [B, T, HV] = [1, 3, 2]"),
     ("chunk_gated_delta_product", {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens: got"),
-    ("chunk_gated_delta_product", {"cp_context": 1}, "cp_context: got int, need None"),
+    ("chunk_gated_delta_product", {"cp_context": 1}, "cp_context: got int without group, need what fla.ops.cp"),
     ("chunk_gdn2", {"w": g}, "w: got shape [1, 3, 2], need [B, T, HV, V] = [1, 3, 2, 5]"),
     ("chunk_gdn2", {"chunk_size": 32}, "chunk_size: got 32, need"),
     ("fused_recurrent_gdn2", {"use_gate_in_kernel": True},

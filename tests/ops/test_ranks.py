@@ -18,14 +18,26 @@ import torch.distributed as dist
 
 import flashlin
 from flashlin import dispatch
-from tests.ranks import Job, computed, divided, equal_one, made, model_equals_one, of_rank, run_jobs, together
+from tests.ranks import (
+    Call,
+    Job,
+    computed,
+    divided,
+    equal_one,
+    made,
+    model_equals_one,
+    of_rank,
+    run_jobs,
+    together,
+)
 from tests.share import WHOLE
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "mamba_chunk_scan_combined",
        "chunk_rwkv7", "chunk_linear_attn", "chunk_delta_rule", "chunk_rwkv6", "chunk_dplr_delta_rule",
        "chunk_lightning_attn", "chunk_iplr_delta_rule", "chunk_retention", "chunk_gdn2",
-       "chunk_comba")
+       "chunk_comba", "chunk_gated_delta_product")
 WINDOWS = ("causal_conv1d", "token_shift")
+STATES = ("initial_state", "initial_states", "cache")
 T = 48
 # How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with
 # one that lies on three ranks or four.
@@ -51,18 +63,56 @@ def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
                            conv1d_kernel_size=4, pre_num_ranks_dev=None)
 
 
+def _zigzag_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
+    """The same in fla's layout zigzag: of 2 R parts rank r has r and 2 R - 1 - r, one behind the other."""
+    rank, size, half = dist.get_rank(group), dist.get_world_size(group), rows // 2
+    starts = [rank * half, (2 * size - 1 - rank) * half]
+    mine = [at * half + edge for at, start in enumerate(starts) for edge in
+            sorted({0, *(edge - start for edge in edges if start < edge < start + half)})]
+    bounds = torch.tensor([*mine, rows])
+    return SimpleNamespace(group=group, cu_seqlens=bounds, cu_seqlens_cpu=bounds, layout="zigzag",
+                           part_len=half, pre_num_ranks=None, post_num_ranks=None, pre_num_ranks_dev=None,
+                           is_first_by_part=tuple(start in edges for start in starts))
+
+
+def _in_zigzag(x: torch.Tensor, group: Any) -> torch.Tensor:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = x.chunk(2 * size, 1)
+    return torch.cat([parts[rank], parts[-1 - rank]], 1)
+
+
+def _without_states(op: str, edges: list[int]) -> tuple[Call, dict[str, torch.Tensor]]:
+    """A call that leaves the edges to a context, and what it gives on one device."""
+    call = made(op, 4, T, edges)
+    call = call._replace(shared={name: x for name, x in call.shared.items() if name not in STATES}, state="")
+    options = {name: x for name, x in call.options.items() if name != "cu_seqlens"}
+    if op.startswith("mamba"):  # which reads cu_seqlens for states alone
+        of_token = torch.bucketize(torch.arange(T), torch.tensor(edges[1:-1]), right=True)
+        call = call._replace(options={"seq_idx": of_token[None].int(), **options})
+    return call._replace(options=options), computed(call)
+
+
 def with_fla_context(op: str, group: Any) -> None:
     edges = [0, 5, 10, 11, T]
-    call = made(op, 4, T, edges)
-    stateless = {name: x for name, x in call.shared.items() if name != "initial_state"}
-    call = call._replace(shared=stateless, state="")
-    right = computed(call)
-    mine = of_rank(call, group)._replace(options={name: x for name, x in call.options.items()
-                                                  if name != "cu_seqlens"})
+    call, right = _without_states(op, edges)
+    mine = of_rank(call, group)
     context = _fla_context(group, edges, T // dist.get_world_size(group))
     found = together(computed(mine, cp_context=context), call, group)
     for name, x in right.items():
         torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-9)
+
+
+def in_zigzag(op: str, edges: list[int], group: Any) -> None:
+    call, right = _without_states(op, edges)
+    mine = call._replace(tokens={name: _in_zigzag(x, group) for name, x in call.tokens.items()})
+    found = computed(mine, cp_context=_zigzag_context(group, edges, T // dist.get_world_size(group)))
+    for name, x in right.items():
+        if name == "o" or name.removeprefix("d") in call.tokens:
+            right_here = _in_zigzag(x, group)
+        else:
+            right_here = x
+            dist.all_reduce(found[name], group=group)
+        torch.testing.assert_close(found[name], right_here, rtol=1e-9, atol=1e-9)
 
 
 def in_setting(op: str, setting: str, group: Any) -> None:
@@ -140,7 +190,7 @@ def wrong(group: Any) -> None:
     tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
     edges = torch.tensor([0, T])
     context = _fla_context(group, [0, T], T // dist.get_world_size(group))
-    zigzag = SimpleNamespace(**{**vars(context), "layout": "zigzag"})
+    spiral = SimpleNamespace(**{**vars(context), "layout": "spiral"})
     packed = {name: x[:1] for name, x in tokens.items()}
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "process_group: got int, need a group of torch.distributed",
@@ -151,8 +201,8 @@ def wrong(group: Any) -> None:
          lambda: flashlin.chunk_kda(**packed, cp_context=context, process_group=group)),
         (ValueError, "output_final_state: got one beside cp_context, need none",
          lambda: flashlin.chunk_kda(**packed, cp_context=context, output_final_state=True)),
-        (ValueError, "cp_context: got layout 'zigzag', need 'contiguous'",
-         lambda: flashlin.chunk_kda(**packed, cp_context=zigzag)),
+        (ValueError, "cp_context: got layout 'spiral', need 'contiguous' or 'zigzag'",
+         lambda: flashlin.chunk_kda(**packed, cp_context=spiral)),
         (ValueError, f"cu_seqlens: got a last value of {T // 2}, need T = 7",
          lambda: flashlin.chunk_kda(**{name: x[:, :7] for name, x in packed.items()}, cp_context=context)),
         (ValueError, "cu_seqlens: ", lambda: flashlin.chunk_kda(**packed, cu_seqlens=edges // 2,
@@ -206,8 +256,13 @@ def _jobs() -> dict[str, tuple[int, Job]]:
     for kind in ("gdn", "kda", "mamba2"):
         jobs[f"model {kind}"] = 2, partial(model_equals_one, kind)
     jobs["model gdn, by heads"] = 2, partial(model_equals_one, "gdn", H=4)
-    for op in ("chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7", "causal_conv1d"):
+    for op in ("chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7", "causal_conv1d",
+               "chunk_gated_delta_product", "mamba_chunk_scan_combined"):
         jobs[f"{op}: a context of fla"] = 3 if op == "chunk_kda" else 2, partial(with_fla_context, op)
+    zigzags = {2: [0, 5, 24, 31, T], 3: [0, T], 4: [0, 1, 12, 40, T]}
+    for size, op in ((2, "chunk_gated_delta_rule"), (3, "chunk_kda"), (4, "causal_conv1d"),
+                     (3, "token_shift"), (2, "mamba_chunk_scan_combined"), (4, "chunk_gated_delta_product")):
+        jobs[f"{op}: a zigzag of fla"] = size, partial(in_zigzag, op, zigzags[size])
     jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
                  "alone": (1, alone), "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
                  "compiled": (2, compiled), "unequal": (2, unequal), "wrong arguments": (2, wrong),

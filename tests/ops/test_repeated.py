@@ -139,6 +139,16 @@ def test_the_third_run_is_the_first_that_is_made_again(card: Memory, again: list
     assert [runs(again, 1) for _ in range(4)] == [0, 0, 1, 1]
 
 
+def test_nothing_is_kept_of_the_memory_of_a_graph(card: Memory, again: list[Any],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs(again, 1) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert runs(again, 2) == 0
+    assert [runs(again, 1) for _ in range(2)] == [0, 1]
+
+
 def beside(x: torch.Tensor) -> torch.Tensor:
     """The same at an address that is no multiple of 16."""
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
@@ -170,7 +180,7 @@ def test_slices_of_one_tensor_are_told_apart(card: Memory, again: list[Any]) -> 
     assert runs(again, q=q, k=k, v=v) == 2
     q, k, v = torch.randn(3, 2, 40, 2, 16).bfloat16()
     other = torch.randn(2, 40, 2, 16).bfloat16()
-    assert runs(again, q=q, k=k, v=v) == 4  # the same facts as the leaves', which were seen when copied
+    assert runs(again, q=q, k=k, v=v) == 2  # another call, though kernels get tensors like the copies
     card.begin()
     getattr(flashlin, OP)(**{**leaves(), "q": q, "k": other, "v": v})
     assert card.started_with(other) and not card.started_with(k)
@@ -331,8 +341,10 @@ def made_again(again: list[Any], function: Any, *arguments: Any, times: int = 3)
 def test_scratch_has_room_for_all(card: Memory, again: list[Any]) -> None:
     assert made_again(again, one_result, X, 7) == 1
     [recipe] = again
-    assert (recipe.scratch, recipe.size) == ((0, 512), 640)
-    assert [len(step.pointers) for step in recipe.steps] == [2, 2, 2]
+    o, room = recipe.made
+    assert (o.shape, room.shape, room.dtype) == (X.shape, (640,), torch.uint8)
+    assert all(like.untyped_storage().nbytes() <= 8 for like in recipe.made)  # of one element
+    assert recipe.inside == ((2, 12), (2, 512))  # first[3:], second
     card.begin()
     one_result(PLAN, X, 7)
     read = list(card.read)
@@ -373,9 +385,7 @@ def test_kernels_that_go_tritons_way_are_not_started_again(card: Memory, again: 
 def test_memory_that_lies_elsewhere_makes_an_ordinary_run(card: Memory, again: list[Any],
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     assert made_again(again, one_result, X, 7) == 1
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(
-        sizes[0] + 1 if isinstance(sizes[0], int) else sizes[0].numel() + 1, **options)[1:])
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: torch.empty(x.numel() + 1, dtype=x.dtype)[1:])
     started = len(card.read)
     repeated.run(one_result, PLAN, [X], (7,), (X, 7))
     assert len(card.read) == started + 3  # and none of a run that was begun and given up
@@ -393,11 +403,15 @@ def test_another_device_than_the_current_one_makes_ordinary_runs(card: Memory) -
     class There:
         device, shape, dtype = torch.device("cuda", 1), torch.Size([1]), torch.float32
         data_ptr = stride = lambda self: 16
-    with mock.patch.object(repeated, "TENSORS", (There,)):
-        there: Any = [There()]
-        assert repeated._facts(one_result, PLAN, there, ()) is None
-        card.device = 1
-        assert repeated._facts(one_result, PLAN, there, ()) is not None
+
+    def function(plan: Any, x: Any) -> tuple[()]:
+        return ()
+    there: Any = There()
+    with mock.patch.object(repeated, "LOOKED_AT", frozenset({There})):
+        for device, known in ((0, 0), (1, 1)):
+            card.device = device
+            repeated.run(function, PLAN, [there], (), (there,))
+            assert len(repeated._recipes) == known
 
 
 # --- calls like an earlier one ---

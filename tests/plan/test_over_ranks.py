@@ -20,9 +20,9 @@ H100 = parse("triton=3.6.0,sm=90")
 
 def test_the_ops_that_ranks_share() -> None:
     assert {op.removeprefix("chunk_") for op in SHARED} == {
-        "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule", "gla",
-        "rwkv6", "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "gdn2", "comba",
-        "mamba_chunk_scan_combined"}
+        "simple_gla", "retention", "linear_attn", "lightning_attn", "delta_rule", "gated_delta_rule",
+        "gated_delta_product", "gla", "rwkv6", "kda", "rwkv7", "dplr_delta_rule", "iplr_delta_rule", "gdn2",
+        "comba", "mamba_chunk_scan_combined"}
     for name, op in PUBLIC.items():
         if op.mode == "chunk":
             assert ("process_group" in signature(getattr(flashlin, name)).parameters) == op.takes_ranks, name
@@ -34,17 +34,17 @@ def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, polic
     four, six, two = (flashlin.plan(op, H100, Policy(policy=policy), T=4096, H=H, ranks=ranks)
                       for H, ranks in ((16, 4), (6, 4), (16, 2)))
     for plan, H in ((two, 16), (six, 6)):
-        assert (plan.problem.over, plan.problem.T, plan.problem.H) == ("tokens", 4096, H)
+        assert (plan.problem.over, plan.problem.T, plan.problem.H) == ("tokens", plan.asked.T, H)
     # what runs is what would run of such a call on one rank, and nothing is announced
     for plan in (four, six, two):
         alone = dispatch.plan(plan.problem._replace(ranks=1, over=""), H100, Policy(policy=policy))
         assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)
     [(reason, remedy)] = [step for step in four.steps if step[0].code == "ranks"]
     if four.problem.family in limits.TRANSFERRED:
-        assert (four.problem.over, four.problem.T, four.problem.H) == ("heads", 4 * 4096, 4)
+        assert (four.problem.over, four.problem.T, four.problem.H) == ("heads", 4 * four.asked.T, 4)
         assert remedy == "share_heads" and str(reason) == (
-            "ranks: each sequence on 4 ranks, 4096 tokens on each, and 16 heads, which 4 divides, need whole "
-            "sequences of 4 heads on each")
+            f"ranks: each sequence on 4 ranks, {four.asked.T} tokens on each, and 16 heads, which 4 divides, "
+            "need whole sequences of 4 heads on each")
         assert "no rank between two others" in str(two)
     else:
         assert four.problem.over == "tokens" and remedy == "carry_states"

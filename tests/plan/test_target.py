@@ -73,10 +73,41 @@ def test_a_card_of_amd_has_an_architecture_in_place_of_a_capability(text: str, n
     ("NVIDIA L40S", "L40S"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-16GB", "V100"),
     ("AMD Instinct MI300X", "MI300X"), ("NVIDIA H200", "H200"), ("NVIDIA GB200", "GB200"),
     ("NVIDIA RTX A6000", "RTX A6000"), ("4090", "RTX 4090"), ("a6000", "RTX A6000"), ("14090", None),
-    ("NVIDIA A10G", "A10"), ("GTX 1080", None), ("H1000", None)])
+    ("NVIDIA A10G", "A10G"), ("GTX 1050", None), ("H1000", None), ("RTX 5070", "RTX 5070"), ("rtx-5070ti",
+    "RTX 5070 Ti"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"), ("rtx 2080", "RTX 2080"), ("RTX2080TI",
+    "RTX 2080 Ti"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("Quadro RTX 6000", "Quadro RTX 6000"),
+    ("rtx 6000", None),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"), ("dgx spark", "DGX Spark"),
+    ("DGX-Spark", "DGX Spark"), ("Jetson AGX Orin", "Orin"), ("Jetson Thor", "Thor"), ("Tesla P100-PCIE-16GB",
+    "P100"),
+    ("gtx1080ti", "GTX 1080 Ti"), ("1080 Ti", "GTX 1080 Ti"), ("NVIDIA A30", "A30"), ("h-100", "H100"),
+    ("A 100", "A100"),
+    ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "H100"), ("RTX 3060 Laptop GPU",
+    "RTX 3060")])
 def test_cards_are_known_as_people_and_drivers_write_them(name: str, card: str | None) -> None:
     found = card_named(name)
     assert (found and found[0]) == card
+
+
+@pytest.mark.parametrize(("sm", "names"), [
+    ("sm60", "P100"), ("sm61", "P40, GTX 1080, GTX 1080 Ti"), ("sm70", "V100, Titan V"),
+    ("sm75", "T4, RTX 2060, RTX 2070, RTX 2080, RTX 2080 Ti, Quadro RTX 6000, Titan RTX"),
+    ("sm80", "A100, A30, A800"), ("sm86", "RTX 3060, RTX 3070, RTX 3080, RTX 3090, A10, A40, RTX A6000"),
+    ("sm87", "Orin"), ("sm89", "RTX 4060, RTX 4070, RTX 4080, RTX 4090, L4, L40, L40S, RTX 6000 Ada"),
+    ("sm90", "H100, H200, H20, H800, GH200"), ("sm100", "B200, GB200"), ("sm103", "B300, GB300"),
+    ("sm110", "Thor"), ("sm120", "RTX 5060, RTX 5070, RTX 5080, RTX 5090, RTX PRO 6000"),
+    ("sm121", "GB10, DGX Spark")])
+def test_a_card_has_the_capability_that_nvidia_lists(sm: str, names: str) -> None:
+    assert {parse(f"{name},triton=3.6.0").sm for name in names.split(", ")} == {sm}
+
+
+def test_multiprocessors_are_cores_over_those_of_one() -> None:
+    cores = {"P100": 3584, "RTX 2070": 2304, "RTX 3070": 5888, "RTX 4070": 5888, "RTX 6000 Ada": 18176, "L4": 7424,
+             "RTX 5070": 6144, "RTX 5080": 10752, "RTX PRO 6000": 24064, "DGX Spark": 6144, "Titan RTX": 4608}
+    each = {"P100": 64, "RTX 2070": 64, "Titan RTX": 64}
+    assert {name: CARDS[name].sms * each.get(name, 128) for name in cores} == cores
 
 
 def test_the_usual_cards_are_among_the_known_ones() -> None:
@@ -103,6 +134,14 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("sm=90,gpu=H100", "got 'gpu=H100', need key=value"),
     ("triton", "got the card 'triton', need one of V100, T4, A100, "),
     ("H1000", "as sm=90; did you mean H100?"), ("H10", "did you mean H100?"),
+    ("rtx 6000", "did you mean RTX 6000 Ada?"), ("RTX 5095", "did you mean RTX 5090?"),
+    ("h100,3.2.0",
+    "got 3.2.0 and not of what, need triton=3.2.0 or torch=3.2.0; for example H100,triton=3.2.0"),
+    ("h100 v3.2", "got 3.2 and not of what, need triton=3.2"), ("h100 with Triton 3.2.0",
+    "need triton=3.2.0 or"),
+    ("2.6", "got 2.6 and not of what"), ("h100,torch=2.3",
+    "got torch=2.3, whose Triton is not known here, need "
+                                         "triton, too; known are torch 2.4.0 to 2.15.0"),
     ("triton=3.2.0", "got 'triton=3.2.0', need a card, too: its name, or sm=90"),
     ("", "got '', need a card, too"), ("sm=90,sm=80", "got sm twice, 90 and 80, need it once"),
     ("H100,A100", "got card twice, H100 and A100, need it once"),
@@ -125,6 +164,16 @@ def test_a_target_is_shown_in_one_line() -> None:
     assert str(H100) == "H100 sm90, triton 3.2.0, ptxas 12.4.99, torch 2.9.0"
     assert str(H100._replace(triton="", ptxas="", torch="")) == "H100 sm90, triton none"
     assert str(parse("backend=cpu,triton=3.6.0,torch=2.9.0")) == "cpu, triton 3.6.0, torch 2.9.0"
+
+
+@pytest.mark.parametrize(("triton", "said"), [
+    ("3.99", "3.99 (not known here: planned as 3.9.0)"), ("4.0.0",
+    "4.0.0 (not known here: planned as 3.9.0)"),
+    ("3.6.7", "3.6.7 (not known here: planned as 3.6.0)"), ("3.9.1+git12",
+    "3.9.1+git12 (not known here: planned as 3.9.0)"),
+    ("3.9.0.dev12", "3.9.0.dev12"), ("3.6.0+git12", "3.6.0+git12"), ("2.1.0", "2.1.0"), ("3.7.0", "3.7.0")])
+def test_a_release_that_is_not_known_says_as_which_it_is_planned(triton: str, said: str) -> None:
+    assert f"triton {said}" in str(parse(f"H100,triton={triton},ptxas=12.8")).split(", ")
 
 
 def test_the_tables_agree_on_which_cards_there_are() -> None:

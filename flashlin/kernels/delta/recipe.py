@@ -96,7 +96,7 @@ SPECS = (over_heads(
         Op("fused_recurrent_gated_delta_rule", "gated_delta_rule", "fused_recurrent", ("beta", "delta", "g"),
            family="recurrent"),
         Op("gated_delta_rule", "gated_delta_rule", "auto", ("g",)),
-        Op("chunk_gated_delta_product", "gated_delta_product", "chunk", ("g",), counted=two_steps, whole=True),
+        Op("chunk_gated_delta_product", "gated_delta_product", "chunk", ("g",), counted=two_steps),
         Op("fused_recurrent_gated_delta_product", "gated_delta_product", "fused_recurrent",
            ("beta", "delta", "g"), family="recurrent", counted=two_steps),
         Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),

@@ -46,9 +46,12 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     if h0 is not None:
         check_state("initial_state", h0, shard.total, H=HV, K=K, V=V, v_first=bool(request.state_v_first),
                     device=q.device, packed=request.cu_seqlens is not None, first=first)
+    tensors = tuple(shard.there(x) if "T" in argument.shape else x
+                    for x, argument in zip(tensors, family.arguments.values(), strict=True))
     if shard.size == 1:
         whole = alone._replace(cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
-        return chunked.run(family, whole, tensors, **how)
+        o, ht = chunked.run(family, whole, tensors, **how)
+        return shard.back(o), ht
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
     asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
                                request.mode, request.state_v_first)
@@ -58,7 +61,7 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     mine = alone._replace(h0=None if h0 is None else shard.own(h0), cu_seqlens=shard.bounds,
                           cu_seqlens_cpu=shard.bounds_cpu)
     o, ht = chunked.run(family, mine, tensors, shard=shard, **how)
-    return o, None if ht is None else shard.share(ht, B)
+    return shard.back(o), None if ht is None else shard.share(ht, B)
 
 
 def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...], shard: Shard,
@@ -81,6 +84,12 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
         ht = ranks.exchanged(shard, torch.where((end == to)[..., None, None, None], ht, 0))
         ht = ht.movedim(0, 1).flatten(1, 2)
     return o, ht
+
+
+def _zeros(x: Any, columns: int) -> Tensor:
+    """[B, HV, K, columns], float32 or wider."""
+    wide = torch.promote_types(x.q.dtype, torch.float32)
+    return torch.zeros(x.q.shape[0], x.v.shape[2], x.q.shape[3], columns, dtype=wide, device=x.q.device)
 
 
 class Over(NamedTuple):
@@ -119,11 +128,9 @@ class _Chain:
         parts = left.flatten() if transfer is None else torch.cat([left.flatten(), transfer.flatten()])
         arrived = ranks.gathering(shard.op, shard.group, parts)
         y = () if shard.before else self._forward(plan, x, how)  # which waits for nobody
-        all_left, all_transfers = [], []
-        for one in arrived():
-            all_left.append(one[:left.numel()].view_as(left))
-            if transfer is not None:
-                all_transfers.append(one[left.numel():].view_as(transfer))
+        told, size = arrived(), left.numel()
+        all_left = [one[:size].view_as(left) for one in told]
+        all_transfers = [one[size:].view_as(transfer) for one in told if transfer is not None]
         began, rank = x.h0, shard.rank
         if shard.before:
             first = rank - shard.before
@@ -141,14 +148,12 @@ class _Chain:
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, over: Over,
                  wanted: frozenset[str]) -> Gradients:
-        how, shard = over.how, over.shard
-        B, HV, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
-        wide = torch.promote_types(x.q.dtype, torch.float32)
-        alone = x.q.new_zeros(B, HV, K, V, dtype=wide)
+        how, shard, B = over.how, over.shard, x.q.shape[0]
+        alone = _zeros(x, x.v.shape[3])
         if shard.before:
             of_state = self._backward(plan, x, y, grads, how, frozenset({"h0"}))["h0"]
             if of_state is not None:
-                alone = (of_state.mT if how.state_v_first else of_state)[:B].to(wide)
+                alone = (of_state.mT if how.state_v_first else of_state)[:B].to(alone.dtype)
         arrived = ranks.gathering(shard.op, shard.group, alone)
         if shard.after:
             behind = arrived()[shard.rank + 1:shard.rank + shard.after + 1][::-1]
@@ -170,13 +175,11 @@ class _Chain:
     def _left(self, x: Any, how: Scalars, shard: Shard) -> Tensor:
         """[B, HV, K, V]: the state that this rank's tokens of its last sequence leave to the rank behind,
         without what came from ranks before."""
-        B, HV, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
         if not shard.after:
-            wide = torch.promote_types(x.q.dtype, torch.float32)
-            return torch.zeros(B, HV, K, V, dtype=wide, device=x.q.device)
+            return _zeros(x, x.v.shape[3])
         h0 = x.h0
         if h0 is not None:
-            h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - B:]
+            h0 = None if shard.before and not shard.begin else h0[h0.shape[0] - x.q.shape[0]:]
         tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
                   for y, argument in zip(x, self.family.arguments.values(), strict=False)]
         left: Tensor = self._state_after(x._make([*tokens, h0, None]), how)
@@ -187,18 +190,17 @@ class _Chain:
         HV, K, K]; zeros where no rank asks. None where none can be asked."""
         if shard.size == 2:
             return None
-        (B, T, HV), K = x.v.shape[:3], x.q.shape[3]
+        K = x.q.shape[3]
         middle = shard.before and shard.after and not shard.begin
         if self.family.decays is not None:
             decays: Tensor = self.family.decays(x)
             return decays.exp() if middle else torch.zeros_like(decays)
-        wide = torch.promote_types(x.q.dtype, torch.float32)
         if not middle:
-            return torch.zeros(B, HV, K, K, dtype=wide, device=x.q.device)
+            return _zeros(x, K)
         # backward multiplies by its transpose, which asks for more digits than 16 bits have
         exact = x._make([y.float() if y is not None and y.dtype in SIXTEEN_BITS else y for y in x])
-        eye = torch.eye(K, dtype=wide, device=x.q.device).expand(B, HV, K, K)
-        return self._state_after(exact._replace(v=exact.v.new_zeros(B, T, HV, K), h0=eye, bounds=None),
+        eye = _zeros(x, K) + torch.eye(K, device=x.q.device)
+        return self._state_after(exact._replace(v=exact.v.new_zeros(*x.v.shape[:3], K), h0=eye, bounds=None),
                                  how._replace(state_v_first=False))
 
     def _state_after(self, x: Any, how: Scalars) -> Tensor:

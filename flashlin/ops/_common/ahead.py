@@ -45,7 +45,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of these threads
 def run(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], device: int, forward: Any) -> Any:
     """``function(plan, *arguments)``, for the first time with such arguments. device: the current one.
     forward: (operator, x, how), if this is an operator's forward."""
-    if cores() < 2 or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if cores() < 2 or capturing():
         return function(plan, *arguments)
     queue = Queue(device)
     try:
@@ -60,6 +60,11 @@ def run(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], de
     finally:
         queue.end()
     return made
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is captured here, whose memory is its own."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def cores() -> int:

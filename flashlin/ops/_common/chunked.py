@@ -37,7 +37,7 @@ from flashlin.ops._common.planned import (
     planned,
     wants_grad,
 )
-from flashlin.ops._common.seen import facts_of, see, seen
+from flashlin.ops._common.seen import Seen, facts_of, see, seen
 
 if TYPE_CHECKING:
     from flashlin.ops._common.ranks import Shard
@@ -106,8 +106,8 @@ class Chunked:
     def problem(self, x: Any, how: Scalars) -> Problem:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
-    def forward(self, plan: Plan, x: Any, how: Scalars) -> Any:
-        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how), self.operator)
+    def forward(self, plan: Plan, x: Any, how: Scalars, known: Seen | None = None) -> Any:
+        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how), self.operator, known)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
@@ -156,8 +156,6 @@ def run(
         ran: tuple[Tensor, Tensor | None] = across.run(family, request, tensors, out_dtype=out_dtype,
                                                        grouped=grouped, called=called)
         return ran
-    arguments = tuple(family.arguments.values())
-    q, k, v = tensors[:3]
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
     # values of cu_seqlens are no facts, and a shard's states come from others
@@ -166,6 +164,8 @@ def run(
     if (known := seen(facts, given)) is not None:
         o, ht = family.operator(*known)
         return o, ht if has_ht else None
+    arguments = tuple(family.arguments.values())
+    q, k, v = tensors[:3]
     has_ht, reverse = scalars.flag("output_final_state", has_ht), scalars.flag("reverse", reverse)
     state_v_first = scalars.flag("state_v_first", state_v_first)
     first = called.get("q", "q")
@@ -251,9 +251,8 @@ def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: st
     if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
         how = how._replace(out_dtype=out_dtype)
     if shard is None:
-        if not pads:
-            see(facts, plan, given, operands, how)
-        o, ht = family.operator(plan, operands, how)
+        known = None if pads else see(facts, plan, given, operands, how)
+        o, ht = family.operator(plan, operands, how, known)
     else:
         from flashlin.ops._common import across
         o, ht = across.operator(family)(plan, operands, across.Over(how, shard, how.needs_grad, how.call))

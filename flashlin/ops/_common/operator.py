@@ -35,7 +35,6 @@ Outputs = Sequence[Tensor | None]
 Kept = tuple[Outputs, Outputs]
 
 NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
-BESIDE = 3  # what _Eager.forward takes before the tensors
 TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str",
                          torch.dtype: "ScalarType"}
 SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
@@ -74,7 +73,8 @@ class Operator(Generic[X, S, Y]):
     tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may
         follow, and ``call: str``, whose first word is the op.
     returns: so many outputs go to the caller, and have gradients; backward may read the others.
-    forward(plan, x, how) -> outputs, by kernels.
+    forward(plan, x, how) -> outputs, by kernels. One that makes runs again (repeated.py) may get what is known
+        of x as a fourth argument: a Seen.
     kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of
         the same shape may stand in the place of a tensor.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
@@ -90,7 +90,7 @@ class Operator(Generic[X, S, Y]):
     outputs: Callable[..., Y]
     returns: int
     _: KW_ONLY
-    forward: Callable[[Plan, X, S], Outputs]
+    forward: Callable[..., Outputs]
     kept: Callable[[X, Y, S], Kept]
     backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients]
     traced: Traced[X, S, Y] | None = None
@@ -104,16 +104,16 @@ class Operator(Generic[X, S, Y]):
         if self.traced is not None:
             _Library(self, self.traced)
 
-    def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S) -> tuple[Any, ...]:
+    def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *seen: Any) -> tuple[Any, ...]:
         """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
-        output that there is not."""
+        output that there is not. seen: for ``forward``, of those operators whose forward takes it."""
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
         needs_grad = how.needs_grad  # type: ignore[attr-defined]  # Scalars end with it and with call
         if not (needs_grad or self.in_place or transformed()):
-            return tuple(self.forward(plan, self.tensors(*x), how)[: self.returns])
-        eager: tuple[Any, ...] = _Eager.apply(self, plan, how, *x)
+            return tuple(self.forward(plan, self.tensors(*x), how, *seen)[: self.returns])
+        eager: tuple[Any, ...] = _Eager.apply((self, plan, how, seen), *x)
         return eager
 
     def gradients(
@@ -172,10 +172,11 @@ def _differentiate_plainly(ctx: Any, saved: tuple[Tensor | None, ...], *given: T
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, operator: Operator[Any, Any, Any], plan: Plan, how: Any, *tensors: Tensor | None
+        ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]], *tensors: Tensor | None
     ) -> Any:
+        operator, plan, how, seen = call  # one argument: torch looks at each of them, forward and back
         x = operator.tensors(*tensors)
-        y = operator.forward(plan, x, how)
+        y = operator.forward(plan, x, how, *seen)
         if how.needs_grad:
             x_kept, y_kept = operator.kept(x, operator.outputs(*y), how)
             ctx.save_for_backward(*x_kept, *y_kept)
@@ -188,7 +189,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once(_who)
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
-        return *(None,) * BESIDE, *_gradients(ctx, saved, given, ctx.needs_input_grad[BESIDE:])
+        return None, *_gradients(ctx, saved, given, ctx.needs_input_grad[1:])
 
 
 class _Library(Generic[X, S, Y]):

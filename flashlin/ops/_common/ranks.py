@@ -6,6 +6,7 @@ other (``timeout``) is the group's affair.
 """
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 import zlib
@@ -56,7 +57,9 @@ class Shard(NamedTuple):
     begin: the row where its last sequence begins, 0 if that began before. bounds, bounds_cpu: the edges of
     its own sequences, None where each row of the batch is one. first: the number of its first sequence in the
     call. total: sequences of the call, 0 where nobody knows. whole: the call's edges, None where only the
-    rank's own are known.
+    rank's own are known. zigzag: where the caller's tokens are parts r and 2 size - 1 - r, one behind the
+    other, of 2 size parts of the row, and all else here speaks of parts 2 r and 2 r + 1: the order of the
+    caller's two, how many of them go to each rank, how many come from each, and the order of those.
     """
     op: str
     group: Any
@@ -70,6 +73,21 @@ class Shard(NamedTuple):
     first: int = 0
     total: int = 0
     whole: Tensor | None = None
+    zigzag: tuple[list[int], ...] = ()
+
+    @untraced
+    def there(self, x: Tensor | None, way: int = 1) -> Any:
+        """The rank's own tokens, of the caller's x [B, T, ...]; with way = -1 the other way round."""
+        if x is None or not self.zigzag:
+            return x
+        before, sent, came, after = self.zigzag[::way]
+        parts = x.unflatten(1, (2, -1))[0]
+        return exchanged(self, parts[before], sent, came)[after].flatten(0, 1)[None]
+
+    def back(self, x: Tensor) -> Tensor:
+        """The caller's tokens, of the rank's own."""
+        y: Tensor = self.there(x, -1)
+        return y
 
     def own(self, states: Tensor) -> Tensor:
         """The initial states of the rank's own sequences, of the call's."""
@@ -80,12 +98,10 @@ class Shard(NamedTuple):
     def share(self, states: Tensor, B: int) -> Tensor:
         """The call's final states [N, ...], of the rank's own: zeros for those that do not end here. B: rows
         of the batch."""
-        n = states.shape[0]
-        if self.after:
-            here = torch.arange(n, device=states.device) < n - B
-            states = torch.where(here.view(n, *[1] * (states.ndim - 1)), states, 0)
-        behind = max(self.total - self.first - n, 0)
-        return F.pad(states, [0, 0] * (states.ndim - 1) + [self.first, behind])
+        elsewhere = B if self.after else 0
+        n = states.shape[0] - elsewhere
+        behind = max(self.total - self.first - n, elsewhere)
+        return F.pad(states[:n], [0, 0] * (states.ndim - 1) + [self.first, behind])
 
     @untraced
     def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
@@ -127,6 +143,19 @@ def check_group(name: str, group: Any) -> None:
         raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: got a group without this process, need one of its own")
+
+
+@untraced
+def in_rows(cp_context: Any, process_group: Any, n: int) -> tuple[Any, int]:
+    """Of a call whose tokens are n rows each: a context that counts these, and how many ranks a
+    process_group has."""
+    check_ranks(cp_context, process_group)
+    if cp_context is None:
+        return None, dist.get_world_size(process_group)
+    counted = copy.copy(cp_context)
+    vars(counted).update({name: edges * n for name, edges in vars(cp_context).items()
+                          if name.startswith("cu_seqlens") and edges is not None})
+    return counted, 1
 
 
 @untraced
@@ -187,8 +216,9 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     """``shard_of`` a context that ``fla.ops.cp.build_cp_context`` has made; one without a group is of one
     rank."""
-    if getattr(context, "layout", "contiguous") != "contiguous":
-        raise ValueError(f"cp_context: got layout {context.layout!r}, need 'contiguous'")
+    layout = getattr(context, "layout", "contiguous")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f"cp_context: got layout {layout!r}, need 'contiguous' or 'zigzag'")
     if getattr(context, "pre_num_ranks_dev", None) is not None:
         raise ValueError("cp_context: got ranks counted on the device, need them on the host: there is no "
                          "capture of calls over several ranks")
@@ -198,9 +228,24 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     rank, size = dist.get_rank(context.group), dist.get_world_size(context.group)
     agree(op, context.group, (B, T, *sizes, x.element_size()), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
+    if layout == "zigzag":
+        begins = bounds.new_zeros(T + 1, dtype=torch.uint8).index_fill(0, bounds.long(), 1)[:T].view(2, -1)
+        begins[:, 0] = torch.tensor(context.is_first_by_part)
+        parts = torch.stack(gathering(op, context.group, begins)())
+        row = torch.cat([parts[:, 0], parts[:, 1].flip(0)]).flatten()
+        edges = F.pad(row.nonzero()[:, 0], (0, 1), value=row.numel())
+        return of_group(op, context.group, x, sizes, edges)._replace(zigzag=zigzag(rank, size))
     cpu = bounds.cpu() if cpu is None else cpu
     return Shard(op, context.group, rank, size, before=int(context.pre_num_ranks),
                  after=int(context.post_num_ranks), begin=int(cpu[-2]), bounds=bounds, bounds_cpu=cpu)
+
+
+def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
+    """``Shard.zigzag`` of a rank. What comes does in the order of ranks."""
+    last, ranks = 2 * size - 1, range(size)
+    to = [rank // 2, (last - rank) // 2]
+    of = [min(part, last - part) for part in (2 * rank, 2 * rank + 1)]
+    return [0, 1], [*map(to.count, ranks)], [*map(of.count, ranks)], [0, 1] if of == sorted(of) else [1, 0]
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:
@@ -245,31 +290,31 @@ def gathering(op: str, group: Any, x: Tensor) -> Callable[[], list[Tensor]]:
 
 
 class _Exchange(torch.autograd.Function):
-    """x [size, ...], whose slice r goes to rank r -> [size, ...], whose slice r comes from there. Its
-    gradient is the same exchange."""
+    """x [n, ...], of whose slices each rank gets as many as ``sent`` says, in order (None: one each) -> what
+    comes, as many of each rank as ``came`` says. Its gradient is the same exchange backwards."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, group: Any, x: Tensor) -> Tensor:
-        ctx.op, ctx.group = op, group
-        return _exchange(op, group, x)
+    def forward(ctx: Any, op: str, group: Any, x: Tensor, sent: list[int] | None,
+                came: list[int] | None) -> Tensor:
+        ctx.back = op, group, came, sent
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        if x.numel():
+            with answered(op, group):
+                # as bytes: not every backend knows every dtype
+                there, here = (t.view(len(t), -1).view(torch.uint8) for t in (x, y))
+                dist.all_to_all_single(here, there, came, sent, group=group)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, _Exchange.apply(ctx.op, ctx.group, grads[0])
+        op, group, *turned = ctx.back
+        return None, None, _Exchange.apply(op, group, grads[0], *turned), None, None
 
 
-def _exchange(op: str, group: Any, x: Tensor) -> Tensor:
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    if x.numel():
-        with answered(op, group):
-            # as bytes: not every backend knows every dtype
-            dist.all_to_all_single(y.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
-    return y
-
-
-def exchanged(shard: Shard, x: Tensor) -> Tensor:
-    y: Tensor = _Exchange.apply(shard.op, shard.group, x)
+def exchanged(shard: Shard, x: Tensor, sent: list[int] | None = None,
+              came: list[int] | None = None) -> Tensor:
+    y: Tensor = _Exchange.apply(shard.op, shard.group, x, sent, came)
     return y
 
 

@@ -44,7 +44,7 @@ from flashlin.ops._common.planned import (
 )
 from flashlin.ops._common.pool import taken
 from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
-from flashlin.ops._common.seen import facts_of, see, seen
+from flashlin.ops._common.seen import Seen, facts_of, see, seen
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
@@ -130,8 +130,7 @@ def run(
         x = _loadable(x, dot, how.needs_grad)
         if (dtype := dtype_as_planned(out_dtype, dot)) != out_dtype:
             how = how._replace(out_dtype=dtype)
-        see(facts, plan, given, x, how)
-        o, ht = OPERATOR(plan, x, how)
+        o, ht = OPERATOR(plan, x, how, see(facts, plan, given, x, how))
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -273,9 +272,9 @@ def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tens
     return torch.where(mine[sequence][None, :, None, None], o, 0)
 
 
-def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
+def _forward(plan: Plan, x: Inputs, how: Scalars, known: Seen | None = None) -> Any:
     return repeated.run(kernels("recurrent", "forward").run, plan, x, (how,),
-                        (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR)
+                        (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR, known)
 
 
 def _empty(x: Inputs, how: Scalars) -> Outputs:

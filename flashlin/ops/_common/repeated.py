@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from operator import or_
+from operator import itemgetter, or_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +25,24 @@ from flashlin.compat.direct import TENSORS, Compiled, current, possible, triton_
 from flashlin.guards.problem import Plan
 from flashlin.ops._common import ahead
 from flashlin.ops._common.ahead import MAKING
+from flashlin.ops._common.seen import Seen
 
 MOST = 4096  # runs that are kept, as many as plans
 ALIGNED = 16  # bytes that every buffer begins at a multiple of, which kernels may have been compiled for
 APART = 128  # bytes that scratch buffers begin at multiples of
+LOOKED_AT = frozenset((*TENSORS, NoneType))
 _address_of = torch.Tensor.data_ptr
 
 
 class Place(int):
-    """The number of a tensor: of the given ones, then the results, then scratch buffers."""
+    """The number of a tensor: of the given ones, then the results."""
 
 
 class Start(NamedTuple):
-    """compiled, on so many programs. values: its arguments, without the tensors. pointers: of each tensor
-    (which argument, which tensor, how many bytes from its beginning)."""
-    compiled: Compiled
-    programs: int
-    values: tuple[Any, ...]
-    pointers: tuple[tuple[int, Place, int], ...]
+    """run: Triton's launcher of a compiled kernel. arguments: takes what it is called with out of all that
+    the recipe's starts are called with."""
+    run: Callable[..., None]
+    arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
 class Write(NamedTuple):
@@ -52,14 +53,16 @@ class Write(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. results:
-    sizes and dtypes of the buffers that torch is to see. scratch: where the others are in one of ``size``
-    bytes. returned: what is, with places for tensors."""
+    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. made:
+    tensors like the buffers to make, of one element each, since torch makes a tensor like another in half
+    the time: those that torch is to see, and the last, if there is scratch, for all of that. inside: other
+    addresses that kernels get (so many bytes from the beginning of which buffer). numbers: what they get
+    beside addresses. returned: what is, with places for tensors."""
     plan: Plan
     compiled: tuple[Compiled, ...]
-    results: tuple[tuple[torch.Size, torch.dtype], ...]
-    scratch: tuple[int, ...]
-    size: int
+    made: tuple[Tensor, ...]
+    inside: tuple[tuple[int, int], ...]
+    numbers: tuple[Any, ...]
     steps: tuple[Start | Write, ...]
     returned: Any
 
@@ -69,10 +72,11 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 
 
 def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-        arguments: tuple[Any, ...], forward_of: Any = None) -> Any:
+        arguments: tuple[Any, ...], forward_of: Any = None, known: Seen | None = None) -> Any:
     """``function(plan, *arguments)``. tensors: all that are among the arguments. others: whatever else is
-    there. forward_of: the Operator, if this is its forward."""
-    if (found := _facts(function, plan, tensors, others)) is None:
+    there. forward_of: the Operator, if this is its forward. known: what these tensors are those of a call
+    of."""
+    if (found := _facts(function, plan, tensors, others, known)) is None:
         return function(plan, *arguments)
     facts, addresses, device = found
     recipe = _recipes.get(facts)
@@ -82,10 +86,10 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
             if made is not None:
                 return made
         _recipes.pop(facts, None)
-    elif recipe is False:
+    elif recipe is False and not ahead.capturing():  # a recipe keeps memory
         made, _recipes[facts] = _watched(function, plan, tensors, addresses, arguments)
         return made
-    elif facts not in _recipes:
+    elif facts not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
         if len(_recipes) >= MOST:
             _recipes.clear()
         _recipes[facts] = False
@@ -93,50 +97,47 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
     return function(plan, *arguments)
 
 
-def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
-           others: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
+           known: Seen | None = None) -> tuple[Any, list[int], int] | None:
     """What decides what a run does, the tensors' addresses (0 for None), and the current device; None for a
     run that has to be an ordinary one."""
     if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
         return None
     device = triton_module().runtime.driver.active.get_current_device()
-    facts, addresses = list[Any](), list[int]()
-    for x in tensors:
-        if x is None:
-            facts.append(None)
-            addresses.append(0)
-            continue
-        address, on = x.data_ptr(), x.device
-        if not address or type(x) not in TENSORS or on.index not in (None, device):  # one of nothing has none
-            return None
-        look = x.dtype, x.shape, x.stride(), on, address % ALIGNED
-        same = addresses.index(address) if address in addresses else None
-        if same is not None and facts[same][0] != look:  # nobody could tell later which of the two was meant
-            return None
-        facts.append((look, same))
-        addresses.append(address)
-    return (function, id(plan), others, torch.get_float32_matmul_precision(), *facts), addresses, device
+    types = [*map(type, tensors)]
+    if not LOOKED_AT.issuperset(types):
+        return None
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    begins = [address for address in addresses if address]
+    if len(begins) < len(types) - types.count(NoneType):  # a tensor of nothing has no address
+        return None
+    looks: tuple[Any, ...] = (known,)
+    same = None
+    if (shared := len(set(begins)) < len(begins)) or known is None:
+        looks = *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors],
+    if shared:
+        same = tuple(map(addresses.index, addresses))
+        if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
+            return None  # nobody could tell later which of the two was meant
+    apart = reduce(or_, begins, 0) % ALIGNED  # 0 where all are aligned, as nearly always
+    return ((function, id(plan), others, torch.get_float32_matmul_precision(), device, same,
+             apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, device)
 
 
 def _again(recipe: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:
     """What the run returns; None, and nothing done, where memory is not where kernels expect it."""
-    on = next(x for x in tensors if x is not None).device
-    results = [torch.empty(size, dtype=dtype, device=on) for size, dtype in recipe.results]
-    addresses += map(_address_of, results)
-    if recipe.size:
-        room = torch.empty(recipe.size, dtype=torch.uint8, device=on)
-        begin = room.data_ptr()
-        addresses += [begin + offset for offset in recipe.scratch]
-    if reduce(or_, addresses[len(tensors):], 0) % ALIGNED:
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in recipe.made]
+    begins = [*map(_address_of, made)]
+    if reduce(or_, begins, 0) % ALIGNED:
         return None
-    there = (*tensors, *results)
-    stream = triton_module().runtime.driver.active.get_current_stream(device)
+    every: list[Any] = addresses + begins
+    every += [every[at] + beyond for at, beyond in recipe.inside]
+    every.append(triton_module().runtime.driver.active.get_current_stream(device))
+    every += recipe.numbers
+    there = (*tensors, *made)
     for step in recipe.steps:
         if isinstance(step, Start):
-            compiled, values = step.compiled, list(step.values)
-            for at, place, beyond in step.pointers:
-                values[at] = addresses[place] + beyond
-            compiled.run(step.programs, 1, 1, stream, *compiled.known, *values)
+            step.run(*step.arguments(every))
         else:
             step.function(*_put(there, step.arguments), **_put(there, step.keywords))
     return _put(there, recipe.returned)
@@ -220,7 +221,8 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     def placed(x: Any) -> Any:
         return number[_look(x)] if isinstance(x, Tensor) else x
 
-    def pointer(x: Tensor) -> tuple[Place, int]:
+    def pointer(x: Tensor) -> tuple[int, int]:
+        """Which buffer, of those that a run makes, and how many bytes from its beginning."""
         address, owners = x.data_ptr(), stored[_storage_of(x)]
         if address in begins:
             return begins[address], 0
@@ -228,31 +230,42 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
             raise KeyError(address)
         owner = every[owners[0]]
         assert owner is not None
-        return Place(owners[0]), address - owner.data_ptr()
+        beyond = address - owner.data_ptr()
+        return (owners[0], beyond) if owners[0] < room else (room, offsets[owners[0] - room] + beyond)
 
-    steps = list[Start | Write]()
+    if not all(x.is_contiguous() for x in results) or any(x.data_ptr() % ALIGNED for x in watch.buffers):
+        return None
+    room, offsets, size = len(tensors) + len(results), list[int](), 0
+    for x in scratch:
+        offsets.append(size)
+        size += -(-x.untyped_storage().nbytes() // APART) * APART
+    made_like = [(x.shape, x.dtype) for x in results] + ([(torch.Size([size]), torch.uint8)] if size else [])
+    started = [step for step in watch.steps if not isinstance(step, Write)]
+    if any(used is None for used, _, _ in started):
+        return None
+    buffers = [(at, 0) for at in range(len(tensors) + len(made_like))]
+    pointers = [pointer(x) for *_, values in started for x in values if isinstance(x, Tensor) and x.data_ptr()]
+    places = {place: at for at, place in enumerate(dict.fromkeys(buffers + pointers))}
+    stream, numbers, steps = len(places), list[Any](), list[Start | Write]()
+
+    def taken(x: Any) -> int:
+        if isinstance(x, Tensor) and x.data_ptr():
+            return places[pointer(x)]
+        numbers.append(0 if isinstance(x, Tensor) else x)  # a tensor of nothing has no address
+        return stream + len(numbers)
+
     for step in watch.steps:
         if isinstance(step, Write):
             steps.append(Write(step.function, tree_map(placed, step.arguments),
                                tree_map(placed, step.keywords)))
-            continue
-        used, programs, values = step
-        if used is None:
-            return None
-        # a tensor of nothing has no address, and stays a 0
-        pointers = [(at, *pointer(x)) for at, x in enumerate(values)
-                    if isinstance(x, Tensor) and x.data_ptr()]
-        steps.append(Start(used, programs, tuple([0 if isinstance(x, Tensor) else x for x in values]),
-                           tuple(pointers)))
-    if not all(x.is_contiguous() for x in results) or any(x.data_ptr() % ALIGNED for x in watch.buffers):
-        return None
-    offsets, size = [], 0
-    for x in scratch:
-        offsets.append(size)
-        size += -(-x.untyped_storage().nbytes() // APART) * APART
-    compiled = tuple([step.compiled for step in steps if isinstance(step, Start)])
-    places: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
+        else:
+            used, programs, values = step
+            found = *map(taken, (programs, 1, 1)), stream, *map(taken, (*used.known, *values))
+            steps.append(Start(used.run, itemgetter(*found)))
+    returning: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
     if isinstance(returned, dict):
-        places = dict(zip(returned, places, strict=True))
-    return Recipe(plan, compiled, tuple([(x.shape, x.dtype) for x in results]), tuple(offsets), size,
-                  tuple(steps), places)
+        returning = dict(zip(returned, returning, strict=True))
+    on = next(x for x in tensors if x is not None).device
+    like = [torch.empty((), dtype=dtype, device=on).expand(shape) for shape, dtype in made_like]
+    return Recipe(plan, tuple([used for used, _, _ in started]), tuple(like),
+                  tuple(places)[len(buffers):], tuple(numbers), tuple(steps), returning)

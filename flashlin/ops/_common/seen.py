@@ -5,7 +5,8 @@ settings and on tables of verdicts, too."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ MOST = 4096  # calls that are kept, as many as plans
 _seen: dict[Any, Seen] = {}
 
 
-class Seen(NamedTuple):
-    """problem: what to plan. how: the scalars beside the tensors. copied: which tensors do not go to the
-    kernels as they come, and the dtype of the contiguous copies that do."""
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Calls with some facts; no two are equal, so it stands for its facts. problem: what to plan. how: the
+    scalars beside the tensors. copied: which tensors do not go to the kernels as they come, and the dtype of
+    the contiguous copies that do."""
     problem: Problem
     how: Any
     copied: tuple[tuple[int, torch.dtype], ...]
@@ -35,16 +38,18 @@ def facts_of(tensors: Sequence[Any], *others: Any) -> Any:
     try:
         found = [None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
                  for x in tensors if x is None or (type(x) in TENSORS and x.layout is torch.strided)]
-        facts = torch.is_grad_enabled(), *found, *others, *map(type, others)
-        hash(facts)
+        hash(others)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
         return None
-    return facts if len(found) == len(tensors) else None
+    if len(found) < len(tensors):
+        return None
+    return torch.is_grad_enabled(), *found, *others, *map(type, others)
 
 
-def seen(facts: Any, given: Sequence[Tensor | None]) -> tuple[Plan, Sequence[Tensor | None], Any] | None:
-    """(plan, tensors as kernels take them, scalars beside them) of a call with such facts, unless it is the
-    first one, or is planned another way now."""
+def seen(facts: Any,
+         given: Sequence[Tensor | None]) -> tuple[Plan, Sequence[Tensor | None], Any, Seen] | None:
+    """(plan, tensors as kernels take them, scalars beside them, what is known) of a call with such facts,
+    unless it is the first one, or is planned another way now."""
     known = None if facts is None else _seen.get(facts)
     if known is None or given[0] is None:
         return None
@@ -52,22 +57,23 @@ def seen(facts: Any, given: Sequence[Tensor | None]) -> tuple[Plan, Sequence[Ten
     if plan.path != "triton" or plan.problem.dot != "native":
         return None
     if not known.copied:
-        return plan, given, known.how
+        return plan, given, known.how, known
     taken: list[Any] = list(given)
     for at, dtype in known.copied:
         taken[at] = taken[at].to(dtype).contiguous()
-    return plan, taken, known.how
+    return plan, taken, known.how, known
 
 
 def see(facts: Any, plan: Plan | None, given: Sequence[Tensor | None], taken: Sequence[Tensor | None],
-        how: Any) -> None:
-    """A call with such facts is about to start its kernels. taken: the given tensors, of which some were cast
-    or made contiguous, and nothing else was done to any. Where a remedy changes what kernels compute in,
-    another plan may not."""
+        how: Any) -> Seen | None:
+    """What is known from now on of calls with such facts, one of which is about to start its kernels. taken:
+    the given tensors, of which some were cast or made contiguous, and nothing else was done to any. Where a
+    remedy changes what kernels compute in, another plan may not."""
     if facts is None or plan is None or plan.problem.dot != "native":
-        return
+        return None
     if len(_seen) >= MOST:
         _seen.clear()
     pairs = enumerate(zip(given, taken, strict=True))
-    _seen[facts] = Seen(plan.asked, how, tuple([(at, y.dtype) for at, (x, y) in pairs
-                                                if y is not None and y is not x]))
+    known = _seen[facts] = Seen(plan.asked, how, tuple([(at, y.dtype) for at, (x, y) in pairs
+                                                        if y is not None and y is not x]))
+    return known
