@@ -19,9 +19,10 @@ LONG = (64, 32)  # tokens of chunks that may be halved where something spills
 # Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
 # way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
 # those that carry states on one after the other. Fastest is as many parts that both take as long: of n chunks
-# the root of n times the ratio of what they cost (on an H200 4 microseconds beside 0.3, 6 beside 2).
-PROGRAMS, WORTH, LEAST = 2, 3, 8 * BLOCK
-BY_DECAY, BY_TRANSFER = 13, 3
+# the root of n times the ratio of what they cost (on an H200 4 microseconds beside 0.3, 3.5 beside 7;
+# benchmarks/results/parts-*).
+PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
+BY_DECAY, BY_TRANSFER = 13.0, 0.5
 # Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
 CARRIED, STRIP = 64, 16
 
@@ -78,10 +79,11 @@ def tf32_copies(bytes_each: int, target: Target) -> int:
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
-def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> int:
+def part_length(problem: Problem, target: Target, strips: int, ratio: float, worth: int = WORTH) -> int:
     """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
-    programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. Of packed sequences nobody knows which are
-    long, so what counts is how many tokens there are."""
+    programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. worth: fewer parts gain nothing. Of packed
+    sequences nobody knows which are long, so what counts is how many tokens there are; those of several are
+    twice as long, since one that is cut in two takes as long as before: two passes, one after the other."""
     if problem.invariant or problem.batch_part or PARTS in problem.avoid:
         return 0
     parts = forced_parts
@@ -89,9 +91,11 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: int) -> in
         programs = problem.H * strips * (1 if problem.varlen else problem.N)
         # not on AMD: what is started there has run in a trial, whose sequences are too short to be split
         room = PROGRAMS * target.sms // max(programs, 1) if target.backend == "cuda" else 0
-        parts = min(room, problem.T // LEAST, isqrt(ratio * problem.T // BLOCK))
-        if parts < WORTH:
+        parts = min(room, problem.T // LEAST, isqrt(int(ratio * problem.T / BLOCK)))
+        if parts < worth:
             return 0
+        if problem.varlen and problem.N > 1:
+            parts = max(WORTH, parts // 2)
     length = -(-problem.T // (parts * BLOCK)) * BLOCK
     return length if length < problem.T else 0
 

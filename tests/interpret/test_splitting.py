@@ -112,10 +112,11 @@ def lengths(op: str, T: int, H: int, machine: str = "triton=3.6.0,sm=90", **more
 
 @pytest.mark.parametrize(("op", "T", "H", "parts"), [
     ("chunk_simple_gla", 32768, 8, 16), ("chunk_gated_delta_rule", 32768, 8, 16),  # two programs an SM
-    ("chunk_simple_gla", 8192, 2, 16), ("chunk_kda", 8192, 2, 16),  # 512 tokens each
-    ("chunk_simple_gla", 32768, 1, 64), ("chunk_gla", 32768, 1, 64),
-    ("chunk_gated_delta_rule", 32768, 1, 37),  # carrying takes as long as walking
-    ("chunk_gla", 8192, 32, 4), ("chunk_gla", 8192, 64, 1), ("chunk_gla", 1024, 2, 1)])
+    ("chunk_simple_gla", 8192, 2, 32), ("chunk_gla", 1024, 2, 4),  # 256 tokens each
+    ("chunk_simple_gla", 32768, 1, 74), ("chunk_gla", 32768, 1, 74),
+    ("chunk_gated_delta_rule", 32768, 1, 16), ("chunk_kda", 8192, 2, 8),  # carrying takes as long as walking
+    ("chunk_gla", 8192, 32, 4), ("chunk_gla", 8192, 64, 1), ("chunk_gla", 512, 2, 1),
+    ("chunk_gated_delta_rule", 8192, 32, 4), ("chunk_kda", 8192, 32, 4)])
 def test_parts_fill_the_card(op: str, T: int, H: int, parts: int) -> None:
     length = lengths(op, T, H)
     assert -(-T // length) == parts if parts > 1 else length == 0
@@ -125,6 +126,10 @@ def test_what_is_not_split() -> None:
     assert lengths("chunk_gla", 8192, 8) > 0
     assert lengths("chunk_gla", 8192, 8, B=8, N=8) == 0  # a full card
     assert lengths("chunk_gla", 8192, 8, "triton=3.6.0,sm=90,sms=20") == 0  # a small one
-    assert lengths("chunk_gla", 8192, 8, N=40, varlen=True) > 0  # of which one may be long
+    assert lengths("chunk_gla", 8192, 8, N=40, varlen=True) == 1024  # of which one may be long
+    assert lengths("chunk_gla", 8192, 8, varlen=True) == 512
+    # forward of KDA alone has little to gain
+    kda = {"options": frozenset({"beta"}), "needs_grad": False}
+    assert lengths("chunk_kda", 8192, 32, **kda) == 0 < lengths("chunk_kda", 8192, 16, **kda)
     problem = flashlin.Problem("chunk_gla", "gla", "chunk", 1, 8192, 8, 128, 128, 1, "bfloat16")
     assert dispatch.plan(problem, parse("triton=3.6.0,sm=90"), Policy(invariant=True)).part == 0

@@ -14,6 +14,7 @@ from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    WORTH,
     calm,
     carry_launch,
     dot_traits,
@@ -114,7 +115,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
              least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target)]
-    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
+    # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
+    worth = WORTH if two or problem.needs_grad else 2 * WORTH
+    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
     single = scan._replace(num_stages=1)
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
