@@ -33,8 +33,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
     Raises KeyError for a family that has no record.
     """
     family = FAMILIES[problem.family]
-    asked, steps = problem._replace(invariant=policy.invariant), list[tuple[Reason, str]]()
-    problem = asked
+    asked = problem._replace(invariant=policy.invariant, trial=policy.canary == "trial")
+    problem, steps = asked, list[tuple[Reason, str]]()
     while True:
         if problem.path == "torch":  # none of the limits of a kernel applies
             return Plan(asked, problem, target, (), tuple(steps))

@@ -25,6 +25,7 @@ from pathlib import Path
 from flashlin import dispatch
 from flashlin.diagnostics.quick import watch
 from flashlin.guards import proven
+from flashlin.kernels.configs import is_hopper
 from flashlin.policy import Policy, settings
 from flashlin.testing.compile import NOT_TRIED, Job, Result, compiling
 from flashlin.testing.environments import torch_environment, triton_environment
@@ -113,13 +114,16 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
             except Exception as error:  # a call that breaks while it is planned is this row's result
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             own = [plan for plan in made.plans if plan.asked.op == call.op]
-            # what nobody has run there is planned as plain torch, and compiled nevertheless
-            if target.backend == "hip" and target.triton:
+            # what nobody has run there is compiled nevertheless: all of AMD's, which is planned as plain
+            # torch, and some of Hopper's, beside which there are other kernels
+            tried = made
+            if target.triton and (target.backend == "hip" or is_hopper(target)):
                 with settings(canary="trial"):
-                    made = seen(call, target)
-            ids = {identity(launch): launch for launch in made.launches}
-            launches.update(ids)
-            shared.update({(name, card.name): launch.shared for name, launch in ids.items()})
+                    tried = seen(call, target)
+            every = {identity(launch): launch for one in (made, tried) for launch in one.launches}
+            ids = [identity(launch) for launch in (tried if target.backend == "hip" else made).launches]
+            launches.update(every)
+            shared.update({(name, card.name): launch.shared for name, launch in every.items()})
             steps = [(reason, remedy) for plan in own for reason, remedy in plan.steps if reason.forced]
             refused = [str(reason) for plan in own for reason in plan.refused]
             outcomes.append(Outcome(

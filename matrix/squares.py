@@ -57,9 +57,9 @@ class Planned:
 
     @property
     def places(self) -> list[tuple[str, str]]:
-        """Each launch with each card that it would be compiled for."""
-        return list(dict.fromkeys((launch, outcome.card) for outcome in self.outcomes
-                                  for launch in outcome.launches))
+        """Each launch with each card that it is compiled for, be it that no plan leads there before it has
+        run."""
+        return list(self.shared)
 
     def beside(self, other: Planned) -> Planned:
         """Both, for what is compiled."""

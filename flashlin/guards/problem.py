@@ -23,6 +23,7 @@ def dtype_name(given: object) -> str:
 
 
 PARTS = "parts"  # in Problem.avoid: sequences stay whole
+OVERLAPPED = "overlapped"  # a trait: loads, products and stores run beside each other
 
 
 class Problem(NamedTuple):
@@ -33,9 +34,10 @@ class Problem(NamedTuple):
     torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
     rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
     candidates that have one; ``PARTS``: they split no sequence. invariant: nothing may depend on how many
-    sequences there are, or how long they are. given: set where the kernel is a user's own (``shield``); then B
-    and N are its batch, and T, H, K, V say nothing. ranks: how many share each sequence, of which each has T
-    tokens; over: what they divide between them, ``heads`` or ``tokens``, and ``""`` until the plan decides.
+    sequences there are, or how long they are; trial: what nobody has run may be started. given: set where the
+    kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V say nothing. ranks: how
+    many share each sequence, of which each has T tokens; over: what they divide between them, ``heads`` or
+    ``tokens``, and ``""`` until the plan decides.
     """
     op: str
     family: str
@@ -57,6 +59,7 @@ class Problem(NamedTuple):
     avoid: frozenset[str] = frozenset()
     given: Given | None = None
     invariant: bool = False
+    trial: bool = False
     ranks: int = 1
     over: str = ""
 

@@ -10,12 +10,14 @@ chunks; outputs are written on the way, so nothing but q, k, v and o moves. Diff
 exp, so no factor exceeds a decay.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import OVERLAPPED, Launch, Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
@@ -117,7 +119,8 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
         o, ht, _ = recurrent.run(plan, TokenByToken(**x._asdict()), ("v_first",) if how.state_v_first else (),
                                  how.scale, how.has_ht, how.out_dtype)
         return o, ht
-    batch, launch = Batch(plan, x), plan.launch("simple_gla_scan")
+    overlapped = any(OVERLAPPED in launch.traits for launch in plan.launches)
+    batch, launch = Batch(plan, x), plan.launch("simple_gla_overlapped" if overlapped else "simple_gla_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
@@ -127,6 +130,23 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
-        start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(
-            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+        if overlapped:
+            start_overlapped(launch, part["parts"] * batch.HV * strips, constants, how.has_ht, part)
+        else:
+            start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(
+                constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht
+
+
+def start_overlapped(launch: Launch, programs: int, constants: dict[str, Any], has_ht: bool,
+                     part: dict[str, Any]) -> None:
+    """``overlapping.py``'s scan in place of simple_gla_scan."""
+    from flashlin.kernels.simple_gla.overlapping import simple_gla_overlapped
+    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP")}
+    start(launch, simple_gla_overlapped, programs, dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
+          {**part, **{name: aligned(part[name]) for name in "qkv"}})
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of what does not begin where a descriptor can."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
+from flashlin.guards import proven
 from flashlin.guards.family import Op, Sizes, over_heads
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, is_hopper, over_k, over_v, padded
+from flashlin.guards.problem import OVERLAPPED, Launch, Problem
+from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
@@ -17,6 +18,7 @@ from flashlin.kernels.scans import (
     dot_traits,
     fitting,
     least_spilled,
+    numbered,
     operand_bytes,
     over_tokens,
     part_length,
@@ -41,6 +43,8 @@ OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
 OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
              4: (Strip(32, 16, 4), Strip(16, 16, 4))}
 ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and three cards with 3.2.0)
+# Of the scan in Gluon: chunks under way (benchmarks/results/overlapping-*); the first release that can.
+STAGES, OVERLAPS = 3, (3, 6)
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -71,7 +75,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if problem.mode == "fused_recurrent":
         kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
     else:
-        kernels = [*split, scan("simple_gla_scan", wide)]
+        kernels = [*split, _overlapped(problem, target, part) or scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
         # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
         walking = wide
@@ -88,6 +92,23 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if gated and (problem.needs_grad or problem.mode == "chunk"):
         kernels.insert(0, cumsum_launch(problem))
     return tuple(kernels)
+
+
+def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
+    """The forward scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
+    waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run."""
+    K, V, BT, BV = problem.K, problem.V, BLOCK, 64
+    if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
+            or problem.max_warps < 4 or problem.varlen or problem.invariant or problem.T % BT or not problem.T
+            or K not in (64, 128) or V % BV):
+        return None
+    shared = 2 * (STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
+    tile = (("BT", BT), ("BK", K), ("BV", BV), ("STAGES", STAGES))
+    launch = Launch("simple_gla_overlapped", (numbered(problem, part) * problem.H * (V // BV),), 4, 1, tile,
+                  shared, BT * problem.H * max(K, V),
+                  frozenset({OVERLAPPED}) | dot_traits(problem) & {"bf16"}, part)
+    runs = problem.trial or proven.has_run(launch.config, (problem.op,), problem.dtype, target)
+    return launch if runs else None
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:

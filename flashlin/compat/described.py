@@ -1,0 +1,47 @@
+"""Gluon kernels that read and write tensors by descriptors (TMA, on Hopper), handled like any other."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix of the kernel's ``rows``,
+# and rows and columns of the block that is moved at a time.
+Block = Callable[[Mapping[str, Any]], tuple[int, int, int]]
+
+
+def described(**blocks: Block) -> Callable[[Any], Described]:
+    """Decorates ``@gluon.jit``: these parameters are descriptors."""
+    return partial(Described, blocks)
+
+
+class Described:
+    """A jitted function of Gluon's, to start and to compile with tensors where it has descriptors: those are
+    made as it starts. Of a tensor whose memory does not begin at a multiple of 16 bytes there is none."""
+
+    def __init__(self, blocks: Mapping[str, Block], kernel: Any) -> None:
+        self.blocks, self.kernel = blocks, kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *values, **options: self.kernel[grid](*self._described(values, options), **options)
+
+    def warmup(self, *values: Any, **options: Any) -> Any:
+        return self.kernel.warmup(*self._described(values, options), **options)
+
+    def _described(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+        given = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}
+
+        def described(name: str, x: Any) -> Any:
+            if name not in self.blocks:
+                return x
+            columns, *block = self.blocks[name](given)
+            dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
+            columns = max(columns, block[1])  # where sizes are made up, to compile
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            return TensorDescriptor(x, [given["rows"], columns], [columns, 1], block, layout)
+        return [described(name, x) for name, x in zip(self.kernel.arg_names, values, strict=False)]

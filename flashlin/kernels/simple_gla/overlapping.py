@@ -1,0 +1,196 @@
+"""The forward scan of ``forward.py`` for Hopper, in which loads, products and stores overlap. Imported only
+where a plan names its kernel, since Gluon came with Triton 3.5.
+
+Plain Triton waits for every product before the next one. Here a warp of its own loads q, k and v of the next
+chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} v is made, the
+state's update runs beside (q k^T) v, and o is stored behind the next chunk. It takes whole chunks of dense
+sequences (``recipe.py``); benchmarks/results/overlapping-* has what that gains.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlin.compat.described import described
+
+
+@gluon.jit
+def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks,
+         BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads: chunk i goes to slot i % STAGES, once that is empty again."""
+    for i in range(chunks):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * BT * (2 * BK + BV))
+        tma.async_copy_global_to_shared(q, [row0 + i * BT, qk_column], bar, ring_q.index(slot))
+        tma.async_copy_global_to_shared(k, [row0 + i * BT, qk_column], bar, ring_k.index(slot))
+        tma.async_copy_global_to_shared(v, [row0 + i * BT, v_column], bar, ring_v.index(slot))
+
+
+@gluon.jit
+def state_offsets(nh, v0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+                  V_FIRST: gl.constexpr):
+    """Offsets of a [BK, BV] tile of state nh, K = BK, stored [K, V] or, with V_FIRST, [V, K]."""
+    rows = gl.arange(0, BK, gl.SliceLayout(1, layout))
+    columns = v0 + gl.arange(0, BV, gl.SliceLayout(0, layout))
+    if V_FIRST:
+        inside = rows[:, None] + columns[None, :] * BK
+    else:
+        inside = rows[:, None] * V + columns[None, :]
+    return nh.to(gl.int64) * (BK * V) + inside
+
+
+@gluon.jit
+def factors(of_row, of_column, of_written, total, causal, scale):
+    """Of sums of decays in two layouts: scale 2^{G_i - G_j}, 0 where not causal; 2^{G_L - G_j}; 2^{G_L}."""
+    decay = gl.exp2(gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))) * scale
+    return decay, gl.exp2(total - of_written), gl.exp2(total)
+
+
+@gluon.jit
+def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, full, empty, entering, leaving,
+             row0, v0, v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
+             BV: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
+             V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """The four warps that multiply. line: where in G the program's rows begin; rate: its head's decay, to
+    base 2; entering, leaving: numbers of states, the second negative where nobody asks for that."""
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    dtype: gl.constexpr = s_h.dtype
+    rows = gl.arange(0, BT, gl.SliceLayout(1, of_scores))
+    columns = gl.arange(0, BT, gl.SliceLayout(0, of_scores))
+    causal = rows[:, None] >= columns[None, :]
+    written = gl.arange(0, BT, gl.SliceLayout(1, of_state))
+    if HAS_H0:
+        h = gl.load(h0 + state_offsets(entering, v0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        h = gl.zeros([BK, BV], gl.float32, of_state)
+    none = gl.zeros([BT, BT], gl.float32, of_scores)
+    nothing = gl.zeros([BT, BV], gl.float32, of_state)
+    if DECAY == 1:
+        of_row = rate * (rows + 1).to(gl.float32)
+        of_column = rate * (columns + 1).to(gl.float32)
+        of_written = rate * (written + 1).to(gl.float32)
+        decay, to_end, kept = factors(of_row, of_column, of_written, rate * BT, causal, scale)
+        read = gl.exp2(of_written) * scale
+    for i in range(chunks):
+        slot = i % STAGES
+        s_h.store(h.to(dtype))
+        fence_async_shared()
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        b_k = ring_k.index(slot)
+        scores = warpgroup_mma(ring_q.index(slot), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        out = warpgroup_mma(ring_q.index(slot), s_h, nothing, use_acc=False, is_async=True)
+        if DECAY == 0:
+            h = warpgroup_mma(b_k.permute((1, 0)), ring_v.index(slot), h, is_async=True)
+            scores = warpgroup_mma_wait(2, [scores])
+            weights = gl.where(causal, scores * scale, 0.0)
+            out = warpgroup_mma_wait(1, [out]) * scale
+        else:
+            if DECAY == 2:
+                of_row = gl.load(G + line + i * BT + rows)
+                of_column = gl.load(G + line + i * BT + columns)
+                of_written = gl.load(G + line + i * BT + written)
+                total = gl.load(G + line + i * BT + BT - 1)
+                decay, to_end, kept = factors(of_row, of_column, of_written, total, causal, scale)
+                read = gl.exp2(of_written) * scale
+            s_w.store((ring_v.index(slot).load(of_state).to(gl.float32) * to_end[:, None]).to(dtype))
+            h = h * kept
+            fence_async_shared()
+            scores = warpgroup_mma_wait(1, [scores])
+            weights = scores * decay
+            out = warpgroup_mma_wait(0, [out]) * read[:, None]
+            h = warpgroup_mma(b_k.permute((1, 0)), s_w, h, is_async=True)
+        weights = gl.convert_layout(weights.to(dtype), left)
+        out = warpgroup_mma(weights, ring_v.index(slot), out, is_async=True)
+        out, h = warpgroup_mma_wait(0, [out, h])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)
+        s_o.store(out.to(s_o.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o, [row0 + i * BT, v_column], s_o)
+    tma.store_wait(0)
+    if HAS_HT:
+        if leaving >= 0:
+            gl.store(ht + state_offsets(leaving, v0, of_state, BK, V, BV, V_FIRST), h)
+
+
+@described(
+    q=lambda x: (x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]),
+    k=lambda x: (x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]),
+    v=lambda x: (x["H"] * x["V"], x["BT"], x["BV"]),
+    o=lambda x: (x["H"] * x["V"], x["BT"], x["BV"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
+def simple_gla_overlapped(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    v,  # [rows, H, V]
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    o,  # [rows, H, V]
+    ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
+    scale,
+    T,  # tokens of a sequence, a multiple of BT
+    H,  # heads
+    R,  # elements of a line
+    L,  # tokens of a part
+    rows,  # of the batch
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    DECAY: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    HAS_HT: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """o and ht, as simple_gla_scan; BK is K. A program: BV columns of one head's state."""
+    NV: gl.constexpr = V // BV
+    dtype: gl.constexpr = q.dtype
+    program = gl.program_id(0)
+    v0 = program % NV * BV
+    own = program // NV
+    i_h = own % H
+    i_p = own // H
+    parts = gl.maximum((T - 1) // L + 1, 1)
+    n = i_p // parts
+    i_part = i_p % parts
+    row0 = n * T + i_part * L
+    chunks = gl.minimum(T - i_part * L, L) // BT
+    leaving = gl.where(i_part == parts - 1, n * H + i_h, -1)
+    line = i_h.to(gl.int64) * R + row0
+    rate = 0.0
+    if DECAY == 1:
+        rate = gl.load(gamma + i_h).to(gl.float32) * 1.4426950408889634
+    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_v = gl.allocate_shared_memory(dtype, [STAGES, BT, BV], v.layout)
+    s_o = gl.allocate_shared_memory(o.dtype, [BT, BV], o.layout)
+    s_w = gl.allocate_shared_memory(dtype, [BT, BV], v.layout)
+    s_h = gl.allocate_shared_memory(dtype, [BK, BV], v.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()
+    qk_column = i_h // GROUP * BK
+    v_column = i_h * V + v0
+    gl.warp_specialize(
+        [(multiply, (o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, full, empty, own,
+                     leaving, row0, v0, v_column, chunks, scale, BT, BK, V, BV, DECAY, HAS_H0, HAS_HT,
+                     V_FIRST, STAGES)),
+         (load, (q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks, BT, BK, BV,
+                 STAGES))],
+        [1], [24])
