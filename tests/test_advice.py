@@ -238,6 +238,13 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         EVERY,
     ),
+    "a driver too old for every torch": (
+        World(("H100",), "2.13.0+cpu", "3.7.1", driver="470.57.02"),
+        "degraded",
+        "",
+        "degraded",
+        f"with torch 2.13.0, all {ALL} ops would run as Triton kernels; in its way: it needs driver 580 or newer",
+    ),
     "a hidden H100": (
         World(("H100",), variables=(("CUDA_VISIBLE_DEVICES", ""),)),
         "degraded",

@@ -87,8 +87,8 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     # what would be better still, and what is in its way
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
-    held = _best(blocked, judge, limit) if any(limit.prices) else None
-    if held is not None and sum(judge(held).prices) < sum(limit.prices):
+    held = _best(blocked, judge, limit) if any(limit.prices) or (cards and now is None) else None
+    if held is not None and (now is None or sum(judge(held).prices) < sum(limit.prices)):
         words.append(f"with torch {held.torch}, {_gain(now, held, cards, machine.policy, ops, 'would ')}; in "
                      f"its way: {', '.join(against[held])}")
     elif broken and best is None:
