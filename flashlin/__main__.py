@@ -322,7 +322,8 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
         return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
     device = given["device"]
     if device.partition(":")[0] == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"device: got {device}, where nothing is compiled: need a GPU, or TRITON_INTERPRET=1")
+        raise ValueError(f"device: got {device}, where nothing is compiled: need a GPU, or "
+                         "TRITON_INTERPRET=1")
     trials = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, **given,
                           progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
     if json:

@@ -67,7 +67,8 @@ def test_what_is_broken_is_pinned_and_what_is_missing_is_installed(tmp_path: Pat
     # a build that no index but torch's own has
     installed(package(tmp_path / "c", "torch", "1 / 0"), "torch", "9.9.0+cpu")
     assert aid(tmp_path / "c", ROOT).stdout.endswith(
-        'pip install --force-reinstall --no-deps "torch==9.9.0" --index-url https://download.pytorch.org/whl/cpu\n'
+        'pip install --force-reinstall --no-deps "torch==9.9.0" '
+        "--index-url https://download.pytorch.org/whl/cpu\n"
     )
 
 
