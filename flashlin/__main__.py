@@ -144,8 +144,9 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(argv)
         if unknown:
             [commands] = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-            options = [*self._option_string_actions, *commands.choices[known.command]._option_string_actions]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0], options)}")
+            command = commands.choices[known.command]
+            options = [*self._option_string_actions, *command._option_string_actions]
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0], options)}")
         return vars(known)
 
 
@@ -319,6 +320,10 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
     if forget:
         gone = trial.forget(op)
         return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
+    device = given["device"]
+    if device.partition(":")[0] == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"device: got {device}, where nothing is compiled: need a GPU, or "
+                         "TRITON_INTERPRET=1")
     trials = trial.warmup(op, dtype or ("bfloat16",), head_dim or trial.HEAD_DIMS, **given,
                           progress=lambda one: print(f"flashlin: {one}", file=sys.stderr, flush=True))
     if json:

@@ -195,6 +195,53 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         EVERY,
     ),
+    "a broken torch and no Triton": (
+        World(("H200",), "2.13.0", "", torch_error="ImportError: undefined symbol"),
+        "broken",
+        'pip install --force-reinstall --no-deps "torch==2.13.0" && pip install "triton==3.7.1"',
+        "ok",
+        EVERY,
+    ),
+    "a broken torch with another Triton": (
+        World(("B200",), "2.13.0", "3.5.1", torch_error="ImportError: undefined symbol"),
+        "broken",
+        'pip install --force-reinstall --no-deps "torch==2.13.0" && pip install "triton==3.7.1"',
+        "ok",
+        EVERY,
+    ),
+    "a broken torch and a broken Triton": (
+        World(("H100",), torch_error="ImportError: undefined symbol", triton_error=BAD),
+        "broken",
+        'pip install --force-reinstall --no-deps "torch==2.10.0" && '
+        'pip install --force-reinstall --no-deps "triton==3.6.0"',
+        "ok",
+        EVERY,
+    ),
+    "a broken build for CPUs beside an H100": (
+        World(("H100",), "2.14.0+cpu", "3.8.0", torch_error="ImportError: undefined symbol"),
+        "broken",
+        f'pip install --force-reinstall "torch==2.14.0" --index-url {INDEX}cu130',
+        "ok",
+        EVERY,
+    ),
+    "a broken torch and a hidden H100": (
+        World(
+            ("H100",),
+            torch_error="ImportError: undefined symbol",
+            variables=(("CUDA_VISIBLE_DEVICES", ""),),
+        ),
+        "broken",
+        f'{UNSET} && pip install --force-reinstall --no-deps "torch==2.10.0"',
+        "ok",
+        EVERY,
+    ),
+    "a hidden B200 of which torch knows nothing": (
+        World(("B200",), "2.6.0", "3.2.0", variables=(("CUDA_VISIBLE_DEVICES", ""),)),
+        "degraded",
+        f'{UNSET} && pip install "torch==2.9.1"',
+        "ok",
+        EVERY,
+    ),
     "a torch that is too old": (
         World(("H100",), "2.1.0", "2.1.0", torch_error="ImportError: torch 2.1.0 is old"),
         "broken",
@@ -237,6 +284,14 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         'pip install "torch==2.10.0"',
         "ok",
         EVERY,
+    ),
+    "a driver too old for every torch": (
+        World(("H100",), "2.13.0+cpu", "3.7.1", driver="470.57.02"),
+        "degraded",
+        "",
+        "degraded",
+        f"with torch 2.13.0, all {ALL} ops would run as Triton kernels; in its way: it needs driver 580 or "
+        "newer",
     ),
     "a hidden H100": (
         World(("H100",), variables=(("CUDA_VISIBLE_DEVICES", ""),)),

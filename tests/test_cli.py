@@ -159,6 +159,7 @@ def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPat
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "chunk_gla", "--target", H200, "--dtype", "fp16"]) == 0
     assert " float16 " in capsys.readouterr().out
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked = []
     monkeypatch.setattr(warmup, "run",
                         lambda todo, *rest, **more: asked.extend(one.dtype for one in todo) or [])
@@ -178,6 +179,22 @@ def test_what_was_meant_is_named(arguments: list[str], meant: str, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+def test_an_unknown_option_shows_how_its_command_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "chunk_gla", "--tokens", "3"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: flashlin explain ") and "flashlin explain: error: unrecognized" in shown
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_warmup_of_a_cpu_is_one_line_and_starts_nothing(device: str, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trials, "CHILD", lambda *arguments: pytest.fail("a child was started"))
+    assert main(["warmup", "--op", "l2norm", "--device", device]) == 2
+    assert capsys.readouterr() == ("", f"flashlin warmup: device: got {device}, where nothing is compiled: need "
+                                   "a GPU, or TRITON_INTERPRET=1\n")
 
 
 @pytest.mark.parametrize("arguments", ["xyzzy", "doctor xyzzy", "warmup H100"])

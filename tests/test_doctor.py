@@ -50,6 +50,13 @@ def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path)
     assert found.verdict.startswith("broken. torch: cannot be used: ")
 
 
+def test_a_setting_that_is_none_is_told_once_and_taken_away() -> None:
+    """In a process of its own, where nothing has been imported before: modules read settings when imported."""
+    found = read(run("doctor", "--json", "--op", "rms_norm", FLASHLIN_PATH="cuda"))
+    assert [one.name for one in found.checks if one.status == "problem"] == ["policy"]
+    assert found.advice is not None and found.advice.command.endswith(" FLASHLIN_PATH")
+
+
 def test_other_machines_are_planned_for_without_torch_and_triton() -> None:
     done = run("doctor", "--json", "--target", "triton=3.6.0,sm=90",
                before=NO_TORCH + "; sys.modules['triton'] = None")

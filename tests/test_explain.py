@@ -133,10 +133,23 @@ def test_what_is_no_dtype_of_ours_is_refused(given: Any) -> None:
 
 @pytest.mark.parametrize(("sizes", "said"), [
     (dict(varlen=True), "varlen: got True, need False: rms_norm takes no packed sequences"),
-    (dict(N=3), "N: got 3 without varlen"), (dict(T=0), "T: got 0, need 1 or more")])
+    (dict(N=3), "N: got 3 without varlen"), (dict(T=0), "T: got 0, need 1 or more"),
+    (dict(B="4"), "B: got '4', need 1 or more"), (dict(K=1.5), "K: got 1.5, need 1 or more")])
 def test_sizes_that_the_op_cannot_have_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         flashlin.explain("rms_norm", target=H200, **sizes)
+
+
+def test_a_function_in_place_of_its_name_is_told_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^op: got the function chunk_gla, need its name, 'chunk_gla'$"):
+        flashlin.explain(flashlin.chunk_gla, target=H200)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [90, ("H100", "3.2.0"), {"card": "H100"}])
+def test_a_target_that_is_no_text_is_refused(given: Any) -> None:
+    for ask in (flashlin.doctor, partial(flashlin.plan, "chunk_gla")):
+        with pytest.raises(TypeError, match=r"^target: got .*, need a text such as 'H100,triton=3.2.0'"):
+            ask(target=given)
 
 
 def test_explain_tells_the_trail_in_words(capsys: pytest.CaptureFixture[str]) -> None:

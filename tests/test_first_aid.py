@@ -64,6 +64,12 @@ def test_what_is_broken_is_pinned_and_what_is_missing_is_installed(tmp_path: Pat
     assert aid(tmp_path, ROOT).stdout.endswith('pip install --force-reinstall --no-deps "packaging==26.0"\n')
     package(tmp_path / "b", "packaging", "raise ModuleNotFoundError(\"No module named 'packaging'\")")
     assert aid(tmp_path / "b", ROOT).stdout.endswith("pip install packaging\n")
+    # a build that no index but torch's own has
+    installed(package(tmp_path / "c", "torch", "1 / 0"), "torch", "9.9.0+cpu")
+    assert aid(tmp_path / "c", ROOT).stdout.endswith(
+        'pip install --force-reinstall --no-deps "torch==9.9.0" '
+        "--index-url https://download.pytorch.org/whl/cpu\n"
+    )
 
 
 def test_where_flashlin_imports_it_names_the_doctor() -> None:

@@ -309,6 +309,12 @@ def test_there_are_commands_and_wrong_ones_are_noticed() -> None:
         assert why in complaint(line), line
 
 
+def test_users_are_told_an_install_in_which_type_checkers_find_the_stubs() -> None:
+    """An editable one, as setuptools makes it of this folder, is a hook that they do not run."""
+    first = next(line for line in commands(README.read_text(encoding="utf-8")) if line.startswith("pip install"))
+    assert shlex.split(first, comments=True) == ["pip", "install", "."]
+
+
 def test_the_symptoms_at_the_top_are_those_of_known_failures() -> None:
     table = README.read_text(encoding="utf-8").partition("| on the screen |")[2].partition("\n\n")[0]
     shown = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)

@@ -91,7 +91,7 @@ def test_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("listed", "files", "status", "said", "fix"),
     [
         ("lib", ("lib",), "ok", "libcuda.so.1 in ", ""),
-        ("", (), "problem", "ldconfig knows no libcuda.so.1", ""),
+        ("", (), "problem", "ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH: a container", ""),
         ("", ("usual",), "problem", "the library is in ", "usual"),
         ("lib", (), "problem", "names a file that is not there", ""),
         ("stubs", ("stubs",), "problem", "a stub, which is for linking only", ""),

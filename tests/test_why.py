@@ -212,3 +212,13 @@ def test_it_works_without_torch_and_triton() -> None:
     done = run("why", "IndexError: map::at",
                before="import sys; sys.modules['torch'] = sys.modules['triton'] = None")
     assert done.returncode == 0 and "bf16-pre-ampere-32" in done.stdout
+
+
+def test_what_helps_without_flashlin_does_not_name_its_functions() -> None:
+    assert not [id for id, one in EVERY.items() if "flashlin." in one.here and "flashlin." in one.otherwise]
+    those = {id: entry.otherwise for id, entry in EVERY.items()}
+    assert (those["autotune-keys-31"], those["autotune-driver-33"]) == ("Triton 3.2", "Triton 3.4")
+    assert (those["fla-without-gpu"], those["split-left-padding"]) == ("", "padding on the right")
+    assert EVERY["split-left-padding"].here.endswith("takes it away, from transformers 5.15.0 on")
+    # where a note follows, it stays one
+    assert those["hopper-wy-backward-984"] == "2 warps for that kernel; nobody has tried 3.8 and 3.9"

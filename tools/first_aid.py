@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 
+WHEELS = "https://download.pytorch.org/whl/"  # builds of torch that no other index has
 LIMIT = 60  # seconds for an import, 10 for anything else
 # In this order one needs the other; the last is what this is about.
 IMPORTED = ("packaging", "pydantic", "numpy", "torch", "triton", "triton.language", "flashlin",
@@ -92,10 +93,13 @@ def repaired(package: str, text: str) -> str:
         return "pip install -e . in flashlin's folder"
     if f"No module named '{package}'" in text:
         return f"pip install {package}"
-    known = next((f"{package}=={one.version}" for one in metadata.distributions(name=package)), package)
+    version = next((one.version for one in metadata.distributions(name=package)), "")
+    public, _, build = version.partition("+")
+    known = f"{package}=={public}" if version else package
     # a library that is missing comes with a package that it needs
     alone = "" if "cannot open shared object file" in text else " --no-deps"
-    return f'pip install --force-reinstall{alone} "{known}"'
+    index = f" --index-url {WHEELS}{build}" if build and package == "torch" else ""
+    return f'pip install --force-reinstall{alone} "{known}"{index}'
 
 
 def hidden(text: str) -> str:

@@ -533,7 +533,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
         symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
         seen_in=_TUNER + "__init__",
-        since="3.2.0", fixed_in="3.4.0", traits=_TUNED, need=_OUR_TUNER, proof=_TUNING, confidence="ran"),
+        since="3.2.0", fixed_in="3.4.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.4", proof=_TUNING,
+        confidence="ran"),
     KnownIssue(
         id="autotune-one-bad-configuration",
         effect="one configuration that does not compile ends the call, or the process",

@@ -342,10 +342,11 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if re.fullmatch(r"gfx\d+[0-9a-f]{2}", given.lower()):
         name, units = USUAL_AMD.get(given.lower(), ("AMD GPU", 64))
         return name, Card((0, 0), units, "hip", given.lower())
+    known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
     if given:
         named = card_named(given)
         if named is None:
-            meant = nearest_name(given, CARDS, 0.5)
+            meant = f"; did you mean sm={given}?" if given in known else nearest_name(given, CARDS, 0.5)
             usual = [name for name, _ in (*USUAL_CARD.values(), *USUAL_AMD.values())]
             raise ValueError(f"target: got the card {given!r}, need one of {', '.join(usual)} or "
                              f"{len(CARDS) - len(usual)} others, or another by its architecture, as gfx942 "
@@ -354,7 +355,6 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
             means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
             raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")
         return named[0], named[1]._replace(backend=backend or named[1].backend)
-    known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
     if digits and digits != "0" and digits not in known and backend in ("", "cuda"):
         raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
                          f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")

@@ -87,8 +87,8 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     # what would be better still, and what is in its way
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
-    held = _best(blocked, judge, limit) if any(limit.prices) else None
-    if held is not None and sum(judge(held).prices) < sum(limit.prices):
+    held = _best(blocked, judge, limit) if any(limit.prices) or (cards and now is None) else None
+    if held is not None and (now is None or sum(judge(held).prices) < sum(limit.prices)):
         words.append(f"with torch {held.torch}, {_gain(now, held, cards, machine.policy, ops, 'would ')}; in "
                      f"its way: {', '.join(against[held])}")
     elif broken and best is None:
@@ -113,7 +113,8 @@ def _broken(machine: Machine, gpu: bool) -> bool:
     cpu_build = machine.torch is not None and not machine.torch.version.cuda
     return bool(machine.torch is None or machine.mixed or machine.uncovered
                 or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
-                or (machine.unseen and (cpu_build or machine.driver_too_old)))
+                or (machine.unseen and (cpu_build or machine.driver_too_old
+                                        or machine.without_code(machine.known_cards))))
 
 
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:
@@ -216,6 +217,7 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
     wanted = releases.triton_for(pair.torch) or pair.triton
     exact = f"triton~={wanted}.0" if wanted.count(".") == 1 else f"triton=={wanted}" if wanted else "triton"
     broken = machine.triton_error not in ("", "not installed")
+    installed = next((one.version for one in machine.dists if one.name == "triton"), "")
     again = tool.install(exact, again=broken or bool(machine.mixed), alone=broken or bool(machine.mixed))
     if machine.unseen and machine.torch is not None and (not machine.torch.version.cuda):
         return [*commands, tool.install(f"torch=={pair.torch}", again=True,
@@ -227,9 +229,12 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
         # what it cannot load is one of its own files, or one of the packages that it comes with
         missing = "cannot open shared object file" in machine.torch_error
         local = here.torch.partition("+")[2]
-        return [*commands, tool.install(f"torch=={pair.torch}", again=True, alone=not missing,
-                                        index=INDEX + local if local else "")]
-    installed = next((one.version for one in machine.dists if one.name == "triton"), "")
+        other = local == "cpu" and bool(machine.known_cards)  # another build
+        local = _tag(releases.wheels(pair.torch).cuda) if other else local
+        left = broken or (not missing and not other and not releases.is_that(installed, wanted)
+                          and bool(installed or machine.known_cards))
+        return [*commands, tool.install(f"torch=={pair.torch}", again=True, alone=not (missing or other),
+                                        index=INDEX + local if local else ""), *([again] if left else [])]
     left = broken and releases.is_that(installed, wanted)  # pip sees nothing to do
     return [*commands, tool.install(f"torch=={pair.torch}", again=machine.torch is None and bool(here.torch)),
             *([again] if left else [])]

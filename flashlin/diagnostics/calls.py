@@ -4,6 +4,8 @@ Plain Python: no tensor, no torch, no triton.
 """
 from __future__ import annotations
 
+from numbers import Integral
+
 from flashlin.compat.target import one_of
 from flashlin.guards import family
 from flashlin.guards.family import Sizes
@@ -13,6 +15,8 @@ from flashlin.kernels.families import PUBLIC, family_of, typical
 
 def known(op: str) -> str:
     """The op that ``op`` is planned as. Raises ValueError with the one that was meant, or all."""
+    if callable(op) and (name := getattr(op, "__name__", "")) in PUBLIC:
+        raise ValueError(f"op: got the function {name}, need its name, {name!r}")
     if op not in PUBLIC:
         ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
         raise ValueError(f"op: got {op!r}, {one_of(str(op), ops)}")
@@ -38,8 +42,8 @@ def problem_of(
     or for packed sequences of an op that knows none."""
     given = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
     for name, size in given.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}: got {size}, need 1 or more")
+        if size is not None and (not isinstance(size, Integral) or size < 1):
+            raise ValueError(f"{name}: got {size!r}, need 1 or more")
     if N is not None and not varlen:
         raise ValueError(f"N: got {N} without varlen, need it for packed sequences only")
     usual = typical(op)

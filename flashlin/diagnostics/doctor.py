@@ -131,6 +131,8 @@ def described(target: Target) -> Machine:
 
 
 def _named(target: str | Target) -> Target:
+    if not isinstance(target, (str, Target)):
+        raise TypeError(f"target: got {target!r}, need a text such as 'H100,triton=3.2.0'")
     return parse(target) if isinstance(target, str) else target
 
 

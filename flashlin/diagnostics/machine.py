@@ -138,10 +138,14 @@ class Machine(NamedTuple):
     @property
     def uncovered(self) -> list[str]:
         """Cards that torch sees and has no code for: what is not Triton's fails on them."""
+        return self.without_code(target for _, target in self.cards)
+
+    def without_code(self, targets: Iterable[Target]) -> list[str]:
+        """Those of these cards that torch has no code for, whether it sees them or not."""
         asked = getattr(getattr(self.torch, "cuda", None), "get_arch_list", None)
         code = [divmod(int(arch[3:]), 10) for arch in (asked() if asked else [])
                 if re.fullmatch(r"sm_\d+", arch)]
-        return [f"{target.name} ({target.sm})" for _, target in self.cards
+        return [f"{target.name} ({target.sm})" for target in targets
                 if code and not any(major == target.capability[0] and (major, minor) <= target.capability
                                     for major, minor in code)]
 
@@ -331,13 +335,17 @@ def check_driver(machine: Machine) -> Iterator[Check]:
                     detail=driver.failed or "no NVIDIA driver")
         return
     built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if machine.torch is None and hidden is not None and not re.match(r"\s*(\d|GPU|MIG)", hidden):
+        yield Check(name="driver", status="degraded", fix=unset("CUDA_VISIBLE_DEVICES"),
+                    detail=f"{driver}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}")
+        return
     if not machine.unseen:
         old = machine.driver_too_old
         yield Check(name="driver", status="could not check" if old else "ok",
                     detail=f"{driver}" + (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer"
                                           if old else ""))
         return
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = ("is a CPU build" if not built
            else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
@@ -420,7 +428,7 @@ def check_modules(machine: Machine) -> Iterator[Check]:
     errors: dict[str, list[str]] = {}
     for name in flashlin.__all__:
         _, error = attempt(getattr, flashlin, name)
-        if error:
+        if error and error != machine.policy_error:  # which is told already
             errors.setdefault(error, []).append(name)
     for error, names in errors.items():
         yield Check(name="modules", status="problem",

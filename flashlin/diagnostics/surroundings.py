@@ -130,7 +130,9 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
         yield Check(name="libcuda", status="ok", detail=f"libcuda.so.1 in {real[0]}")
         return
     where = next((folder for folder in [*real, *LIBCUDA] if (Path(folder) / "libcuda.so.1").exists()), "")
-    why = ("ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH" if not folders
+    container = ("" if where else
+                 ": a container needs --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    why = (f"ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH{container}" if not folders
            else f"{', '.join(folders)}: a stub, which is for linking only" if any(
                "stubs" in Path(folder).parts for folder in folders)
            else f"{', '.join(folders)}: ldconfig names a file that is not there")

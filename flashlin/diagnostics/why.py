@@ -99,18 +99,27 @@ def _of_issue(issue: KnownIssue) -> Entry:
     else:
         here = "flashlin doctor tells it; no plan is changed"
     return Entry(
-        issue.id, issue.effect, issue.symptoms, where=issue.where, here=here, otherwise=issue.need,
+        issue.id, issue.effect, issue.symptoms, where=issue.where, here=here, otherwise=unaided(issue.need),
         known=CONFIDENCE[issue.confidence], url=issue.url, seen_in=issue.seen_in)
 
 
 def _of_flaw(flaw: Flaw) -> Entry:
     patches = ", ".join(f'"{package}"' for package in flaw.mended_by)
+    since = f", from {flaw.package} {flaw.mended_from} on" if flaw.mended_from else ""
     url = flaw.source if flaw.source.startswith("https:") else ""
     return Entry(
         flaw.id, f"{flaw.package}: {flaw.effect}", flaw.symptoms, where=flaw.where,
-        here=f"flashlin.patch({patches}), or flashlin run, takes it away" if patches else
-        "no function can take it away; flashlin doctor tells it", otherwise=flaw.remedy,
+        here=f"flashlin.patch({patches}), or flashlin run, takes it away{since}" if patches else
+        "no function can take it away; flashlin doctor tells it",
+        otherwise=unaided(flaw.remedy) if patches else flaw.remedy,
         known=CONFIDENCE["thread"] if url else flaw.source, url=url)
+
+
+def unaided(remedy: str) -> str:
+    """The ways of a remedy that call no function of flashlin."""
+    clauses = (", or ".join(way for way in clause.split(", or ") if not re.search(r"\bflashlin\.\w", way))
+               for clause in remedy.split("; "))
+    return "; ".join(filter(None, clauses))
 
 
 def _of_failure(failure: Failure) -> Entry:

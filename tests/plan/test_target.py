@@ -133,6 +133,7 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("=3", "need key=value pairs"),
     ("sm=90,gpu=H100", "got 'gpu=H100', need key=value"),
     ("triton", "got the card 'triton', need one of V100, T4, A100, "),
+    ("90,triton=3.2", "or as sm=90; did you mean sm=90?"),
     ("H1000", "as sm=90; did you mean H100?"), ("H10", "did you mean H100?"),
     ("rtx 6000", "did you mean RTX 6000 Ada?"), ("RTX 5095", "did you mean RTX 5090?"),
     ("h100,3.2.0",

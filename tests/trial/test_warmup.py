@@ -20,6 +20,7 @@ from flashlin.compat.target import parse, probe
 from flashlin.guards import proven, verdicts
 from flashlin.guards.verdicts import Table, Verdict
 from flashlin.kernels.families import family_of
+from flashlin.testing.compare import check
 from flashlin.trial import child, run
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -248,6 +249,13 @@ def test_the_smaller_case_is_right_and_smaller() -> None:
             inputs = (case.make(torch.float32, torch.Generator().manual_seed(0)) for case in (whole, small))
             sizes = [sum(x.numel() for x in made.values()) for made in inputs]
             assert sizes[1] <= sizes[0], op
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_what_is_tried_of_each_op_fits_its_reference(size: int) -> None:
+    for op in (op for op, (_, mode) in dispatch.OPS.items() if mode != "auto"):
+        case = child.small_case(op, size if family_of(op).head_dim else 0, True)
+        assert all(one.ok for one in check(case, CPU, torch.float32)), op
 
 
 def test_where_there_is_nothing_to_compile_no_kernel_is_kept() -> None:

@@ -179,7 +179,7 @@ def layer_reference(
     activation: str | None = "silu",
     norm_before_gate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    dim, G, heads = len(D) * headdim, ngroups, len(D)
+    dim, G, heads = len(D) * (D.shape[1] if D.ndim == 2 else headdim), ngroups, len(D)
     states = len(conv1d_weight) - dim  # columns of B and C
     M = (zxbcdt.shape[2] - 2 * dim - states - heads) // 2
     gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, dim, dim + states, heads], 2)
