@@ -66,7 +66,7 @@ for _, name, _ in pkgutil.walk_packages(flashlin.__path__, "flashlin."):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "triton":
+        if error.name not in ("triton", "triton.experimental"):
             raise
         no_triton.append(name)
 missing = [name for name in flashlin.__all__ if not hasattr(flashlin, name)]

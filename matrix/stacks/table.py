@@ -35,10 +35,15 @@ def table(folder: Path) -> list[str]:
              "by one.", "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
-    for record in sorted(records, key=lambda one: (one["of"], one["stack"]), reverse=True):
+    for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
         lines += _of_record(record)
     return [*lines, "", "What is behind everything else than *yes*, patched:", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
+
+
+def _by_number(stack: str) -> list[tuple[int, str]]:
+    """For sorting: 5.23.0 is behind 5.8.0."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", stack)]
 
 
 def on_gpus(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
 import flashlin.mamba
+from matrix.__main__ import RESULTS
 from matrix.record import Child
 from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
 from matrix.stacks.models import MODELS, known
@@ -258,3 +259,8 @@ def test_every_step_of_a_training_sees_the_same_input() -> None:
     layer, x = Scaled(8), torch.randn(2, 3, 8)
     gpu.trained(layer, dict(layer.state_dict()), x, nullcontext, torch.device("cpu"), torch.bfloat16, 3)
     assert len(layer.seen) == 3 and all(torch.equal(one, x) for one in layer.seen)
+
+
+def test_newer_versions_come_first() -> None:
+    found = [line.removeprefix("### ") for line in table.table(RESULTS) if line.startswith("### transformers 5")]
+    assert found.index("transformers 5.23.0") < found.index("transformers 5.10.0") < found.index("transformers 5.8.0")
