@@ -59,15 +59,29 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def merged(X, M, SIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 of [SIDE, SIDE] out of its diagonal blocks' inverses. Exact algebra whose terms stay as
-    small as the inverse is. (Powers of M do not: for keys that resemble each other they grow like binomials,
-    while the inverse has entries of about 1.)"""
-    if SIDE == 32:
-        block = tl.arange(0, SIDE) // 16
-        corner = tl.where(block[:, None] != block[None, :], M, 0.0)
-        X -= product(product(X, corner, PRECISION), X, PRECISION)
-    return X
+def lower_blocks(scratch, half, BT: tl.constexpr, SIDE: tl.constexpr):
+    """Where the 16x16 blocks of a lower triangular tile [SIDE, SIDE] lie in scratch [BT, 24], and which of
+    the tile's elements they are. half: which tile on the diagonal of [BT, BT]. First come all blocks on the
+    diagonal, as ``substitute`` wants them, then for each tile of 32 the one below its diagonal."""
+    rows = tl.arange(0, SIDE)
+    apart = (rows // 16)[:, None] - (rows // 16)[None, :]
+    at = scratch + (half * SIDE + rows)[:, None] * 16 + (rows % 16)[None, :]
+    return at + apart * (BT * 16 - half * 256 - 256), apart >= 0
+
+
+@triton.jit
+def merge(scratch, half, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """In scratch as ``lower_blocks`` lays it out, where blocks on the diagonal are inverted: put -Y C X in
+    the place of M's block C below the diagonal of a tile of 32, X and Y being the inverses above and beside
+    it, which is the tile's inverse. Exact algebra whose terms stay as small as the inverse is. (Powers of M
+    do not: for keys that resemble each other they grow like binomials, while the inverse has entries of
+    about 1.)"""
+    side = tl.arange(0, 16)
+    at = scratch + half * 512 + side[:, None] * 16 + side[None, :]
+    corner = at + (BT * 16 - half * 256)
+    below = -product(product(tl.load(at + 256), tl.load(corner), PRECISION), tl.load(at), PRECISION)
+    tl.debug_barrier()
+    tl.store(corner, below)
 
 
 @triton.jit

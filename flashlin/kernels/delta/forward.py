@@ -27,7 +27,7 @@ from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, written
-from flashlin.kernels.inverse import blocks, merged, merging, product, substitute
+from flashlin.kernels.inverse import lower_blocks, merge, merging, product, substitute
 from flashlin.kernels.pieces import (
     Batch,
     decay_of,
@@ -108,7 +108,7 @@ def inverse_of_chunk(
     A,  # [rows, HV, BT]
     A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
-    scratch,  # [slots, HV, BT, 16], fp32
+    scratch,  # [slots, HV, BT, 24], fp32
     n,  # the chunk's sequence
     first,  # the sequence's first row
     t0,  # the chunk's first token
@@ -145,14 +145,14 @@ def inverse_of_chunk(
     rows = tl.arange(0, SIDE)
     below = rows[:, None] > rows[None, :]
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    own = scratch + slot.to(tl.int64) * (BT * 16)
+    own = scratch + slot.to(tl.int64) * (BT * 24)
     beta_a = beta_rows(beta, betas, first, t0, length, i_h, HV, R, SIDE)
     D_a = beta_a
     if DECAY == 2:
         D_a = rows_of(G, first, t0, length, i_h, R, SIDE)
     a = system(a, beta_a, D_a, D_a, below & (t0 + rows < length)[:, None], DECAY)
-    at_a, diagonal = blocks(own, SIDE)
-    tl.store(at_a, a, mask=diagonal)
+    at_a, lower = lower_blocks(own, 0, BT, SIDE)
+    tl.store(at_a, a, mask=lower)
     if PAIR:
         beta_b = beta_rows(beta, betas, first, t1, length, i_h, HV, R, SIDE)
         D_b = beta_b
@@ -161,26 +161,25 @@ def inverse_of_chunk(
         here = (t1 + rows < length)[:, None]
         b = system(b, beta_b, D_b, D_b, below & here, DECAY)
         c = system(c, beta_b, D_b, D_a, here, DECAY)
-        at_b, diagonal = blocks(own + SIDE * 16, SIDE)
-        tl.store(at_b, b, mask=diagonal)
+        at_b, lower = lower_blocks(own, 1, BT, SIDE)
+        tl.store(at_b, b, mask=lower)
     tl.debug_barrier()
     substitute(own, BT)
     tl.debug_barrier()
-    a = merged(tl.load(at_a, mask=diagonal, other=0.0), a, SIDE, MERGE)
+    for half in range(BT // 32):  # not unrolled: it compiles sooner
+        merge(own, half, BT, MERGE)
+    tl.debug_barrier()
+    a = tl.load(at_a, mask=lower, other=0.0)
     put_both(A, A_low, a, first, t0, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
     if PAIR:
-        b = merged(tl.load(at_b, mask=diagonal, other=0.0), b, SIDE, MERGE)
-        if t1 < length:  # blocks of code this long take LLVM more than twice the time of two halves
-            c = -product(product(b, c, MERGE), a, MERGE)
-            put_both(
-                A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
-                BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
-            put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        put_both(
+            A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
+            BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+        if t1 < length:  # two blocks of code, since LLVM takes more than twice the time for one of both
+            b = tl.load(at_b, mask=lower, other=0.0)
             put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
-        else:
-            put_both(
-                A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
-                BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
+            c = -product(product(b, c, MERGE), a, MERGE)
+            put_both(A, A_low, c, first, t1, length, i_h, HV, BT=BT, column=0, SIDE=SIDE, HAS_LOW=HAS_LOW)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
@@ -191,7 +190,7 @@ def delta_inverse(
     A,  # [rows, HV, BT]
     A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
-    scratch,  # [slots, HV, BT, 16], fp32
+    scratch,  # [slots, HV, BT, 24], fp32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
@@ -209,7 +208,7 @@ def delta_inverse(
     MERGE: tl.constexpr,
 ):
     """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so
-    that a chunk's are one line. scratch [slots, HV, BT, 16]. S programs share a sequence."""
+    that a chunk's are one line. scratch [slots, HV, BT, 24]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -397,7 +396,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
         if batch.T:
-            scratch = torch.empty(part["slots"], HV, BT, 16, dtype=torch.float32, device=batch.device)
+            scratch = torch.empty(part["slots"], HV, BT, 24, dtype=torch.float32, device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
         by_transfers(plan, batch, part, delta_alone, dict(scanned, HALF=False))
