@@ -24,7 +24,7 @@ HOPPER = "triton=3.6.0,sm=90"
 
 def planned(machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
     """The config of the forward scan."""
-    given: dict[str, Any] = {"B": 2, "T": 256, "H": 4, "K": 128, "V": 128, "N": 2, "dtype": "bfloat16",
+    given: dict[str, Any] = {"B": 2, "T": 1024, "H": 4, "K": 128, "V": 128, "N": 2, "dtype": "bfloat16",
                              "options": ("g",), **facts}
     problem = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", **given)
     [found] = [launch for launch in dispatch.plan(problem, parse(machine), policy).launches
@@ -40,12 +40,13 @@ def test_it_is_taken_where_it_has_run(monkeypatch: pytest.MonkeyPatch, fresh: Ca
     monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
     fresh()
     assert planned(policy=Policy()) == config
+    assert planned(policy=Policy(), T=512).startswith("simple_gla_scan"), "the host would take longer"
     assert planned("triton=3.7.1,sm=90", Policy()).startswith("simple_gla_scan"), "nobody has run it there"
 
 
 @pytest.mark.parametrize("machine, facts", [
     ("triton=3.5.1,sm=90", {}), ("triton=3.6.0,sm=80", {}), ("triton=3.6.0,sm=100", {}),
-    (HOPPER, {"T": 250}), (HOPPER, {"K": 96}), (HOPPER, {"V": 96}), (HOPPER, {"dtype": "float32"}),
+    (HOPPER, {"T": 1000}), (HOPPER, {"K": 96}), (HOPPER, {"V": 96}), (HOPPER, {"dtype": "float32"}),
     (HOPPER, {"varlen": True, "B": 1}), (HOPPER, {"max_warps": 2})])
 def test_what_it_does_not_take(machine: str, facts: dict[str, Any]) -> None:
     assert planned(machine, **facts).startswith("simple_gla_scan")

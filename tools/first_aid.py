@@ -46,8 +46,8 @@ def said(command: list[str], limit: int = 10) -> tuple[int, str]:
 
 
 def imported(module: str) -> tuple[bool, str]:
-    """Whether a module can be imported, by a child: it may end the process. Unbuffered, so that what it prints
-    stands before what it raises."""
+    """Whether a module can be imported, by a child: it may end the process. Unbuffered, so that what it
+    prints stands before what it raises."""
     status, text = said([sys.executable, "-u", "-c", ASK.format(module)], LIMIT)
     last = text.splitlines()[-1] if text else ""
     how = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
