@@ -88,12 +88,23 @@ def plain(node: ast.expr) -> bool:
     return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, (ast.Name, ast.Constant))
 
 
+def jitted(path: Path) -> list[ast.FunctionDef]:
+    """Triton's functions in a file. Gluon's came with releases that have none of these limits."""
+    return [one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)
+            and any(ast.unparse(decorator).startswith("triton.jit") for decorator in one.decorator_list)]
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_condition_is_a_chain_of_three(path: Path) -> None:
+    """Which Triton compiles from 3.4 on, and no interpreter minds."""
+    inside = (node for function in jitted(path) for node in ast.walk(function))
+    for node in (node for node in inside if isinstance(node, ast.BoolOp)):
+        assert len(node.values) == 2, f"line {node.lineno}: put two of {ast.unparse(node)} in parentheses"
+
+
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_kernels_call_each_other_by_name(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    jitted = [one for one in tree.body if isinstance(one, ast.FunctionDef)
-              and any(ast.unparse(decorator).startswith("triton.jit") for decorator in one.decorator_list)]
-    for call in (node for function in jitted for node in ast.walk(function) if isinstance(node, ast.Call)):
+    for call in (node for function in jitted(path) for node in ast.walk(function) if isinstance(node, ast.Call)):
         assert len(call.args) < 10, f"line {call.lineno}: name the arguments of {ast.unparse(call.func)}"
         if len(call.args) > 1 and isinstance(call.func, ast.Name):  # Triton visits keywords before the others
             for keyword in call.keywords:

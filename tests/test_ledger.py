@@ -48,6 +48,8 @@ def scan(x, T, BT: tl.constexpr, NORM=None):
 def test_comments_docstrings_and_layout_are_no_part_of_a_source() -> None:
     assert normalised(SAME) == normalised(KERNEL)
     assert normalised('class A:\n    """What."""\n    x = 1') == normalised("class A: x = 1")
+    assert normalised("(a and b) and (c and d)") == normalised("a and b and c and d") != normalised("a and b or c")
+    assert normalised("a and (b or c)") != normalised("a and b or c")
 
 
 @pytest.mark.parametrize("old, new", [

@@ -47,7 +47,7 @@ def _write(node: Any, words: list[str]) -> None:
             if value is None or value == [] or name in ("ctx", "type_comment"):
                 continue
             words.append(name)
-            _write(value, words)
+            _write(_operands(node) if name == "values" and isinstance(node, ast.BoolOp) else value, words)
         words.append(")")
     elif isinstance(node, list):
         words.append("[")
@@ -57,6 +57,13 @@ def _write(node: Any, words: list[str]) -> None:
         words.append("]")
     else:
         words.append(repr(node))
+
+
+def _operands(chain: ast.BoolOp) -> list[ast.expr]:
+    """Those of ``a and b and c``, however it is put in parentheses."""
+    return [one for value in chain.values
+            for one in (_operands(value) if isinstance(value, ast.BoolOp) and type(value.op) is type(chain.op)
+                        else [value])]
 
 
 def _says_nothing(statement: Any) -> bool:

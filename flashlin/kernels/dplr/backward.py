@@ -164,7 +164,7 @@ def dplr_reverse(
     n, i_part, first, length, last, entered = own_part(
         i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
         REVERSE=True)
-    if GAPS and TWO and not ALONE:
+    if (GAPS and TWO) and not ALONE:  # before 3.4 no chain of three compiles
         if i_part == 0:
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if ALONE:
