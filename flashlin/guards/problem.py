@@ -59,9 +59,9 @@ class Problem(NamedTuple):
     avoid: frozenset[str] = frozenset()
     given: Given | None = None
     invariant: bool = False
-    trial: bool = False
     ranks: int = 1
     over: str = ""
+    trial: bool = False
 
     def __str__(self) -> str:
         if self.given is not None:
