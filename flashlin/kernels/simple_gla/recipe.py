@@ -44,7 +44,7 @@ OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
              4: (Strip(32, 16, 4), Strip(16, 16, 4))}
 ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and three cards with 3.2.0)
 # Of the scan in Gluon: chunks under way (benchmarks/results/overlapping-*); the first release that can; how
-# many tokens keep a card busy for longer than its descriptors do the host.
+# many tokens keep a card busy for longer than its descriptors do the host, which is a guess nobody has timed.
 STAGES, OVERLAPS, ENOUGH = 3, (3, 6), 1024
 HEADS = 16  # whose dq and dk a program adds up at most
 
