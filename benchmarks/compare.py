@@ -9,8 +9,9 @@ timed and how. A floor is the bytes that a call has to move (``calls.floor``) at
 copies.
 
 fla tunes for minutes. ``--warm-fla N``: before, N processes fill Triton's cache together (matrix/warming.py).
-What its tuners then find is kept in ``fla-winners-*.json`` beside the record; where that file is, nothing is
-tuned again. A configuration is timed for a quarter of the usual time (``warming.hurry``).
+What its tuners then find is kept in ``fla-winners-*.json`` beside the record (mamba_ssm's in a file of its
+own); where that file is, nothing is tuned again. A configuration is timed for a quarter of the usual time
+(``warming.hurry``).
 
 fla refuses the backward of its scalar gates on Hopper with Triton 3.4 to 3.7.0
 (https://github.com/fla-org/flash-linear-attention/issues/640); its refusal is switched off in this process
@@ -135,7 +136,8 @@ def told(row: dict[str, Any]) -> str:
 
 
 def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
-    """The record that is there, of which stays what is not measured again; {} if it is of other versions."""
+    """The record that is there, of which stays what is not measured again; {} if it is of other versions.
+    FlashQLA counts by row: one without it says so."""
     found = dict(json.loads(place.read_text(encoding="utf-8"))) if place.exists() else {}
     return found if versions.items() <= found.items() else {}
 
@@ -171,9 +173,10 @@ def main() -> None:
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     versions = {package: record.version(name) for package, name in (
         ("fla", "fla-core"), ("mamba_ssm", "mamba_ssm"), ("FlashQLA", "flash-qla"))}
-    file = given.winners or record.place(given.out or RESULTS, "fla-winners", card)
+    peer = OPS[given.op][0].peer
+    file = given.winners or record.place(given.out or RESULTS, f"{peer}-winners", card)
     winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
-                             "fla": versions["fla"], "mamba_ssm": versions["mamba_ssm"]})
+                             peer: versions[peer]}, (peer,))
     refused = stop_refusing()
     if given.fill:
         warming.walk(list(chosen), given.fill, lambda name: called(*chosen[name], given.device))
@@ -185,7 +188,7 @@ def main() -> None:
         print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
                            seconds=given.warm_seconds), flush=True)
     kind, speed = f"speed-{given.op}", timing.bandwidth(given.device)
-    before = kept(record.place(given.out, kind, card), versions) if given.out else {}
+    before = kept(record.place(given.out, kind, card), {peer: versions[peer]}) if given.out else {}
     waits = before.get("first", [])
     if given.first:
         waits = [first(op, given.device) for op in OPS[given.op] if op.name in CHUNKED]

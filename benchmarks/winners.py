@@ -22,7 +22,8 @@ class Winners:
 
     Args:
         file: read where it is there, whose ``made_by`` has to be the same, or nothing of it is taken.
-        made_by: card, releases of Triton and of the packages: what a winner holds for.
+        made_by: card, releases of Triton and of the package: what a winner holds for.
+        packages: whose tuners they are.
 
     Import the packages afterwards: RuntimeError if one of them is there already.
     """
