@@ -70,6 +70,8 @@ def command_line() -> argparse.ArgumentParser:
     run.add_argument("--layer", action="append", default=[],
                      choices=("import", "plan", "compile", "interpret", "torch"),
                      help="only this layer (repeatable)")
+    run.add_argument("--main", action="store_true",
+                     help="plan and compile only the main calls, of which SUPPORT.md counts what spills")
     run.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
     run.add_argument("--out", type=Path, default=RESULTS,
@@ -135,8 +137,8 @@ def run(whole: Matrix, chosen: list[Cell], options: argparse.Namespace) -> int:
         if options.afresh:
             (options.out / f"{cell.name}.json").unlink(missing_ok=True)
         bar.cell = cell.triton
-        state = runner.run(cell, cards, options.out, tuple(options.layer), jobs=options.jobs,
-                           timeout=options.timeout, progress=bar)
+        state = runner.run(cell, cards, options.out, tuple(options.layer), main=options.main,
+                           jobs=options.jobs, timeout=options.timeout, progress=bar)
         bar.close()
         lines = support.failures(whole, state)
         failed += len(lines) if cell.kind == "gate" else 0

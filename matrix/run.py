@@ -49,18 +49,22 @@ LIMIT = 300.0  # seconds for an import
 Progress = Callable[[str, int, int, str], None]  # layer, done, of, what was last
 
 
-def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ...] = (), *, jobs: int = 0,
-        timeout: float = 180, progress: Progress = lambda *_: None) -> CellState:
+def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ...] = (), *, main: bool = False,
+        jobs: int = 0, timeout: float = 180, progress: Progress = lambda *_: None) -> CellState:
     """Run a cell's layers (those named, or all), keep what was found in ``folder`` and return it.
 
-    jobs: compilers at a time, 0 for one per core; timeout: seconds for each kernel. Raises NotInstallable,
-    which quotes pip.
+    main: plan and compile main calls alone, those that SUPPORT.md counts spills of; jobs: compilers at a time,
+    0 for one per core; timeout: seconds for each kernel. Raises NotInstallable, which quotes pip.
     """
     import torch
+
+    from matrix.workload import is_main
     result = load_result(folder, cell)
     result.date, result.torch = datetime.date.today().isoformat(), cell.torch or torch.__version__
     result.python = platform.python_version()
     planned, first, untried = Planned(), Planned(), dict[str, str]()
+    plan_all = partial(plans, cell, cards, progress, *([is_main] if main else []))
+    forget_others = partial(forget, result, cards=cards) if not main else lambda planned: None
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
@@ -76,16 +80,16 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     if wanted("plan") or wanted("compile"):
         began = time.monotonic()
         plan_by(result)
-        planned, first = plans(cell, cards, progress), plain(result, cards)
+        planned, first = plan_all(), plain(result, cards)
         result.layers["plan"] = round(time.monotonic() - began, 1)
-        forget(result, planned.beside(first), cards)
+        forget_others(planned.beside(first))
         result.save(folder)
         if wanted("compile"):
             untried = compile_all(result, planned.beside(first), cards, folder, jobs, timeout, progress)
             while plan_by(result):  # what is slow is planned otherwise, which may be slow, too
-                planned = plans(cell, cards, progress)
+                planned = plan_all()
                 untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
-            forget(result, planned.beside(first), cards)
+            forget_others(planned.beside(first))
     for layer in RUNNING:
         if wanted(layer):
             enter(layer, partial(cases, cell, layer, progress))
