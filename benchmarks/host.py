@@ -73,8 +73,8 @@ def alone(v: torch.Tensor, **others: torch.Tensor) -> Any:
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Every call is checked, planned and started as the first one."""
-    with (mock.patch.object(chunked, "seen", lambda *call: None),
-          mock.patch.object(recurrent, "seen", lambda *call: None),
+    with (mock.patch.object(chunked, "facts_of", lambda *call: None),
+          mock.patch.object(recurrent, "facts_of", lambda *call: None),
           mock.patch.object(repeated, "_facts", lambda *call: None),
           mock.patch.object(direct, "possible", lambda: False),
           mock.patch.object(launch, "_kernels", {})):

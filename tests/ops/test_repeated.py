@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashlin
+from benchmarks.host import ordinary
 from benchmarks.pretended import Driver, Started, pretended
 from flashlin.compat import launch
 from flashlin.compat import target as machine
@@ -137,6 +138,14 @@ def runs(again: list[Any], times: int = 4, **change: Any) -> int:
 
 def test_the_third_run_is_the_first_that_is_made_again(card: Memory, again: list[Any]) -> None:
     assert [runs(again, 1) for _ in range(4)] == [0, 0, 1, 1]
+
+
+def test_calls_without_it_in_between_change_nothing(card: Memory, again: list[Any]) -> None:
+    for _ in range(4):
+        getattr(flashlin, OP)(**leaves())
+        with ordinary():
+            getattr(flashlin, OP)(**leaves())
+    assert len(again) == 2
 
 
 def test_nothing_is_kept_of_the_memory_of_a_graph(card: Memory, again: list[Any],

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashlin.kernels.delta.steps import rows_of, written
 from flashlin.kernels.pieces import decays, state_offsets, tile
-from flashlin.kernels.splitting import identity_strip, part_of
+from flashlin.kernels.splitting import added, identity_strip, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
@@ -68,9 +68,13 @@ def delta_alone(
         b_low = b_A
         if HALF:
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        b_u, h = written(
+        b_w, _ = written(
             h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_low,
             DECAY=DECAY, HALF=HALF, PRECISION=PRECISION)
+        if DECAY != 0:
+            b_w *= tl.exp2(total - D)[:, None]
+            h *= tl.exp2(total)
+        h = added(h, tl.trans(b_k), b_w.to(b_k.dtype), PRECISION)
     if strip < NV:
         at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         tl.store(alone + at, h, mask=inside & (length > 0))

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import state_offsets, tile
-from flashlin.kernels.splitting import identity_strip, part_of
+from flashlin.kernels.splitting import added, identity_strip, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -59,7 +59,7 @@ def dplr_alone(
         b_x = tl.dot(b_M, b_v, input_precision=PRECISION)
         b_x += tl.dot(b_W, h.to(b_W.dtype), input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
-        h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)
+        h = added(h, tl.trans(b_b), b_x.to(b_W.dtype), PRECISION)
         if TWO:
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)

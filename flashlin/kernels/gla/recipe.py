@@ -51,8 +51,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
     BT, wide = scan.BT, min(SCORES if halves_all(problem, target) else SCORES_OF_TWO_WAYS, padded(problem.K))
-    # both operands, of fp32 two parts of each; the scores
-    scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2
+    # both operands, of fp32 two parts of each; the scores; decays on their way (3.4, in chunks of 32 tokens)
+    scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                            -(-problem.H * problem.K // CHANNELS)),
