@@ -73,12 +73,14 @@ class Stage(NamedTuple):
 
 class Recipe(NamedTuple):
     """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. numbers:
-    what kernels get beside addresses. returned: what is, with places for tensors."""
+    what kernels get beside addresses. returned: what is, with places for tensors. nothing: a tensor without
+    elements."""
     plan: Plan
     compiled: tuple[Compiled, ...]
     numbers: tuple[Any, ...]
     stages: tuple[Stage, ...]
     returned: Any
+    nothing: Tensor
 
 
 # By the facts of a run; False where it has been made once, None where it has to be an ordinary one.
@@ -144,7 +146,7 @@ def _again(recipe: Recipe, tensors: Sequence[Tensor | None], addresses: list[int
     for stage in recipe.stages:
         for at in stage.gone:
             if at < len(tensors):  # whoever called holds it, too
-                there[at].set_()
+                there[at].data = recipe.nothing
             there[at] = None
         first = len(there)
         there += [torch.empty_like(x, memory_format=torch.contiguous_format) for x in stage.made]
@@ -381,4 +383,5 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     returning: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
     if isinstance(returned, dict):
         returning = dict(zip(returned, returning, strict=True))
-    return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]), returning)
+    return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]), returning,
+                  torch.empty(0, device=on))
