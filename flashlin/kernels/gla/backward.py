@@ -501,6 +501,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
                             scale=how.scale):
+        part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
         prepare(plan, part)
         n, slots, numbered = part["N"], part["slots"], part["parts"] * H * strips
         part["h0"] = by_decays(plan, batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
