@@ -383,5 +383,5 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     returning: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
     if isinstance(returned, dict):
         returning = dict(zip(returned, returning, strict=True))
-    return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]), returning,
-                  torch.empty(0, device=on))
+    return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]),
+                  returning, torch.empty(0, device=on))
