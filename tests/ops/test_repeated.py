@@ -473,7 +473,8 @@ def test_memory_that_lies_elsewhere_is_moved(card: Memory, again: list[Any],
     monkeypatch.setattr(torch, "empty_like",
                         lambda x, **_: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape))
     o, = repeated.run(one_result, PLAN, [X], (7,), (X, 7))
-    assert len(again) == 2 and o.data_ptr() % repeated.ALIGNED == 0 and (o.shape, o.dtype) == (X.shape, X.dtype)
+    assert len(again) == 2 and o.data_ptr() % repeated.ALIGNED == 0
+    assert (o.shape, o.dtype) == (X.shape, X.dtype)
 
 
 def test_releases_that_nobody_has_compared_are_not_even_asked(card: Memory, again: list[Any],

@@ -518,7 +518,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
             start(finishing, gla_grads, n * part["S"] * H,
-                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(plan), GAPS=batch.gaps), part)
+                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(plan), GAPS=batch.gaps),
+                  part)
         if du is not None and shares is not None:
             du += shares.sum(0)
     return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

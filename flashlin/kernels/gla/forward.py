@@ -435,7 +435,8 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
              A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
     if T:  # else there is no row to load, not even a chunk's last one
         start(launch, gla_scores, x["N"] * x["S"] * H, dict(
-            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
+            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None,
+            PRECISION=precision(plan)), x)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

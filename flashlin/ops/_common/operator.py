@@ -117,8 +117,8 @@ class Operator(Generic[X, S, Y]):
         return eager
 
     def own(self, y: Y) -> Y:
-        """y with other objects for what is not returned, which backward may empty as soon as it has read them,
-        whoever holds y meanwhile. Their memory goes then, unless somebody else has it, too."""
+        """y with other objects for what is not returned, which backward may empty as soon as it has read
+        them, whoever holds y meanwhile. Their memory goes then, unless somebody else has it, too."""
         read: Iterable[Tensor | None] = y
         return self.outputs(*[t if t is None or number < self.returns else t.data
                               for number, t in enumerate(read)])

@@ -111,8 +111,8 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
     return function(plan, *arguments)
 
 
-def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-           known: Seen | None = None) -> tuple[Any, list[int], int] | None:
+def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+           others: tuple[Any, ...], known: Seen | None = None) -> tuple[Any, list[int], int] | None:
     """What decides what a run does, the tensors' addresses (0 for None), and the current device; None for a
     run that has to be an ordinary one."""
     if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
