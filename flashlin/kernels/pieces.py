@@ -308,6 +308,7 @@ class Batch:
             mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
             mine["parts"] = n * (-(-self.T // self.L) or 1) if not self.packed else n + rows // self.L
             yield mine
+            mine.clear()  # scratch goes before gradients are added up
 
     def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
         """The same for some of the sequences. Packed ones keep the whole row: their bounds are what is cut."""

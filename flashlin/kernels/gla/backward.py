@@ -501,6 +501,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
                             scale=how.scale):
+        part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
         prepare(plan, part)
         n, slots, numbered = part["N"], part["slots"], part["parts"] * H * strips
         part["h0"] = by_decays(plan, batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
@@ -517,7 +518,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
             start(finishing, gla_grads, n * part["S"] * H,
-                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(plan), GAPS=batch.gaps), part)
+                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(plan), GAPS=batch.gaps),
+                  part)
         if du is not None and shares is not None:
             du += shares.sum(0)
     return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

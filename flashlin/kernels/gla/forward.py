@@ -426,14 +426,17 @@ def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
 
 def prepare(plan: Plan, x: dict[str, Any]) -> None:
     """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
-    gla_sums and gla_scores. Cheap enough to be done again for backward instead of kept for it."""
+    gla_sums and gla_scores; q_in and k_out where they have no memory yet. Cheap enough to be done again for
+    backward instead of kept for it."""
     q, launch = x["q"], plan.launch("gla_scores")
     B, T, H, K = q.shape
-    x.update(G=sums_of_chunks(plan, x), q_in=torch.empty_like(q), k_out=torch.empty_like(q),
+    x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
+    x.update(G=sums_of_chunks(plan, x),
              A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
     if T:  # else there is no row to load, not even a chunk's last one
         start(launch, gla_scores, x["N"] * x["S"] * H, dict(
-            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
+            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None,
+            PRECISION=precision(plan)), x)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

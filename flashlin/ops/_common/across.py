@@ -219,5 +219,6 @@ class _Chain:
     def _backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                   wanted: frozenset[str]) -> Gradients:
         if plan.problem.path != "torch":
-            return self.family.backward(plan, x, y[:-2], grads, how, wanted)
+            own = self.family.operator.own(self.family.operator.outputs(*y[:-2]))
+            return self.family.backward(plan, x, own, grads, how, wanted)
         return pulled_back(lambda x: self.family.on_torch(x, how), x, wanted, (grads.o, grads.ht))

@@ -123,7 +123,7 @@ class Chunked:
         do, dht = sequences.contiguous(grads, x.v)
         gradients: Gradients = repeated.run(
             kernels(self.name, "backward").run, plan, (*x, do, dht, *y[2:]), (how, wanted),
-            (x, how, do, dht, wanted, *y[2:]))
+            (x, how, do, dht, wanted, *y[2:]), own=len(y) - 2)
         return gradients
 
 

@@ -36,18 +36,18 @@ class _Once(torch.autograd.Function):
 
 
 def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of an autograd function, which gets its saved tensors as second argument: they
-    may be unpacked only once (torch.utils.checkpoint says so). What torch's once_differentiable does, except
-    that it also sees a derivative by what was saved. who(ctx): what begins with the op's name, and what has
-    second-order gradients."""
+    """Decorates the backward of an autograd function, which gets as second argument a list of its saved
+    tensors, and may empty it: they may be unpacked only once (torch.utils.checkpoint says so). What torch's
+    once_differentiable does, except that it also sees a derivative by what was saved. who(ctx): what begins
+    with the op's name, and what has second-order gradients."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
-            saved = ctx.saved_tensors
+            saved = [*ctx.saved_tensors]
             if not torch.is_grad_enabled():     # no create_graph
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
-                gradients = backward(ctx, saved, *grads)
+                gradients = backward(ctx, [*saved], *grads)
             return _Once.apply(_refusal(*who(ctx)), len(gradients), *gradients, *saved, *grads)
         return run
     return decorated

@@ -78,7 +78,7 @@ class Operator(Generic[X, S, Y]):
     kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of
         the same shape may stand in the place of a tensor.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
-        zeros, by kernels. x and y: as kept. grads: of y, None for zeros.
+        zeros, by kernels. x and y: as kept, y by ``own``. grads: of y, None for zeros.
     traced: None where torch.compile sees plain torch; then there are no library operators.
     same(how): inputs whose gradient is that of another input or of an output.
     in_place: an input that may be an output, written to. instead: what has second-order gradients.
@@ -116,6 +116,13 @@ class Operator(Generic[X, S, Y]):
         eager: tuple[Any, ...] = _Eager.apply((self, plan, how, seen), *x)
         return eager
 
+    def own(self, y: Y) -> Y:
+        """y with other objects for what is not returned, which backward may empty as soon as it has read
+        them, whoever holds y meanwhile. Their memory goes then, unless somebody else has it, too."""
+        read: Iterable[Tensor | None] = y
+        return self.outputs(*[t if t is None or number < self.returns else t.data
+                              for number, t in enumerate(read)])
+
     def gradients(
         self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, needs: Sequence[bool]
     ) -> list[Tensor | None]:
@@ -151,11 +158,14 @@ def _who(ctx: Any) -> tuple[str, str]:
 
 
 def _gradients(
-    ctx: Any, saved: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], needs: Sequence[bool]
+    ctx: Any, saved: list[Tensor | None], given: tuple[Tensor | None, ...], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the operator's tensors, in their order, None where it is not needed."""
+    """Gradients of the operator's tensors, in their order, None where it is not needed. saved is emptied."""
     operator, plan, how = ctx.call
     x, y = operator.tensors(*saved[: operator.count]), operator.outputs(*saved[operator.count :])
+    if plan is not None:  # else torch.compile traces
+        y = operator.own(y)
+        saved.clear()
     grads = operator.outputs(*given, *operator.missing)
     gradients: list[Tensor | None] = operator.gradients(
         partial(operator.backward, plan, x, y, grads, how), grads, how, needs
@@ -164,7 +174,7 @@ def _gradients(
 
 
 @once(_who)
-def _differentiate_plainly(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
+def _differentiate_plainly(ctx: Any, saved: list[Tensor | None], *given: Tensor | None) -> Any:
     operator, _, how = ctx.call
     return *_gradients(ctx, saved, given[: operator.returns], ctx.needs_input_grad), *(None for _ in how)
 
@@ -188,7 +198,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @once(_who)
-    def backward(ctx: Any, saved: tuple[Tensor | None, ...], *given: Tensor | None) -> Any:
+    def backward(ctx: Any, saved: list[Tensor | None], *given: Tensor | None) -> Any:
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: else they would live until this returns
         return None, *_gradients(ctx, saved, given, ctx.needs_input_grad[1:])
 
 
@@ -283,7 +294,7 @@ class _Library(Generic[X, S, Y]):
             if self.of.name in emptied:
                 # x is all there then: kernels that keep more than what is returned read x, too
                 y = self.of.outputs(*self.of.forward(plan, x, how))
-            gradients = self.of.backward(plan, x, y, grads, how, frozenset(wanted))
+            gradients = self.of.backward(plan, x, self.of.own(y), grads, how, frozenset(wanted))
         elif self.traced.backward_on_torch is not None:
             gradients = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:

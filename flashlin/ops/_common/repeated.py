@@ -6,10 +6,15 @@ it starts, what else torch does, and where each tensor comes from. If all of tha
 tensors, later runs do no more than that: a buffer for each result and one for all scratch, then the compiled
 kernels, with the same numbers and the new addresses. A run in which more happens than is known how to do
 again stays an ordinary one; so does each that somebody watches, or for which Triton would compile anew.
+
+A run that was watched is known to its end, and so is when each buffer is started on first and last. Where it
+saves memory, a run goes in two stages: between them it lets go of scratch, and of what forward kept for it
+alone, that no later kernel is started on, and only then makes what no earlier one was. Kernels of one stream
+run in order, so torch may hand out the memory at once.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import itemgetter, or_
 from types import NoneType
@@ -30,12 +35,15 @@ from flashlin.ops._common.seen import Seen
 MOST = 4096  # runs that are kept, as many as plans
 ALIGNED = 16  # bytes that every buffer begins at a multiple of, which kernels may have been compiled for
 APART = 128  # bytes that scratch buffers begin at multiples of
+WORTH = 2**20  # bytes that two stages have to save
+NEVER = 2**31  # a step that there is not
 LOOKED_AT = frozenset((*TENSORS, NoneType))
+Made = tuple[torch.Size, torch.dtype]
 _address_of = torch.Tensor.data_ptr
 
 
 class Place(int):
-    """The number of a tensor: of the given ones, then the results."""
+    """The number of a tensor: of the given ones, then those that are made, in their order."""
 
 
 class Start(NamedTuple):
@@ -52,19 +60,27 @@ class Write(NamedTuple):
     keywords: dict[str, Any]
 
 
-class Recipe(NamedTuple):
-    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. made:
-    tensors like the buffers to make, of one element each, since torch makes a tensor like another in half
-    the time: those that torch is to see, and the last, if there is scratch, for all of that. inside: other
-    addresses that kernels get (so many bytes from the beginning of which buffer). numbers: what they get
-    beside addresses. returned: what is, with places for tensors."""
-    plan: Plan
-    compiled: tuple[Compiled, ...]
+class Stage(NamedTuple):
+    """gone: places of what to let go of first. made: tensors like the buffers to make, of one element each,
+    since torch makes a tensor like another in half the time: those that torch is to see, then one for all
+    scratch that is let go of together. inside: other addresses that kernels get (so many bytes from which of
+    all that they are called with)."""
+    gone: tuple[int, ...]
     made: tuple[Tensor, ...]
     inside: tuple[tuple[int, int], ...]
-    numbers: tuple[Any, ...]
     steps: tuple[Start | Write, ...]
+
+
+class Recipe(NamedTuple):
+    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. numbers:
+    what kernels get beside addresses. returned: what is, with places for tensors. nothing: a tensor without
+    elements."""
+    plan: Plan
+    compiled: tuple[Compiled, ...]
+    numbers: tuple[Any, ...]
+    stages: tuple[Stage, ...]
     returned: Any
+    nothing: Tensor
 
 
 # By the facts of a run; False where it has been made once, None where it has to be an ordinary one.
@@ -72,22 +88,20 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 
 
 def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-        arguments: tuple[Any, ...], forward_of: Any = None, known: Seen | None = None) -> Any:
+        arguments: tuple[Any, ...], forward_of: Any = None, known: Seen | None = None, own: int = 0) -> Any:
     """``function(plan, *arguments)``. tensors: all that are among the arguments. others: whatever else is
     there. forward_of: the Operator, if this is its forward. known: what these tensors are those of a call
-    of."""
+    of. own: so many tensors, the last, are nobody else's objects, and may be empty afterwards."""
     if (found := _facts(function, plan, tensors, others, known)) is None:
         return function(plan, *arguments)
     facts, addresses, device = found
     recipe = _recipes.get(facts)
     if isinstance(recipe, Recipe):
         if current(recipe.compiled, device):
-            made = _again(recipe, tensors, addresses, device)
-            if made is not None:
-                return made
+            return _again(recipe, tensors, addresses, device)
         _recipes.pop(facts, None)
     elif recipe is False and not ahead.capturing():  # a recipe keeps memory
-        made, _recipes[facts] = _watched(function, plan, tensors, addresses, arguments)
+        made, _recipes[facts] = _watched(function, plan, tensors, addresses, arguments, own)
         return made
     elif facts not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
         if len(_recipes) >= MOST:
@@ -97,8 +111,8 @@ def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | Non
     return function(plan, *arguments)
 
 
-def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-           known: Seen | None = None) -> tuple[Any, list[int], int] | None:
+def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+           others: tuple[Any, ...], known: Seen | None = None) -> tuple[Any, list[int], int] | None:
     """What decides what a run does, the tensors' addresses (0 for None), and the current device; None for a
     run that has to be an ordinary one."""
     if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
@@ -125,22 +139,35 @@ def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | 
 
 
 def _again(recipe: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:
-    """What the run returns; None, and nothing done, where memory is not where kernels expect it."""
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in recipe.made]
-    begins = [*map(_address_of, made)]
-    if reduce(or_, begins, 0) % ALIGNED:
-        return None
-    every: list[Any] = addresses + begins
-    every += [every[at] + beyond for at, beyond in recipe.inside]
-    every.append(triton_module().runtime.driver.active.get_current_stream(device))
-    every += recipe.numbers
-    there = (*tensors, *made)
-    for step in recipe.steps:
-        if isinstance(step, Start):
-            step.run(*step.arguments(every))
-        else:
-            step.function(*_put(there, step.arguments), **_put(there, step.keywords))
+    """What the run returns."""
+    there: list[Any] = [*tensors]
+    stream = triton_module().runtime.driver.active.get_current_stream(device)
+    every: list[Any] = [stream, *recipe.numbers, *addresses]
+    for stage in recipe.stages:
+        for at in stage.gone:
+            if at < len(tensors):  # whoever called holds it, too
+                there[at].data = recipe.nothing
+            there[at] = None
+        first = len(there)
+        there += [torch.empty_like(x, memory_format=torch.contiguous_format) for x in stage.made]
+        begins = [*map(_address_of, there[first:])]
+        if reduce(or_, begins, 0) % ALIGNED:
+            there[first:] = map(_aligned, there[first:])
+            begins = [*map(_address_of, there[first:])]
+        every += begins
+        every += [every[at] + beyond for at, beyond in stage.inside]
+        for step in stage.steps:
+            if isinstance(step, Start):
+                step.run(*step.arguments(every))
+            else:
+                step.function(*_put(there, step.arguments), **_put(there, step.keywords))
     return _put(there, recipe.returned)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor like it that begins where kernels expect it."""
+    room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)
+    return room[-room.data_ptr() % ALIGNED:][:x.nbytes].view(x.dtype).view(x.shape)
 
 
 def _put(there: Sequence[Tensor | None], places: Any) -> Any:
@@ -191,81 +218,170 @@ def _look(x: Tensor) -> Any:
 
 
 def _watched(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int],
-             arguments: tuple[Any, ...]) -> tuple[Any, Recipe | None]:
+             arguments: tuple[Any, ...], own: int) -> tuple[Any, Recipe | None]:
     """What the function returns, and how to make that again, None if that is not known."""
     watch = _Watch(tensors)
     with launch.noting(watch.steps), watch:
         made = function(plan, *arguments)
     try:
-        return made, _recipe(plan, tensors, addresses, watch, made) if watch.plain else None
+        return made, _recipe(plan, tensors, addresses, own, watch, made) if watch.plain else None
     except KeyError:  # a tensor of which nobody knows where it comes from
         return made, None
 
 
-def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], watch: _Watch,
+class Life(NamedTuple):
+    """Of memory: bytes, and the first and the last step that needs it."""
+    size: int
+    first: int
+    last: int
+
+
+def second_stage(lives: Collection[Life], steps: int) -> int:
+    """The step that a second stage best begins with; NEVER where none is worth it."""
+    def peak(begin: int) -> int:
+        return max(sum(one.size for one in lives if one.first < begin),
+                   sum(one.size for one in lives if one.last >= begin))
+    best = min(range(1, steps), key=peak, default=NEVER)
+    return best if sum(one.size for one in lives) - peak(best) >= WORTH else NEVER
+
+
+class _Memory:
+    """What a run that was watched had, by number: the tensors given, the results, which torch is to see, and
+    scratch."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], addresses: list[int], watch: _Watch,
+                 returned: Any) -> None:
+        seen = [returned, *[step[1:] for step in watch.steps if isinstance(step, Write)]]
+        of_torch = {_look(x) for x in tree_leaves(seen) if isinstance(x, Tensor)}
+        results = [x for x in watch.buffers if _look(x) in of_torch]
+        scratch = [x for x in watch.buffers if _look(x) not in of_torch]
+        self.every, self.addresses = [*tensors, *results, *scratch], addresses
+        self.results = range(len(tensors), len(tensors) + len(results))
+        self.scratch = range(self.results.stop, len(self.every))
+        self.number = {_look(x): at for at, x in enumerate(self.every[:self.results.stop]) if x is not None}
+        self.begins = {address: at for at, address in enumerate(addresses) if address}
+        self.stored: dict[int, list[int]] = {}
+        for at, x in enumerate(self.every):
+            if x is not None:
+                self.stored.setdefault(_storage_of(x), []).append(at)
+
+    def pointer(self, x: Tensor) -> tuple[int, int]:
+        """Whose it is, and how many bytes from its beginning. Raises KeyError if nobody can tell."""
+        address, owners = x.data_ptr(), self.stored[_storage_of(x)]
+        if address in self.begins:
+            return self.begins[address], 0
+        if len(owners) > 1:  # slices of a given tensor, each of which may lie elsewhere the next time
+            raise KeyError(address)
+        owner = self.every[owners[0]]
+        assert owner is not None
+        return owners[0], address - owner.data_ptr()
+
+    def lives(self, steps: Sequence[Any], returned: Any, own: int) -> dict[int, Life]:
+        """Of what is made, and of the last ``own`` tensors given. What is returned lives to the end."""
+        needed: dict[int, list[int]] = {}
+        for now, step in enumerate(steps):
+            for x in tree_leaves(step[1:]):
+                if isinstance(x, Tensor) and x.data_ptr():
+                    needed.setdefault(self.pointer(x)[0], []).append(now)
+        for x in tree_leaves(returned):
+            if isinstance(x, Tensor):
+                needed.setdefault(self.number[_look(x)], []).append(len(steps))
+        given = [at for at in range(self.results.start - own, self.results.start)
+                 if at in needed and self.addresses.count(self.addresses[at]) == 1]
+        lives = {at: Life(self.size(at), 0, needed[at][-1]) for at in given}
+        lives |= {at: Life(self.size(at), needed[at][0], len(steps)) for at in self.results}
+        return lives | {at: Life(self.size(at), needed[at][0], needed[at][-1])
+                        for at in self.scratch if at in needed}
+
+    def is_plain(self) -> bool:
+        """Whether what is made can be made like it."""
+        made = [x for x in self.every[self.results.start:] if x is not None]
+        return (all(x.is_contiguous() for x in made[:len(self.results)])
+                and not any(x.data_ptr() % ALIGNED for x in made))
+
+    def size(self, at: int) -> int:
+        x = self.every[at]
+        assert x is not None
+        return -(-x.untyped_storage().nbytes() // APART) * APART
+
+
+def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
+        dict[int, tuple[int, int]], tuple[list[Made], list[Made]], tuple[int, ...]]:
+    """Where each lies (in which of the tensors that are there in a run, and how many bytes from its
+    beginning); what is made before the step ``begin``, and what then; and what is let go of between."""
+    given = memory.results.start
+    home, makes, there = {at: (at, 0) for at in range(given)}, (list[Made](), list[Made]()), given
+    gone = [at for at, life in lives.items() if at < given and life.last < begin]
+    for late, made in enumerate(makes):
+        mine = [at for at, life in lives.items() if at >= given and (life.first >= begin) == late]
+        for at in mine:
+            if at in memory.results:
+                x = memory.every[at]
+                assert x is not None
+                home[at] = there + len(made), 0
+                made.append((x.shape, x.dtype))
+        for brief in (False, True):
+            size = 0
+            for at in mine:
+                if at in memory.scratch and (lives[at].last < begin) == brief:
+                    home[at] = there + len(made), size
+                    size += lives[at].size
+            if size:
+                gone += [there + len(made)] if brief else []
+                made.append((torch.Size([size]), torch.uint8))
+        there += len(made)
+    return home, makes, tuple(gone)
+
+
+def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], own: int, watch: _Watch,
             made: Any) -> Recipe | None:
     """Raises KeyError for a tensor that is neither given nor was made."""
     returned = dict(made) if isinstance(made, Mapping) else tuple(made)
-    seen = [returned, *[step[1:] for step in watch.steps if isinstance(step, Write)]]
-    of_torch = {_look(x) for x in tree_leaves(seen) if isinstance(x, Tensor)}
-    results = [x for x in watch.buffers if _look(x) in of_torch]
-    scratch = [x for x in watch.buffers if _look(x) not in of_torch]
-    every = [*tensors, *results, *scratch]
-    number = {_look(x): Place(at) for at, x in enumerate((*tensors, *results)) if x is not None}
-    begins = {address: Place(at) for at, address in enumerate(addresses) if address}
-    stored: dict[int, list[int]] = {}
-    for at, x in enumerate(every):
-        if x is not None:
-            stored.setdefault(_storage_of(x), []).append(at)
+    compiled = [step[0] for step in watch.steps if not isinstance(step, Write)]
+    memory = _Memory(tensors, addresses, watch, returned)
+    if None in compiled or not memory.is_plain():
+        return None
+    lives = memory.lives(watch.steps, returned, own)
+    begin = second_stage(lives.values(), len(watch.steps))
+    home, makes, gone = _layout(memory, lives, begin)
+    numbers = list[Any]()
+
+    def taken(x: Any) -> tuple[int, int] | int:
+        """Where a tensor lies; else the place of what a kernel gets, of which the stream has the first."""
+        if isinstance(x, Tensor) and x.data_ptr():
+            at, beyond = memory.pointer(x)
+            return home[at][0], home[at][1] + beyond
+        numbers.append(0 if isinstance(x, Tensor) else x)  # a tensor of nothing has no address
+        return len(numbers)
 
     def placed(x: Any) -> Any:
-        return number[_look(x)] if isinstance(x, Tensor) else x
+        return Place(home[memory.number[_look(x)]][0]) if isinstance(x, Tensor) else x
 
-    def pointer(x: Tensor) -> tuple[int, int]:
-        """Which buffer, of those that a run makes, and how many bytes from its beginning."""
-        address, owners = x.data_ptr(), stored[_storage_of(x)]
-        if address in begins:
-            return begins[address], 0
-        if len(owners) > 1:  # slices of a given tensor, each of which may lie elsewhere the next time
-            raise KeyError(address)
-        owner = every[owners[0]]
-        assert owner is not None
-        beyond = address - owner.data_ptr()
-        return (owners[0], beyond) if owners[0] < room else (room, offsets[owners[0] - room] + beyond)
-
-    if not all(x.is_contiguous() for x in results) or any(x.data_ptr() % ALIGNED for x in watch.buffers):
-        return None
-    room, offsets, size = len(tensors) + len(results), list[int](), 0
-    for x in scratch:
-        offsets.append(size)
-        size += -(-x.untyped_storage().nbytes() // APART) * APART
-    made_like = [(x.shape, x.dtype) for x in results] + ([(torch.Size([size]), torch.uint8)] if size else [])
-    started = [step for step in watch.steps if not isinstance(step, Write)]
-    if any(used is None for used, _, _ in started):
-        return None
-    buffers = [(at, 0) for at in range(len(tensors) + len(made_like))]
-    pointers = [pointer(x) for *_, values in started for x in values if isinstance(x, Tensor) and x.data_ptr()]
-    places = {place: at for at, place in enumerate(dict.fromkeys(buffers + pointers))}
-    stream, numbers, steps = len(places), list[Any](), list[Start | Write]()
-
-    def taken(x: Any) -> int:
-        if isinstance(x, Tensor) and x.data_ptr():
-            return places[pointer(x)]
-        numbers.append(0 if isinstance(x, Tensor) else x)  # a tensor of nothing has no address
-        return stream + len(numbers)
-
+    steps = list[Any]()
     for step in watch.steps:
         if isinstance(step, Write):
             steps.append(Write(step.function, tree_map(placed, step.arguments),
                                tree_map(placed, step.keywords)))
         else:
             used, programs, values = step
-            found = *map(taken, (programs, 1, 1)), stream, *map(taken, (*used.known, *values))
-            steps.append(Start(used.run, itemgetter(*found)))
+            steps.append((used.run, [*map(taken, (programs, 1, 1)), 0, *map(taken, (*used.known, *values))]))
+    # the places of addresses: of what is given; then, for each stage, of what is made, and inside of that
+    on, first = next(x for x in tensors if x is not None).device, 1 + len(numbers)
+    places, stages, there = {(at, 0): first + at for at in range(len(tensors))}, list[Stage](), len(tensors)
+    for like, of_stage in zip(makes, (steps[:begin], steps[begin:]), strict=True):
+        places |= {(there + at, 0): first + len(places) + at for at in range(len(like))}
+        there += len(like)
+        pointers = [x for step in of_stage if type(step) is tuple for x in step[1] if type(x) is tuple]
+        inside = [x for x in dict.fromkeys(pointers) if x not in places]
+        places |= {x: first + len(places) + at for at, x in enumerate(inside)}
+        stages.append(Stage(
+            gone if stages else (),
+            tuple([torch.empty((), dtype=dtype, device=on).expand(shape) for shape, dtype in like]),
+            tuple([(places[at, 0], beyond) for at, beyond in inside]),
+            tuple([Start(step[0], itemgetter(*[places[x] if type(x) is tuple else x for x in step[1]]))
+                   if type(step) is tuple else step for step in of_stage])))
     returning: Any = tuple(map(placed, returned.values() if isinstance(returned, dict) else returned))
     if isinstance(returned, dict):
         returning = dict(zip(returned, returning, strict=True))
-    on = next(x for x in tensors if x is not None).device
-    like = [torch.empty((), dtype=dtype, device=on).expand(shape) for shape, dtype in made_like]
-    return Recipe(plan, tuple([used for used, _, _ in started]), tuple(like),
-                  tuple(places)[len(buffers):], tuple(numbers), tuple(steps), returning)
+    return Recipe(plan, tuple(compiled), tuple(numbers), tuple(stages[:1 if begin == NEVER else 2]),
+                  returning, torch.empty(0, device=on))
