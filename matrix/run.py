@@ -64,7 +64,6 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     result.python = platform.python_version()
     planned, first, untried = Planned(), Planned(), dict[str, str]()
     plan_all = partial(plans, cell, cards, progress, *([is_main] if main else []))
-    forget_others = partial(forget, result, cards=cards) if not main else lambda planned: None
 
     def wanted(layer: Layer) -> bool:
         return layer in cell.layers and (not layers or layer in layers)
@@ -82,14 +81,16 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         plan_by(result)
         planned, first = plan_all(), plain(result, cards)
         result.layers["plan"] = round(time.monotonic() - began, 1)
-        forget_others(planned.beside(first))
+        if not main:  # else the other calls' verdicts would go
+            forget(result, planned.beside(first), cards)
         result.save(folder)
         if wanted("compile"):
             untried = compile_all(result, planned.beside(first), cards, folder, jobs, timeout, progress)
             while plan_by(result):  # what is slow is planned otherwise, which may be slow, too
                 planned = plan_all()
                 untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
-            forget_others(planned.beside(first))
+            if not main:
+                forget(result, planned.beside(first), cards)
     for layer in RUNNING:
         if wanted(layer):
             enter(layer, partial(cases, cell, layer, progress))
