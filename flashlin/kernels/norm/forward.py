@@ -40,9 +40,9 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
-    """What BT rows take of a [GROUPS, D] tensor, [BT, BD] in fp32, zeros outside. Every program reads it, so it
-    should stay in the cache. Rows that share a line have it each: one [1, BD] would be loaded by other threads
-    than the rows are, and whole tiles would go through shared memory to meet it."""
+    """What BT rows take of a [GROUPS, D] tensor, [BT, BD] in fp32, zeros outside. Every program reads it, so
+    it should stay in the cache. Rows that share a line have it each: one [1, BD] would be loaded by other
+    threads than the rows are, and whole tiles would go through shared memory to meet it."""
     row = (first + tl.arange(0, BT)) % GROUPS
     col = d0 + tl.arange(0, BD)
     offsets = row[:, None] * D + col[None, :]
@@ -152,7 +152,8 @@ def norm_forward(
             x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
         # before the sums, for which the threads wait for each other
         w, b = lines(
-            weight, bias, first, 0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            weight, bias, first, 0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
