@@ -83,6 +83,7 @@ class Op(NamedTuple):
 SHAPES = (Shape(4, 4096, 32, 128), Shape(1, 32768, 8, 128), Shape(1, 8192, 32, 128), Shape(1, 8192, 2, 128),
           Shape(8, 1024, 8, 64), Shape(1, 32768, 8, 128, packed=32))
 DECODING = tuple(Shape(B, 1, 16, 128) for B in (1, 32, 128))
+ROWS = (Shape(1, 16384, 1, 4096), Shape(1, 8192, 1, 8192), Shape(1, 524288, 1, 128))  # of a norm, 128 MB each
 MAMBA3 = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 
@@ -121,6 +122,10 @@ OPS: dict[str, list[Op]] = {
            f"u:{layout} delta:{layout} A:poles B:columns C:columns D:weights z:{layout} delta_bias:weights",
            (Shape(8, 2048, 4096, 16),), output=layout, options=(("delta_softplus", True),))
         for layout in ("channels", "channels_last")],
+    "norm": [
+        Op("rms_norm", "fla.modules.layernorm", "x:tokens weight", ROWS, output="tokens",
+           options=(("bias", None),)),
+        Op("layer_norm", "fla.modules.layernorm", "x:tokens weight bias:weight", ROWS, output="tokens")],
     "layer": [
         Op("rms_norm_gated", "fla.modules.fused_norm_gate", "x:v g:v weight", (Shape(4, 4096, 32, 128),),
            options=(("bias", None),)),

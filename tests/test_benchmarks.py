@@ -41,6 +41,9 @@ RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11"
       6 * 33554432 + 5 * 100663296 + 3 * 8192 * 48 * 6)),
     # the state, 1 MiB in fp32, is read and written
     ("fused_recurrent_retention", Shape(1, 1, 16, 128), (2 * 16 * 128 * 128 * 4 + 4 * 16 * 128 * 2,)),
+    # x, w -> y; again both, dy and both gradients
+    ("rms_norm", Shape(1, 16384, 1, 4096), (2 * 134217728 + 8192, 5 * 134217728 + 3 * 8192)),
+    ("layer_norm", Shape(1, 524288, 1, 128), (2 * 134217728 + 2 * 256, 5 * 134217728 + 6 * 256)),
     # the cache of 4 taps is read and written, too
     ("causal_conv1d_update", Shape(128, 1, 1, 4096), (2 * 128 * 4096 * (1 + 1 + 4 + 4) + 4096 * 4 * 2,)),
 ])

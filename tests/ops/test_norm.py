@@ -342,6 +342,17 @@ def test_programs_of_backward_follow_the_card_and_not_the_rows() -> None:
     assert few.grid == (5,)
 
 
+@pytest.mark.parametrize("target", [75, 86, 90, 120])
+@pytest.mark.parametrize("D", [8, 128, 2048, 4096, 8192])
+@pytest.mark.parametrize("more", [(), ("residual",), ("bias", "gate", "residual")])
+def test_rows_on_their_way_leave_room_for_the_other_programs(D: int, more: tuple[str, ...],
+                                                             target: int) -> None:
+    card = parse(f"triton=3.6.0,sm={target},sms=10")
+    launch = plan(problem(10**6, D, options=("weight", *more)), card).launch("norm_backward")
+    assert launch.num_stages == 1 or launch.shared * launch.grid[0] // 10 <= card.shared
+    assert target != 90 or launch.num_stages == 3
+
+
 def test_long_rows_take_one_kernel_along_them_and_one_down_their_columns() -> None:
     kernels = [launch.kernel for launch in plan(problem(64, 20_000), parse("triton=3.6.0,sm=90")).launches]
     assert kernels == ["norm_forward", "norm_backward_rows", "norm_backward_columns"]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.pieces import strides
 
 
 @triton.jit
@@ -203,8 +202,8 @@ def conv_update(
     cache,  # [N, D, W]
     y,  # [N, D]
     along_n,  # strides of the cache: by sequence
-    along_d,  # by channel
     along_w,  # by slot
+    ALONG_D: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
     BD: tl.constexpr,
@@ -213,19 +212,20 @@ def conv_update(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Shift a sequence's cache by one token, put x into its last slot, and convolve it."""
+    """Shift a sequence's cache by one token, put x into its last slot, and convolve it. ALONG_D: the cache's
+    stride by channel; where it is known to be W, the slots of a channel are stored as one.
+
+    Everything is loaded before anything is stored, since what a decoding step waits for is memory."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     slots = tl.arange(0, BW)[None, :]
     channels = cols < D
     mask = channels[:, None] & (slots < W)
-    places = cache + n * along_n + cols.to(tl.int64)[:, None] * along_d + slots * along_w
+    places = cache + n * along_n + (cols.to(tl.int64)[:, None] * ALONG_D + slots * along_w)
+    token = tl.load(x + n * D + cols, mask=channels, other=0.0).to(tl.float32)
     window = tl.load(places + along_w, mask=mask & (slots < W - 1), other=0.0).to(tl.float32)
-    window += tl.load(x + n * D + cols[:, None] + slots * 0, mask=mask & (slots == W - 1),
-                      other=0.0).to(tl.float32)
-    tl.debug_barrier()  # other threads load what this one is about to overwrite
-    tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
+    window = tl.where(slots == W - 1, token[:, None], window)
     z = tl.sum(window * tl.load(weight + (cols[:, None] * W + slots), mask=mask, other=0.0).to(tl.float32), 1)
     if HAS_BIAS:
         z += tl.load(bias + cols, mask=channels, other=0.0).to(tl.float32)
@@ -233,6 +233,8 @@ def conv_update(
         z *= tl.sigmoid(z)
     if HAS_RESIDUAL:
         z += tl.load(residual + n * D + cols, mask=channels, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # other threads load what this one is about to overwrite
+    tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
     tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
 
 
@@ -299,7 +301,7 @@ def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None,
         launch = plan.launch("conv_update")
         start(launch, conv_update, launch.grid[0], dict(
             x=x, weight=weight, bias=bias, residual=residual, cache=cache, y=y,
-            **strides(cache, "along_n", "along_d", "along_w"),
+            along_n=cache.stride(0), along_w=cache.stride(2), ALONG_D=cache.stride(1),
             D=x.shape[1], W=weight.shape[1], SILU=silu,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     return y

@@ -10,9 +10,9 @@ are both ds.
 The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are
 [programs, D] in fp32, and torch adds them up. The rows of a group norm belong to G lines of w; there the step
 from one BT rows to the next is a multiple of G, so each row of the registers is a share of one line, and the
-shares are [programs * BT / G, G, D]. While a program works on its rows the next ones are on their way,
-because one row at a time leaves most of the memory's bandwidth idle. Rows too long for the registers take two
-kernels: one walks along rows for ds, one down columns for dw and db.
+shares are [programs * BT / G, G, D]. While a program works on its rows those of its next steps are on their
+way to shared memory, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for
+the registers take two kernels: one walks along rows for ds, one down columns for dw and db.
 """
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
-from flashlin.kernels.norm.forward import line, opened, put, scaled, tile
+from flashlin.kernels.norm.forward import lines, opened, put, scaled, tile
 
 
 @triton.jit
@@ -35,39 +35,6 @@ def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
     else:
         m = tl.zeros([BT], dtype=tl.float32)
     return m, r
-
-
-@triton.jit
-def fetched(
-    s,  # [rows, D]
-    dy,  # [rows, D]
-    gate,  # [rows, D]
-    dtotal,  # [rows, D]
-    mean,  # [rows], fp32
-    rstd,  # [rows], fp32
-    first,  # the program's first row
-    rows,  # rows in all
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    KIND: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-):
-    """(s, dy, gate, dtotal, m, r) of BT rows as they lie in memory; dy stands for a gate or dtotal that there
-    is not."""
-    b_s = tile(s, first, rows, 0, D, BT, BD, "evict_first")
-    b_dy = tile(dy, first, rows, 0, D, BT, BD, "evict_first")
-    if HAS_DTOTAL:
-        b_dtotal = tile(dtotal, first, rows, 0, D, BT, BD, "evict_first")
-    else:
-        b_dtotal = b_dy
-    if GATE != 0:
-        b_gate = tile(gate, first, rows, 0, D, BT, BD, "evict_first")
-    else:
-        b_gate = b_dy
-    m, r = stats_of(mean, rstd, first, rows, BT, KIND)
-    return b_s, b_dy, b_gate, b_dtotal, m, r
 
 
 @triton.jit
@@ -85,9 +52,9 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
 def before_gate(
     u,  # [BT, BD]
     n,  # [BT, BD]
-    b_gate,  # [BT, BD]
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
+    w,  # [BT, BD]
+    b,  # [BT, BD]
+    gate,  # [rows, D]
     dgate,  # [rows, D]
     first,  # the program's first row
     rows,  # rows in all
@@ -96,17 +63,13 @@ def before_gate(
     BT: tl.constexpr,
     BD: tl.constexpr,
     GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """The gradient [BT, BD] of what the gate multiplied; stores the gate's own gradient."""
-    factor, slope = opened(b_gate, GATE)
-    put(
-        dgate, u * slope * scaled(
-            n, weight, bias, first, d0,
-            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS),
-        first, rows, d0, D, BT, BD)
+    factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, EVICT), GATE)
+    put(dgate, u * slope * scaled(n, w, b, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
     return u * factor
 
 
@@ -146,7 +109,7 @@ def norm_backward(
     NORMED: tl.constexpr,
     GATE: tl.constexpr,
     GROUPS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
@@ -160,51 +123,37 @@ def norm_backward(
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
     first = program.to(tl.int64) * BT
-    if HAS_WEIGHT and BT > 1:
-        w = line(weight, first, 0, D, BT, BD, GROUPS)
+    w, b = lines(
+        weight, bias, first, 0, D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
     if HAS_DWEIGHT:
         dw = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_DBIAS:
         db = tl.zeros([BT, BD], dtype=tl.float32)
-    b_s, b_dy, b_gate, b_dtotal, m, r = fetched(
-        s, dy, gate, dtotal, mean, rstd, first, rows,
-        D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
-    for _ in range((rows - first + step - 1) // step):
-        after = first + step
-        if AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
-                s, dy, gate, dtotal, mean, rstd, after, rows,
-                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
-        n = normalised(b_s, m, r, KIND, NORMED)
-        u = b_dy.to(tl.float32)
+    for _ in tl.range(0, (rows - first + step - 1) // step, num_stages=STAGES):
+        m, r = stats_of(mean, rstd, first, rows, BT, KIND)
+        n = normalised(tile(s, first, rows, 0, D, BT, BD, "evict_first"), m, r, KIND, NORMED)
+        u = tile(dy, first, rows, 0, D, BT, BD, "evict_first").to(tl.float32)
         if GATE != 0:
             u = before_gate(
-                u=u, n=n, b_gate=b_gate, weight=weight, bias=bias, dgate=dgate,
+                u=u, n=n, w=w, b=b, gate=gate, dgate=dgate,
                 first=first, rows=rows, d0=0,
-                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+                D=D, BT=BT, BD=BD, GATE=GATE, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_first")
         if HAS_DWEIGHT:
             dw += u * n
         if HAS_DBIAS:
             db += u
         if HAS_WEIGHT:
-            if BT == 1:  # from the cache again: a long row leaves no registers to keep it in
-                w = line(weight, first, 0, D, BT, BD, GROUPS)
             u *= w
         ds = u - n * (tl.sum(u * n, 1) / COUNT)[:, None]
         if KIND == 0:
             ds -= (tl.sum(u, 1) / D)[:, None]
         ds *= r[:, None]
         if HAS_DTOTAL:
-            ds += b_dtotal.to(tl.float32)
+            ds += tile(dtotal, first, rows, 0, D, BT, BD, "evict_first").to(tl.float32)
         put(dx, ds, first, rows, 0, D, BT, BD)
         if HAS_DRESIDUAL:
             put(dresidual, ds, first, rows, 0, D, BT, BD)
-        if not AHEAD:
-            next_s, next_dy, next_gate, next_dtotal, next_m, next_r = fetched(
-                s, dy, gate, dtotal, mean, rstd, after, rows,
-                D=D, BT=BT, BD=BD, KIND=KIND, GATE=GATE, HAS_DTOTAL=HAS_DTOTAL)
-        b_s, b_dy, b_gate, b_dtotal, m, r = next_s, next_dy, next_gate, next_dtotal, next_m, next_r
-        first = after
+        first += step
     if HAS_DWEIGHT:
         put_share(dweight, dw, program, 0, D, BT, BD, GROUPS)
     if HAS_DBIAS:
@@ -247,14 +196,16 @@ def norm_backward_rows(
     for d0 in range(0, D, BD):
         n = normalised(tile(s, first, rows, d0, D, BT, BD, "evict_last"), m, r, KIND, NORMED)
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_last").to(tl.float32)
+        w, b = lines(
+            weight, bias, first, d0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if GATE != 0:
             u = before_gate(
-                u=u, n=n, b_gate=tile(gate, first, rows, d0, D, BT, BD, "evict_last"),
-                weight=weight, bias=bias, dgate=dgate,
+                u=u, n=n, w=w, b=b, gate=gate, dgate=dgate,
                 first=first, rows=rows, d0=d0,
-                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+                D=D, BT=BT, BD=BD, GATE=GATE, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS, EVICT="evict_last")
         if HAS_WEIGHT:
-            u *= line(weight, first, d0, D, BT, BD, GROUPS)
+            u *= w
         along += tl.sum(u * n, 1)
         if KIND == 0:
             level += tl.sum(u, 1)
@@ -266,8 +217,11 @@ def norm_backward_rows(
         if GATE != 0:
             factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
             u *= factor
+        w, b = lines(
+            weight, bias, first, d0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=False)
         if HAS_WEIGHT:
-            u *= line(weight, first, d0, D, BT, BD, GROUPS)
+            u *= w
         ds = (u - level[:, None] - n * along[:, None]) * r[:, None]
         if HAS_DTOTAL:
             ds += tile(dtotal, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
@@ -362,10 +316,11 @@ def run(
                   HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
                   HAS_DRESIDUAL=dresidual is not None)
     sums = dict(dweight=dweight, dbias=dbias, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
-    # Rows of fp32 have as many bytes under way without the next ones, and no registers left for them.
-    ahead = for_rows.num_stages > 1 and all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
+    # Rows of fp32 have as many bytes under way without the next ones.
+    narrow = all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
-        start(for_rows, norm_backward, for_rows.grid[0], dict(read, **for_dx, **sums, AHEAD=ahead))
+        start(for_rows, norm_backward, for_rows.grid[0], dict(
+            read, **for_dx, **sums, STAGES=for_rows.num_stages if narrow else 1))
     elif rows:
         start(for_rows, norm_backward_rows, for_rows.grid[0], dict(read, **for_dx))
         if wanted:

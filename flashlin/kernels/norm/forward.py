@@ -40,13 +40,12 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
-    """What BT rows take of a [GROUPS, D] tensor, in fp32, zeros outside: [BT, BD], or [1, BD] of a single
-    group. Every program reads it, so it should stay in the cache."""
+    """What BT rows take of a [GROUPS, D] tensor, [BT, BD] in fp32, zeros outside. Every program reads it, so
+    it should stay in the cache. Rows that share a line have it each: one [1, BD] would be loaded by other
+    threads than the rows are, and whole tiles would go through shared memory to meet it."""
+    row = (first + tl.arange(0, BT)) % GROUPS
     col = d0 + tl.arange(0, BD)
-    if GROUPS == 1:
-        offsets = col[None, :]
-    else:
-        offsets = ((first + tl.arange(0, BT)) % GROUPS)[:, None] * D + col[None, :]
+    offsets = row[:, None] * D + col[None, :]
     return tl.load(x + offsets, mask=(col < D)[None, :], other=0.0,
                    eviction_policy="evict_last").to(tl.float32)
 
@@ -72,8 +71,7 @@ def summed(
 
 
 @triton.jit
-def scaled(
-    y,  # [BT, BD]
+def lines(
     weight,  # [GROUPS, D]
     bias,  # [GROUPS, D]
     first,  # the program's first row
@@ -85,11 +83,23 @@ def scaled(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
+    """(w, b), each a ``line``; a number stands for one that there is not."""
+    w = d0
+    b = d0
+    if HAS_WEIGHT:
+        w = line(weight, first, d0, D, BT, BD, GROUPS)
+    if HAS_BIAS:
+        b = line(bias, first, d0, D, BT, BD, GROUPS)
+    return w, b
+
+
+@triton.jit
+def scaled(y, w, b, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """y w + b, [BT, BD]."""
     if HAS_WEIGHT:
-        y *= line(weight, first, d0, D, BT, BD, GROUPS)
+        y *= w
     if HAS_BIAS:
-        y += line(bias, first, d0, D, BT, BD, GROUPS)
+        y += b
     return y
 
 
@@ -105,35 +115,6 @@ def opened(gate, GATE: tl.constexpr):
         factor = sigmoid
         slope = sigmoid * (1 - sigmoid)
     return factor, slope
-
-
-@triton.jit
-def put_y(
-    y,  # [rows, D]
-    centred,  # [BT, BD]
-    r,  # [BT]
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
-    gate,  # [rows, D]
-    first,  # the program's first row
-    rows,  # rows in all
-    d0,  # first column
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Store y of BT rows, made of the centred [BT, BD]."""
-    out = scaled(
-        centred * r[:, None], weight, bias, first, d0,
-        D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
-    if GATE != 0:
-        factor, _ = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
-        out *= factor
-    put(y, out, first, rows, d0, D, BT, BD)
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -169,16 +150,21 @@ def norm_forward(
     if BD >= D:
         s = summed(
             x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
+        # before the sums, for which the threads wait for each other
+        w, b = lines(
+            weight, bias, first, 0,
+            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
             m = tl.sum(s, 1) / D
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
-        put_y(
-            y=y, centred=s, r=r, weight=weight, bias=bias, gate=gate,
-            first=first, rows=rows, d0=0,
-            D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+        out = scaled(s * r[:, None], w, b, HAS_WEIGHT, HAS_BIAS)
+        if GATE != 0:
+            factor, _ = opened(tile(gate, first, rows, 0, D, BT, BD, "evict_first"), GATE)
+            out *= factor
+        put(y, out, first, rows, 0, D, BT, BD)
     else:
         m = tl.zeros([BT], dtype=tl.float32)
         squares = tl.zeros([BT], dtype=tl.float32)
@@ -201,10 +187,14 @@ def norm_forward(
             s = summed(
                 x, residual, first, rows, d0,
                 D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
-            put_y(
-                y=y, centred=s - m[:, None], r=r, weight=weight, bias=bias, gate=gate,
-                first=first, rows=rows, d0=d0,
-                D=D, BT=BT, BD=BD, GATE=GATE, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            w, b = lines(
+                weight, bias, first, d0,
+                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+            out = scaled((s - m[:, None]) * r[:, None], w, b, HAS_WEIGHT, HAS_BIAS)
+            if GATE != 0:
+                factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
+                out *= factor
+            put(y, out, first, rows, d0, D, BT, BD)
     if HAS_STATS:
         row = tl.arange(0, BT)
         tl.store(rstd + first + row, r, mask=first + row < rows)

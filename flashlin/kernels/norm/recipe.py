@@ -21,8 +21,8 @@ class Config(NamedTuple):
     """For rows of up to D elements: programs of ``elements`` (as many whole rows as that is, at least one)
     and ``num_warps``.
 
-    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: 2 fetches
-    the next rows ahead.
+    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: how many
+    steps' rows such a program has in hand, at most; those of all but one are on their way.
     """
     D: int
     elements: int
@@ -34,7 +34,7 @@ class Config(NamedTuple):
 # The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in
 # strips of COLUMNS.D columns.
 FORWARD = (Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8), Config(16384, 16384, 16))
-BACKWARD = (Config(2048, 2048, 4, 4, 2), Config(4096, 4096, 8, 2, 2), Config(8192, 8192, 16, 1, 2))
+BACKWARD = (Config(2048, 2048, 4, 4, 3), Config(4096, 4096, 8, 2, 3), Config(8192, 8192, 16, 1, 3))
 BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 
 
@@ -59,15 +59,25 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     BD = block(problem.K, 8, config.elements)
     BT = config.elements // BD
     programs = cdiv(problem.T * problem.H, BT)
+    shared = _bytes(BT, BD, 1)
     # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of
     # every fourth
     if config.per_sm:
         more = sum(name in problem.options for name in ("bias", "gate"))
         per_sm = config.per_sm - config.per_sm * more // 4
-        if more == 2 and BD > 4096:  # and of the next rows
-            config = config._replace(num_stages=1)
         programs = _aligned(min(programs, per_sm * target.sms), BT, problem)
-    return _launch(kernel, config, problem, programs, BT, BD)
+        # x and dy, and with a residual the gradient of the sum
+        ahead = 2 + sum(name in problem.options for name in ("gate", "residual"))
+        stages = next(stages for stages in range(config.num_stages, 0, -1)
+                      if stages == 1 or per_sm * _bytes(BT, BD, ahead * (stages - 1)) <= target.shared)
+        config, shared = config._replace(num_stages=stages), _bytes(BT, BD, max(1, ahead * (stages - 1)))
+    return _launch(kernel, config, problem, programs, BT, BD, shared)
+
+
+def _bytes(BT: int, BD: int, tiles: int) -> int:
+    """Of shared memory: so many tiles of 16 bits, since rows of fp32 are not fetched ahead (and more than one
+    such tile is not exchanged between warps); the sums of each warp, and what is known of rows."""
+    return 2 * BT * BD * tiles + 16 * BT + 4096
 
 
 def _columns(problem: Problem, target: Target) -> Launch:
@@ -76,7 +86,7 @@ def _columns(problem: Problem, target: Target) -> Launch:
     strips = cdiv(problem.K, BD)
     groups = _aligned(min(cdiv(problem.T * problem.H, BT), cdiv(COLUMNS.per_sm * target.sms, strips)), BT,
                       problem)
-    return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD)
+    return _launch("norm_backward_columns", COLUMNS, problem, strips * groups, BT, BD, _bytes(BT, BD, 1))
 
 
 def _aligned(programs: int, BT: int, problem: Problem) -> int:
@@ -86,9 +96,9 @@ def _aligned(programs: int, BT: int, problem: Problem) -> int:
     return cdiv(programs, unit) * unit
 
 
-def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int) -> Launch:
-    # shared: what is measured is at most 16 bits for each element and the sums of each warp
-    return moving(kernel, problem, programs, dict(BT=BT, BD=BD), shared=2 * BT * BD + 4096,
+def _launch(kernel: str, config: Config, problem: Problem, programs: int, BT: int, BD: int,
+            shared: int) -> Launch:
+    return moving(kernel, problem, programs, dict(BT=BT, BD=BD), shared=shared,
                   span=BT * problem.K, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
