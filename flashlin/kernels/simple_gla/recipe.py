@@ -8,6 +8,7 @@ from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import OVERLAPPED, Launch, Problem
+from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
@@ -46,6 +47,9 @@ ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and thr
 # Of the scan in Gluon: chunks under way (benchmarks/results/overlapping-*); the first release that can; how
 # many tokens keep a card busy for longer than its descriptors do the host, which is a guess nobody has timed.
 STAGES, OVERLAPS, ENOUGH = 3, (3, 6), 1024
+# Up to so many tokens that scan is faster whole, where memory is less, too: 25 us of the card beside 30 in 4
+# parts at 8x1024x8x64 (benchmarks/results/parts-*).
+WHOLE = 1024
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -69,6 +73,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
+    if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
+        part = 0
 
     def scan(kernel: str, config: Config) -> Launch:
         return state_launch(kernel, config, problem, shared(config), dots, part=part)
