@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import flashlin
+from benchmarks.pretended import Driver, Started, pretended
 from flashlin import dispatch
-from flashlin.compat.target import parse
+from flashlin.compat import launch
+from flashlin.compat.described import Lent
+from flashlin.compat.target import parse, pretend
 from flashlin.guards import proven
 from flashlin.policy import Policy
 from flashlin.testing.compile import Job, compile_launches
@@ -70,6 +74,35 @@ def test_every_kind_compiles_and_spills_nothing(name: str) -> None:
     [result] = compile_launches([Job(90, launch)])
     assert result.ok and not result.spills and result.matrix == ("wgmma.mma_async",), result
     assert result.shared <= launch.shared <= parse(HOPPER).shared
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers, and descriptors of which Triton's launcher makes the same but for where their memory is."""
+    from triton.backends.nvidia import driver
+    kind = {"swizzle": 3, "elem_size": 2, "elem_type": 9, "block_size": [64, 64], "fp4_padded": False}
+    addresses: list[int] = []
+
+    def fill(address: int, *facts: Any) -> Any:
+        addresses.append(address)
+        return facts
+
+    def handed(one: Started) -> list[Any]:
+        return [tuple(driver.make_tensordesc_arg(x, kind)) if isinstance(x, (Lent, TensorDescriptor)) else x
+                for x in one.arguments]
+    monkeypatch.setattr(launch, "_kernels", {})
+    pretend(parse(f"triton={triton.__version__},sm=90,sms=132"))
+    with pretended(Driver()) as fake, flashlin.settings(canary="trial"), torch.no_grad():
+        for _ in range(4):
+            CALLS[name](torch.device("cpu"))
+        fake.fill_tma_descriptor = fake.fill_tma_descriptor_tiled = fill
+        starts = [one for one in fake.started if one.compiled.fn.__name__ == KERNEL]
+        first, *later = map(handed, starts)
+    kinds = [{type(x) for x in one.arguments} & {Lent, TensorDescriptor} for one in starts]
+    assert kinds == [{TensorDescriptor}, {Lent}, {Lent}, {Lent}]
+    assert len(addresses) == 16 and all(address and address % 16 == 0 for address in addresses)
+    numbers = [at for at, x in enumerate(first) if not isinstance(x, torch.Tensor)]
+    assert [[one[at] for at in numbers] for one in later] == 3 * [[first[at] for at in numbers]]
 
 
 def test_descriptors_begin_at_16_bytes() -> None:

@@ -1,9 +1,9 @@
 """Gluon kernels that read and write tensors by descriptors (TMA, on Hopper), handled like any other."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 # From a kernel's arguments by name: columns of a tensor, which is taken as a matrix of the kernel's ``rows``,
 # and rows and columns of the block that is moved at a time.
@@ -15,12 +15,29 @@ def described(**blocks: Block) -> Callable[[Any], Described]:
     return partial(Described, blocks)
 
 
+class Address(int):
+    """Memory, as a descriptor has it."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+class Lent(NamedTuple):
+    """What Triton's launcher takes of a TensorDescriptor, without what that checks each time."""
+    base: Any
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
 class Described:
     """A jitted function of Gluon's, to start and to compile with tensors where it has descriptors: those are
     made as it starts. Of a tensor whose memory does not begin at a multiple of 16 bytes there is none."""
 
     def __init__(self, blocks: Mapping[str, Block], kernel: Any) -> None:
         self.blocks, self.kernel = blocks, kernel
+        self.places = [(at, name) for at, name in enumerate(kernel.arg_names) if name in blocks]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -31,17 +48,23 @@ class Described:
     def warmup(self, *values: Any, **options: Any) -> Any:
         return self.kernel.warmup(*self._described(values, options), **options)
 
+    def lent(self, values: Sequence[Any]) -> list[Any]:
+        """What its compiled kernel is started with; values: of all its parameters, in their order, tensors or
+        addresses."""
+        given, lent = dict(zip(self.kernel.arg_names, values, strict=True)), [*values]
+        for at, name in self.places:
+            x, (columns, _, _) = values[at], self.blocks[name](given)
+            lent[at] = Lent(Address(x) if type(x) is int else x, [given["rows"], columns], [columns, 1])
+        return lent
+
     def _described(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-        given = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}
-
-        def described(name: str, x: Any) -> Any:
-            if name not in self.blocks:
-                return x
-            columns, *block = self.blocks[name](given)
+        given, described = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}, [*values]
+        for at, name in self.places:
+            x, (columns, *block) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
             columns = max(columns, block[1])  # where sizes are made up, to compile
             layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-            return TensorDescriptor(x, [given["rows"], columns], [columns, 1], block, layout)
-        return [described(name, x) for name, x in zip(self.kernel.arg_names, values, strict=False)]
+            described[at] = TensorDescriptor(x, [given["rows"], columns], [columns, 1], block, layout)
+        return described

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlin.compat.described import Described
 from flashlin.compat.releases import nearest
 from flashlin.compat.target import interpreting
 from flashlin.compat.versions import is_unreleased, release
@@ -32,6 +33,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (*TENSORS, int, float, bool, type(None))
 CONSTANTS = (int, float, bool, str, type(None))
 I32, I64 = 2**31, 2**63
+KNOWN = 5  # what a launcher takes of a compiled kernel, behind the grid and the stream
 
 Values = tuple[Any, ...]
 _dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
@@ -66,7 +68,8 @@ class Kernel:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.kinds = kernel, dict[tuple[type, ...], "Kind | None"]()
-        self.plain = possible() and type(kernel) is triton_module().JITFunction
+        self.described = kernel if type(kernel) is Described else None
+        self.plain = possible() and (self.described is not None or type(kernel) is triton_module().JITFunction)
 
     def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Compiled | None:
         """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
@@ -88,9 +91,22 @@ class Kernel:
         if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
                 or made.metadata.target.backend != "cuda"):
             return None
-        found = kind.compiled[key] = Compiled(made.run, (made.function, made.packed_metadata, None, None, None),
+        found = kind.compiled[key] = Compiled(self._launcher(made), (made.function, made.packed_metadata, None, None, None),
                                               kernel, kernel.device_caches[device], kernel.debug, _switches())
         return found
+
+    def _launcher(self, made: Any) -> Callable[..., None]:
+        """Triton's launcher of what has been compiled, with tensors or addresses where that has
+        descriptors."""
+        if self.described is None:
+            run: Callable[..., None] = made.run
+            return run
+        before = 4 + KNOWN
+
+        def lending(*given: Any) -> None:
+            assert self.described is not None
+            made.run(*given[:before], *self.described.lent(given[before:]))
+        return lending
 
     def lacks(self, values: Values, num_warps: int, num_stages: int, device: int) -> Any:
         """What tells the compiled kernel from others that ``start`` would use, if there is none yet; None if
