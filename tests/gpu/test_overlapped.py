@@ -30,16 +30,17 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def compare(call: Callable[[torch.device], list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for never in (True, False, False):
+    for never in (True, *[False] * 4):  # found by Triton, started directly, and as part of a run made again
         monkeypatch.setattr(recipe, "OVERLAPS", (99,) if never else (3, 6))
-        dispatch.plan.cache_clear()
+        if len(found) < 2:  # what is made again has the same plan
+            dispatch.plan.cache_clear()
         plans: list[flashlin.Plan] = []
         with flashlin.settings(canary="trial"), dispatch.watching(plans.append):
             found.append(call(CUDA))
         kernels = {launch.kernel for plan in plans for launch in plan.launches}
         assert ("simple_gla_overlapped" in kernels) is not never
-    for plain, once, again in zip(*found, strict=True):
-        assert torch.equal(once, again)
+    for plain, once, *again in zip(*found, strict=True):
+        assert all(torch.equal(once, other) for other in again)
         torch.testing.assert_close(once, plain, rtol=0.01, atol=0.005 * float(plain.abs().max()))
 
 
