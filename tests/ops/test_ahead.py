@@ -117,7 +117,7 @@ def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
             "ahead.cores = lambda: 2\n"
             "queue = ahead.Queue(0)\n"
             "class Slow:\n"
-            "    def compile(self, *given): print('one', flush=True), time.sleep(1)\n"
+            "    def compile(self, *given): print('one\\n', end='', flush=True), time.sleep(1)\n"
             "    class kernel: device_caches = [None]\n"
             "ahead.make_key = lambda: None\n"
             "for key in range(8): queue.compile(key, False, Slow(), 1, (), 1, 1)\n")
