@@ -50,7 +50,7 @@ CASES = [
     _chunk("alike-l2", L2, keys="alike", K=32, V=32),
     _chunk("one-key", allowed=FORGETFUL, keys="one-key", rate="1", reads="none", options={"p": None}),
     _chunk("resets", gate="resets", K=32, V=40, B=1), _chunk("g=-inf", gate="-inf", T=20),
-    _chunk("in-parts", gate=sequences.SLOW, K=32, V=40, **sequences.LONG["in-parts"]),
+    _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
     _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small)]

@@ -100,7 +100,7 @@ def _shared(case: Op) -> list[Case]:
             case("alike", allowed=FORGETFUL, keys="alike", rate="1"), case("rate=0", rate="0", T=70),
             *(case(f"K={K},V={V}", K=K, V=V, H=1, T=80)
               for K, V in ((256, 256), (64, 512), (512, 64), (129, 20))),
-            *(case(name, gate=sequences.SLOW, K=32, V=40, **facts)
+            *(case(name, gate=sequences.SLOW, **facts)
               for name, facts in sequences.LONG.items())]
 
 

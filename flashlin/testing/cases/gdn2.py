@@ -45,7 +45,7 @@ CASES = [
     _chunk("one-key", allowed=dplr.FORGETFUL, keys="one-key", rate="1"),
     _chunk("gates", GATE, raw=True, keys="raw", T=70, allowed={"dg": 0.03}),
     _chunk("bounded", {**GATE, "lower_bound": -5.0}, raw=True, keys="raw", T=70, K=32, V=32),
-    _chunk("in-parts", gate=sequences.SLOW, K=32, V=40, **sequences.LONG["in-parts"]),
+    _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped", H=1, HV=2, **_small),
     _recurrent("gates", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", **_small)]

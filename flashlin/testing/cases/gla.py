@@ -79,7 +79,7 @@ CASES: list[Case] = [
     _chunk("one-token", T=1), _chunk("short", T=21), _chunk("K=256,V=256", K=256, V=256, B=1, T=80),
     _chunk("K=512,V=64", K=512, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),
-    *(_chunk(name, gate=sequences.SLOW, K=32, V=40, **facts) for name, facts in sequences.LONG.items()),
+    *(_chunk(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()),
     _token("random", quick=True, T=8, H=1, K=32, V=32),
     _token("strong", gate="strong", T=12, K=32, V=40, B=1),
     _token("resets", gate="resets", gates=KEYS | VALUES, T=9, K=16, V=24),

@@ -32,4 +32,4 @@ CASES: list[Case] = [
     _chunk("odd", K=100, V=36, T=70), _chunk("one-token", T=1), _chunk("two-tokens", T=2),
     _chunk("short", T=21), _chunk("K=256,V=512", K=256, V=512, B=1, T=80),
     _chunk("K=512,V=64", K=512, B=1, T=80),
-    *(_chunk(name, gate=sequences.SLOW, K=32, V=40, **facts) for name, facts in sequences.LONG.items())]
+    *(_chunk(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]

@@ -106,7 +106,7 @@ def _family(case: Op) -> list[Case]:
                   case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if case.name.startswith("chunk_"):
         cases.append(case("whole-chunks", K=128, V=128, T=192))
-        cases += [case(name, gate=sequences.SLOW if gated else "random", K=32, V=40, **facts)
+        cases += [case(name, gate=sequences.SLOW if gated else "random", **facts)
                   for name, facts in sequences.LONG.items()]
     else:
         cases.append(case("reverse", {"reverse": True}, gate="resets" if gated else "random", T=70))
