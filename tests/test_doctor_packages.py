@@ -160,8 +160,6 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.1.0", models=split("mamba2", "torch"))]),
     "zamba-packed-convolution": (dict(transformers="5.23.0", models=conv("zamba")), [
         dict(transformers="5.23.0", models=conv("zamba2"))]),
-    "inkling-packed-convolutions": (dict(transformers="5.23.0", models=conv("inkling")), [
-        dict(transformers="5.23.0", models=conv("lfm2"))]),
     "mamba-continuation": (dict(transformers="5.23.0", models=conv("mamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "gdn-continuation": (dict(transformers="5.6.0", models=GDN_TORCH), [

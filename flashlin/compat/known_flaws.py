@@ -229,10 +229,6 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="zamba-packed-convolution", package="transformers", models=("zamba",),
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
         remedy="one document a row, padded", source=_TRIED),
-    Flaw(
-        id="inkling-packed-convolutions", package="transformers", models=("inkling", "inkling2"),
-        effect="if documents are packed, its convolutions look across them: nobody hands them seq_idx",
-        remedy="one document a row, padded", source="tried with transformers 5.23.0 (inkling), read there"),
     # --- wrong where rows are padded or continued ---
     _forgetful("mamba-continuation", (*MAMBA, "zamba"), None, _TRIED),
     _forgetful("gdn-continuation", GDN, "5.7.0", "tried with transformers 4.57.6 to 5.8.0, read in 5.7.0"),
