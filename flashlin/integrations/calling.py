@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from flashlin.integrations.bindings import named_like
 
 # Parameters of the originals that our signatures have only to say, by name, that they must be None.
@@ -15,7 +13,7 @@ REFUSED = frozenset({"process_group"})
 _told: set[tuple[str, str]] = set()
 
 
-def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: str = "", name: str = "") -> Any:
+def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: str = "") -> Any:
     """``ours`` under the name and signature of ``original``, for callers of that.
 
     Positions are those of the original, whose order differs between releases. What only the original knows
@@ -23,7 +21,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
     once. A keyword that the original takes by ``**kwargs`` and that nobody knows is dropped, and told once:
     the original ignores it without a word.
     """
-    theirs, mine = signature_of(original), inspect.signature(ours)
+    theirs, mine = inspect.signature(original), inspect.signature(ours)
     order, my_order = positional(theirs), positional(mine)
     defaults = {name: one.default for name, one in theirs.parameters.items()}
     swallows = any(one.kind is one.VAR_KEYWORD for one in theirs.parameters.values())
@@ -32,7 +30,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
     # so many leading arguments are the same and served: the usual call is passed on as it is
     same = next((at for at, (a, b) in enumerate(zip(order, my_order, strict=False))
                  if a != b or a in REFUSED), min(len(order), len(my_order)))
-    name = name or original.__name__
+    name = original.__name__
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= same and all(key in served for key in kwargs):
@@ -52,23 +50,9 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
         if unknown:
             tell(name, ", ".join(unknown), "which the package's own function ignores, too")
         return ours(**{key: value for key, value in given.items() if key in served})
-    stand_in = named_like(call, original, module=module, name=name, signature=theirs)
+    stand_in = named_like(call, original, module=module, signature=theirs)
     stand_in.__wrapped__ = original  # registries that know the original find it: fla.backends.register
     return stand_in
-
-
-def applied(value: Any) -> type[torch.autograd.Function] | None:
-    """The autograd function whose ``apply`` this is."""
-    owner = getattr(value, "__self__", None)
-    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
-
-
-def signature_of(original: Callable[..., Any]) -> inspect.Signature:
-    """What callers give: of an autograd function's ``apply`` what its forward takes behind ctx."""
-    if (owner := applied(original)) is None:
-        return inspect.signature(original)
-    whole = inspect.signature(owner.forward)
-    return whole.replace(parameters=[*whole.parameters.values()][1:])
 
 
 def positional(signature: inspect.Signature) -> list[str]:

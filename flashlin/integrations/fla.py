@@ -20,7 +20,7 @@ from torch import Tensor
 import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
-from flashlin.integrations.calling import applied, by_name
+from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
@@ -91,8 +91,7 @@ class FlaPatch(Patch):
             elif activations and name in ON_CPU and callable(value):
                 self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
-                called = dict(module=module.__name__, name=name) if applied(value) else {}
-                self.bindings.swap(value, by_name(value, getattr(flashlin, name), **called), f"flashlin.{name}")
+                self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
         self._fill(module)
         for name, kernel in [one for one in launched(module) if not self.bindings.knows(one[1])]:
             try:
@@ -114,12 +113,9 @@ class FlaPatch(Patch):
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or an autograd
-    function's ``apply``."""
+    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's."""
     if not callable(value):
         return False
-    if (owner := applied(value)) is not None:
-        return owner.__module__ == module.__name__
     try:
         inner = inspect.unwrap(value)
     except ValueError:  # a circle

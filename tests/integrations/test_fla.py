@@ -7,7 +7,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,26 +44,6 @@ def no_compiler() -> Iterator[None]:
 def bindings() -> dict[tuple[str, str], Any]:
     return {(module.__name__, name): value for key, module in list(sys.modules.items())
             if key.partition(".")[0] == "fla" for name, value in vars(module).items()}
-
-
-def test_an_autograd_functions_apply_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fla 0.4.2 has its gate_output_correction."""
-    class Theirs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, o: Any, r: Any, k: Any, r_k: Any, v: Any, g: Any) -> Any:
-            raise RuntimeError("theirs")
-    home = ModuleType("fla.ops.rwkv7.of_a_test")
-    Theirs.__module__ = home.__name__
-    theirs = home.gate_output_correction = Theirs.apply  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    o, r, k, v, g = (torch.randn(1, 5, *size) for size in ((8,), (2, 4), (2, 4), (2, 4), (8,)))
-    x = o, r, k, torch.randn(2, 4), v, g
-    with flashlin.patched("fla"):
-        ours = vars(home)["gate_output_correction"]
-        assert list(inspect.signature(ours).parameters) == ["o", "r", "k", "r_k", "v", "g"]
-        assert torch.equal(ours(*x), flashlin.gate_output_correction(*x))
-        assert torch.equal(ours(*x[:4], g=g, v=v), flashlin.gate_output_correction(*x))
-    assert vars(home)["gate_output_correction"] is theirs
 
 
 def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
