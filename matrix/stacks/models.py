@@ -107,6 +107,20 @@ COUNTERPARTS = {
     "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
                                                n_groups=1, tie_word_embeddings=True)}
 
+# What a model does not keep apart itself, by model and quantity: no function of flashlin is told where rows or
+# documents begin. It counts where the raw program raises, and so cannot show that it gives the same; in
+# Triton's interpreter raw fla 0.6.0 has been seen to be as far off, to four digits.
+_CUT = "in training its convolutions run from one row, document or memory into the next"
+_KEPT = "its layers leave cu_seqlens aside"
+LEAKS: dict[tuple[str, str], str] = {
+    ("zamba", "packed: seq_idx"): "its layers scan without seq_idx",
+    ("granitemoehybrid", "packed: seq_idx"): "its attention looks across documents",
+    ("LinearAttention", "packed: cu_seqlens"): "its forward drops cu_seqlens before the layers",
+    ("Mamba", "packed: cu_seqlens"): _KEPT,
+    ("Mamba2", "packed: cu_seqlens"): _KEPT,
+    ("Mom", "padding"): _CUT,
+    ("Mom", "packed: cu_seqlens"): _CUT}
+
 
 def in_mamba_ssm(name: str) -> str:
     """What mamba_ssm calls a parameter of transformers' model."""

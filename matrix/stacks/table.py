@@ -10,7 +10,7 @@ from typing import Any
 
 from matrix import markdown
 from matrix.stacks.records import read
-from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS
+from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS, verdict_of
 
 MARKS = {"agrees": "yes", "reference": "yes", "alone": "runs", "as raw": "as raw", "differs": "**differs**",
          "raises": "error", "not patched": "torch", "-": "-"}
@@ -94,8 +94,12 @@ def _measured(name: str, found: dict[str, Any]) -> tuple[str, ...]:
 def _of_record(record: dict[str, Any]) -> Iterable[str]:
     quantities = list(record["rows"][0].get("raw") or record["rows"][0]["patched"])
     patches = ", ".join(map(repr, record["patches"]))
+
+    def said(fact: str) -> str:
+        return " and ".join(sorted({row[fact] for row in record["rows"]}))
+
     yield from ("", f"### {record['stack']}", "",
-                f"`patched({patches})`, torch {record['torch']}, {record['date']}; beside "
+                f"`patched({patches})`, torch {said('torch')}, {said('date')}; beside "
                 f"{REFERENCES[record['reference']]}.", "")
     yield from markdown.table(("model", *quantities), [
         (f"`{row['model']}`", *(_cell(row, quantity) for quantity in quantities)) for row in record["rows"]])
@@ -109,12 +113,6 @@ def _cell(row: dict[str, Any], quantity: str) -> str:
 
 def _mark(answer: str) -> str:
     return MARKS[verdict_of(answer)]
-
-
-def verdict_of(answer: str) -> str:
-    """The verdict at the head of a record's answer."""
-    return next(one for one in sorted(MARKS, key=len, reverse=True)
-                if answer == one or answer.startswith((f"{one} ", f"{one}:")))
 
 
 def _figure(answer: str) -> str:
