@@ -121,6 +121,20 @@ LEAKS: dict[tuple[str, str], str] = {
     ("Mom", "padding"): _CUT,
     ("Mom", "packed: cu_seqlens"): _CUT}
 
+# Before transformers 5.15, by model: sizes with which its torch functions and its branch of GPUs compute the
+# same. Mamba2's norm has groups in one of them alone; the torch functions of the others join chunks wrongly,
+# so that a chunk is the whole row.
+BEFORE_5_15: dict[str, dict[str, Any]] = {
+    "mamba2": {"n_groups": 1}, "nemotron_h": {"chunk_size": 128}, "zamba2": {"chunk_size": 128}}
+# What that branch does not do itself, by model and quantity, on a GPU as here.
+_ONE = "its branch of GPUs goes on from a cache by one token at a time"
+ON_CUDA: dict[tuple[str, str], str] = {
+    ("mamba", "padding"): "its fused function knows no mask",
+    ("falcon_mamba", "padding"): "its fused function knows no mask",
+    ("zamba", "pieces"): "its scan begins anew with each piece",
+    ("lfm2", "pieces"): _ONE,
+    ("lfm2_moe", "pieces"): _ONE}
+
 
 def in_mamba_ssm(name: str) -> str:
     """What mamba_ssm calls a parameter of transformers' model."""

@@ -17,7 +17,7 @@ from typing import Any
 from flashlin.compat.child import python
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
-from matrix.stacks.models import LEAKS, Model
+from matrix.stacks.models import LEAKS, ON_CUDA, Model
 from matrix.stacks.records import packed, read
 from matrix.stacks.verdicts import Answer, Outcome, outcome, verdict_of
 from matrix.stacks.versions import STACKS, Stack
@@ -38,7 +38,8 @@ def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str,
     be another); without those that this version has not got."""
     names = [one.name for one in models]
     with tempfile.TemporaryDirectory() as folder:
-        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")))
+        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")),
+                  on_cuda=stack.on_cuda)
         other: dict[str, Any] = {}
         if stack.reference:
             beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else RAW,
@@ -129,7 +130,7 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
             for said in pool.map(lambda share, stack=stack: _alone(stack, share, way), shares):
                 rows = [row(name, one) for name, one in said.items()]
                 for one in rows:
-                    failures = wrong(one, stack.plain)
+                    failures = wrong(one, stack.on_cuda)
                     bad += bool(failures)
                     print("\n    ".join([f"{stack.name}: {one['model']}:{'' if failures else ' agrees'}",
                                          *failures]), flush=True)
@@ -148,15 +149,16 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
         return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
 
 
-def wrong(row: dict[str, Any], plain: bool = False) -> list[str]:
+def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
     """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
-    the patch, and what it refuses may be refused, but not be wrong, unless LEAKS has a reason. plain: as a
-    Stack's."""
+    the patch, and what it refuses may be refused, but not be wrong, unless LEAKS has a reason. on_cuda: as a
+    Stack's, which ON_CUDA has reasons for."""
     raw, lines = row.get("raw", {}), []
     for quantity, answer in row.get("patched", {}).items():
         verdict, before = verdict_of(answer), verdict_of(raw[quantity]) if quantity in raw else ""
-        leaks = (verdict, before) == ("differs", "raises") and (row["model"], quantity) in LEAKS
-        if verdict == before or leaks or (verdict == "not patched" and plain):
+        excused = on_cuda and (row["model"], quantity) in ON_CUDA or (
+            (verdict, before) == ("differs", "raises") and (row["model"], quantity) in LEAKS)
+        if verdict == before or excused:
             continue
         if verdict in ("differs", "not patched", "raises"):
             lines.append(f"{quantity}: {answer}" + (f" | raw: {raw[quantity]}" if before else ""))
