@@ -113,7 +113,7 @@ def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
     before = read(path)["rows"] if path.exists() else []
     known = {one["model"]: one for one in [*before, *rows]}
     facts = {"stack": stack.name, "of": stack.of, "patches": list(stack.patches),
-             "reference": stack.reference,
+             "reference": stack.reference, "on_cuda": stack.on_cuda,
              "rows": [known[one.name] for one in stack.models if one.name in known]}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(one_a_line(packed(facts)), encoding="utf-8")
@@ -156,7 +156,7 @@ def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
     raw, lines = row.get("raw", {}), []
     for quantity, answer in row.get("patched", {}).items():
         verdict, before = verdict_of(answer), verdict_of(raw[quantity]) if quantity in raw else ""
-        excused = on_cuda and (row["model"], quantity) in ON_CUDA or (
+        excused = (on_cuda and (row["model"], quantity) in ON_CUDA) or (
             (verdict, before) == ("differs", "raises") and (row["model"], quantity) in LEAKS)
         if verdict == before or excused:
             continue

@@ -77,7 +77,7 @@ def tokens(beams: int) -> Callable[[Program], Answer]:
         of.model.eval()
         prompt = of.rows[:, :LENGTH]
         if not hasattr(of.model, "generate"):
-            raise Lacks("a layer generates nothing")
+            raise Lacks("it generates nothing by itself")
         if of.package == "mamba_ssm":
             if beams > 1:
                 raise Lacks("its generate has no beams")
