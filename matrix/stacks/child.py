@@ -60,7 +60,7 @@ def answers(job: Job) -> dict[str, Any]:
             try:
                 said[way], found[name]["ops"][way] = ways.run(
                     model, way, job.patches, weights.get(name, {}).get("weights"),
-                    ways.FEW if job.reference == "interpreter" else (), job.on_cuda)
+                    ways.INTERPRETED if job.reference == "interpreter" else (), job.on_cuda)
             except models.NoSuchModel:
                 del found[name]
     if job.reference == "transformers":

@@ -132,15 +132,17 @@ LEAKS: dict[tuple[str, str], str] = {
 _ONE_CHUNK = {"chunk_size": 128, "time_step_min": 1e-9}
 BEFORE_5_15: dict[str, dict[str, Any]] = {
     "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}
-# What that branch does not do itself, by model and quantity, on a GPU as here.
-_ONE = "its branch of GPUs goes on from a cache by one token at a time"
-ON_CUDA: dict[tuple[str, str], str] = {
-    ("mamba", "padding"): "its fused function knows no mask",
-    ("falcon_mamba", "padding"): "its fused function knows no mask",
-    ("mamba2", "padding"): "its fused function masks nothing behind the convolution",
-    ("zamba", "pieces"): "its scan begins anew with each piece",
-    ("lfm2", "pieces"): _ONE,
-    ("lfm2_moe", "pieces"): _ONE}
+# What that branch does not do itself, on a GPU as here: by model, quantity and what is said of the torch
+# functions, which do better or are wrong in another way.
+_ONE = "it goes on from a cache by one token at a time"
+ON_CUDA: dict[tuple[str, str, str], str] = {
+    ("mamba", "padding", "agrees"): "its fused function knows no mask",
+    ("falcon_mamba", "padding", "agrees"): "its fused function knows no mask",
+    ("mamba2", "padding", "agrees"): "its fused function masks nothing behind the convolution",
+    ("zamba", "pieces", "raises"): "its scan begins anew with each piece",
+    **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
+# Which models of those versions look up no package's functions, so that nothing of them is exchanged.
+UNTOUCHED = {"inkling": "its convolution is a function of its own, which kernels of the hub alone may replace"}
 
 
 def in_mamba_ssm(name: str) -> str:

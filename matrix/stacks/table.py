@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from flashlin.testing.compare import NEGLIGIBLE
 from matrix import markdown
 from matrix.stacks.records import read
 from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS, verdict_of
@@ -17,8 +18,12 @@ MARKS = {"agrees": "yes", "reference": "yes", "alone": "runs", "as raw": "as raw
 REFERENCES = {
     "": "the raw program's own torch path, and that in float64",
     "without fla": "the same models without fla",
-    "interpreter": "raw fla in Triton's interpreter (logits and gradients)",
+    "interpreter": "raw fla in Triton's interpreter (logits, gradients and tokens)",
     "transformers": "transformers' model of the same weights, and that in float64"}
+
+ASKS = (" Patched, the layers of Mamba and LFM, which ask whether they are on a GPU, are told that they are, and "
+        "keep to what that branch of theirs can do; raw they take their torch functions, which join chunks "
+        "wrongly, so that some models have a chunk for the whole row.")
 
 
 def table(folder: Path) -> list[str]:
@@ -30,9 +35,10 @@ def table(folder: Path) -> list[str]:
              "Models of other packages on a CPU, as they are and under `flashlin.patched`, made by "
              "`python -m matrix stacks`. A cell is raw, then patched, where they differ; a figure is the "
              "patched program's RMS ratio, or that of its worst gradient. Allowed are "
-             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. Padding, "
-             "pieces and packed rows are compared with the row alone, the prompt at once, the documents one "
-             "by one.", "",
+             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor none of "
+             f"whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which may be larger where "
+             "its elements are small themselves (as of RWKV7's gradients). Padding, pieces and packed rows are "
+             "compared with the row alone, the prompt at once, the documents one by one.", "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
@@ -53,9 +59,11 @@ def on_gpus(folder: Path) -> list[str]:
         "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
         "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
         "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
-        "and may be 1.2.",
+        "and may be 1.2. Of fla's layers this is a selection of seven: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
+        "HGRN2 and RWKV-7, each a kind of scan of its own. The day is that of the row; the record's, above it, is "
+        "that of the last.",
         ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
-         "inputs", "loss after 20 steps"),
+         "inputs", "loss after 20 steps", "day"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
 
 
@@ -88,7 +96,8 @@ def _measured(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     ratio = f"{found['ratio']:.2f} `{found['at'].removeprefix('inner.')}`" if "ratio" in found else "-"
     return (name, both(lambda way: found[way]["forward"], ".2f"), both(lambda way: found[way]["both"], ".2f"),
             both(lambda way: found[way]["output"], ".1e"), both(lambda way: found[way]["gradient"], ".1e"),
-            ratio, str(found.get("inputs", 1)), both(lambda way: (found["losses"].get(way) or [None])[-1], ".4f"))
+            ratio, str(found.get("inputs", 1)), both(lambda way: (found["losses"].get(way) or [None])[-1], ".4f"),
+            found["date"])
 
 
 def _of_record(record: dict[str, Any]) -> Iterable[str]:
@@ -100,7 +109,7 @@ def _of_record(record: dict[str, Any]) -> Iterable[str]:
 
     yield from ("", f"### {record['stack']}", "",
                 f"`patched({patches})`, torch {said('torch')}, {said('date')}; beside "
-                f"{REFERENCES[record['reference']]}.", "")
+                f"{REFERENCES[record['reference']]}.{ASKS if record['on_cuda'] else ''}", "")
     yield from markdown.table(("model", *quantities), [
         (f"`{row['model']}`", *(_cell(row, quantity) for quantity in quantities)) for row in record["rows"]])
 

@@ -179,8 +179,9 @@ QUANTITIES: dict[str, Callable[[Program], Answer]] = {
     "packed: position_ids": packed("position_ids")}
 
 
-# What the slow ways are asked for, the interpreter and float64; of the others a program is its own reference.
+# What the slow ways are asked for, float64 and the interpreter; of the others a program is its own reference.
 FEW = ("logits", "gradients")
+INTERPRETED = (*FEW, "greedy", "beams")
 
 
 class Wide(TorchFunctionMode):
