@@ -138,11 +138,26 @@ _ONE = "it goes on from a cache by one token at a time"
 ON_CUDA: dict[tuple[str, str, str], str] = {
     ("mamba", "padding", "agrees"): "its fused function knows no mask",
     ("falcon_mamba", "padding", "agrees"): "its fused function knows no mask",
-    ("mamba2", "padding", "agrees"): "its fused function masks nothing behind the convolution",
-    ("zamba", "pieces", "raises"): "its scan begins anew with each piece",
+    **{(name, "padding", "agrees"): "its fused function masks nothing behind the convolution"
+       for name in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")},
+    ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # 5.0
+    **{(name, "pieces", "raises"): "its scan begins anew with each piece" for name in ("jamba", "zamba")},
     **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
 # Which models of those versions look up no package's functions, so that nothing of them is exchanged.
 UNTOUCHED = {"inkling": "its convolution is a function of its own, which kernels of the hub alone may replace"}
+
+
+def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool = False) -> str:
+    """Why a patched model may have this verdict where the raw one has that of before, which is better; "" where
+    it may not."""
+    if verdict not in ("differs", "raises", "not patched") or verdict == before:
+        return ""
+    if on_cuda and verdict == "not patched":
+        return UNTOUCHED.get(model, "")
+    found = ON_CUDA.get((model, quantity, before), "") if on_cuda else ""
+    if (verdict, before) == ("differs", "raises"):
+        found = found or LEAKS.get((model, quantity), "")
+    return found
 
 
 def in_mamba_ssm(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from flashlin.compat.child import python
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
-from matrix.stacks.models import LEAKS, ON_CUDA, UNTOUCHED, Model
+from matrix.stacks.models import Model, excuse
 from matrix.stacks.records import packed, read
 from matrix.stacks.verdicts import Answer, Outcome, outcome, verdict_of
 from matrix.stacks.versions import STACKS, Stack
@@ -151,21 +151,15 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
 
 def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
     """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
-    the patch, and what it refuses may be refused, but not be wrong, unless LEAKS has a reason. on_cuda: as a
-    Stack's, for which ON_CUDA and UNTOUCHED have reasons, too."""
+    the patch, and what it refuses may be refused, but not be wrong, unless there is an ``excuse`` in the
+    model. on_cuda: as a Stack's."""
     raw, lines = row.get("raw", {}), []
     for quantity, answer in row.get("patched", {}).items():
         verdict, before = verdict_of(answer), verdict_of(raw[quantity]) if quantity in raw else ""
         worse = verdict in ("differs", "not patched", "raises") and verdict != before
-        if worse and not _excused(row["model"], quantity, verdict, before, on_cuda):
+        if worse and not excuse(row["model"], quantity, verdict, before, on_cuda):
             lines.append(f"{quantity}: {answer}" + (f" | raw: {raw[quantity]}" if before else ""))
     return lines
-
-
-def _excused(model: str, quantity: str, verdict: str, before: str, on_cuda: bool) -> bool:
-    if on_cuda and (model in UNTOUCHED if verdict == "not patched" else (model, quantity, before) in ON_CUDA):
-        return True
-    return (verdict, before) == ("differs", "raises") and (model, quantity) in LEAKS
 
 
 def by_name(names: Sequence[str]) -> list[Stack]:

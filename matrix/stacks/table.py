@@ -10,6 +10,7 @@ from typing import Any
 
 from flashlin.testing.compare import NEGLIGIBLE
 from matrix import markdown
+from matrix.stacks.models import excuse
 from matrix.stacks.records import read
 from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS, verdict_of
 
@@ -21,9 +22,11 @@ REFERENCES = {
     "interpreter": "raw fla in Triton's interpreter (logits, gradients and tokens)",
     "transformers": "transformers' model of the same weights, and that in float64"}
 
-ASKS = (" Patched, the layers of Mamba and LFM, which ask whether they are on a GPU, are told that they are, and "
-        "keep to what that branch of theirs can do; raw they take their torch functions, which join chunks "
-        "wrongly, so that some models have a chunk for the whole row.")
+AS_ON_A_GPU = (
+    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, and take "
+    "their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that cannot do. "
+    "mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one group, one chunk a "
+    "row, no least step.")
 
 
 def table(folder: Path) -> list[str]:
@@ -38,7 +41,7 @@ def table(folder: Path) -> list[str]:
              f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor none of "
              f"whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which may be larger where "
              "its elements are small themselves (as of RWKV7's gradients). Padding, pieces and packed rows are "
-             "compared with the row alone, the prompt at once, the documents one by one.", "",
+             "compared with the row alone, the prompt at once, the documents one by one.", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
@@ -109,7 +112,7 @@ def _of_record(record: dict[str, Any]) -> Iterable[str]:
 
     yield from ("", f"### {record['stack']}", "",
                 f"`patched({patches})`, torch {said('torch')}, {said('date')}; beside "
-                f"{REFERENCES[record['reference']]}.{ASKS if record['on_cuda'] else ''}", "")
+                f"{REFERENCES[record['reference']]}{'; patched as on a GPU' if record['on_cuda'] else ''}.", "")
     yield from markdown.table(("model", *quantities), [
         (f"`{row['model']}`", *(_cell(row, quantity) for quantity in quantities)) for row in record["rows"]])
 
@@ -136,7 +139,10 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         for row in record["rows"]:
             for quantity, answer in row["patched"].items():
                 if _mark(answer) not in ("yes", "runs"):
-                    said = answer if ":" in answer.partition(" ")[0] else verdict_of(answer)
+                    verdict, before = verdict_of(answer), verdict_of(row.get("raw", {}).get(quantity, "alone"))
+                    said = answer if ":" in answer.partition(" ")[0] else verdict
+                    if why := excuse(row["model"], quantity, verdict, before, record["on_cuda"]):
+                        said = f"{verdict}: the model itself: {why}"
                     where.setdefault((said, quantity), []).append(f"{row['model']} ({record['stack']})")
     return [(said, quantity, _some(places)) for (said, quantity), places in sorted(where.items())]
 
