@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 class Job(NamedTuple):
     """models: names. ways: as ``matrix.stacks.ways.run`` has them. hidden: packages that shall not be found.
-    weights: a file that an earlier process has written. reference: as a Stack's, if this process makes it."""
+    weights: a file that an earlier process has written. reference: as a Stack's, if this process makes it.
+    on_cuda: as a Stack's."""
     models: list[str]
     ways: list[str]
     patches: list[str]
@@ -21,6 +22,7 @@ class Job(NamedTuple):
     out: str
     reference: str = ""
     weights: str = ""
+    on_cuda: bool = False
 
 
 def main() -> None:
@@ -51,12 +53,14 @@ def answers(job: Job) -> dict[str, Any]:
             said, model = found[name]["ways"], models.named(name)
             if job.reference == "transformers":
                 model = models.COUNTERPARTS[name]
+            if job.on_cuda:
+                model = model._replace(options={**model.options, **models.BEFORE_5_15.get(name, {})})
             if way == "plain" and not said["raw"]["logits"].raises:
                 continue  # the program itself has taken plain torch
             try:
                 said[way], found[name]["ops"][way] = ways.run(
                     model, way, job.patches, weights.get(name, {}).get("weights"),
-                    ways.FEW if job.reference == "interpreter" else ())
+                    ways.INTERPRETED if job.reference == "interpreter" else (), job.on_cuda)
             except models.NoSuchModel:
                 del found[name]
     if job.reference == "transformers":

@@ -14,6 +14,7 @@ writes to them.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import logging
 import math
@@ -298,7 +299,7 @@ def main() -> int:
                 "dtype": given.dtype}
     rows = before(given.out, versions) if given.out and given.only else {}
     for name in names:
-        rows[name] = asked(name)
+        rows[name] = {"date": datetime.date.today().isoformat(), **asked(name)}
         print(short(name, rows[name]), flush=True)
         if given.out:  # after each, since a card is lent for a time
             record.write(given.out, "stacks-gpu", record.this_card(), **versions,

@@ -72,6 +72,9 @@ MODELS: tuple[Model, ...] = (
     _transformers("olmo_hybrid", "OlmoHybrid", **GDN),
     _transformers("kimi_linear", "KimiLinear", **KDA, **DENSE, q_lora_rank=None),
     _transformers("bailing_hybrid", "BailingHybrid", **KDA, **DENSE, qk_rope_head_dim=4),
+    _transformers("glm5_next", "Glm5NextText", **KDA, **DENSE, qk_rope_head_dim=0, index_n_heads=2,
+                  index_head_dim=16, index_topk=64, index_kpool=4)._replace(
+        classes=("Glm5NextTextModel", "Glm5NextTextConfig")),  # its whole model wants images, too
     _transformers("mamba", "Mamba"),
     _transformers("falcon_mamba", "FalconMamba"),
     _transformers("jamba", "Jamba", attn_layer_period=2, attn_layer_offset=1),
@@ -106,6 +109,55 @@ COUNTERPARTS = {
     "MambaLMHeadModel (Mamba1)": _transformers("MambaLMHeadModel (Mamba1)", "Mamba"),
     "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
                                                n_groups=1, tie_word_embeddings=True)}
+
+# What a model does not keep apart itself, by model and quantity: no function of flashlin is told where rows or
+# documents begin. It counts where the raw program raises, and so cannot show that it gives the same; in
+# Triton's interpreter raw fla 0.6.0 has been seen to be as far off, to four digits.
+_CUT = "in training its convolutions run from one row, document or memory into the next"
+_ACROSS = "its attention looks across documents"
+_KEPT = "its layers leave cu_seqlens aside"
+LEAKS: dict[tuple[str, str], str] = {
+    ("zamba", "packed: seq_idx"): "its layers scan without seq_idx",
+    ("granitemoehybrid", "packed: seq_idx"): _ACROSS,
+    ("glm5_next", "packed: seq_idx"): _ACROSS,
+    ("LinearAttention", "packed: cu_seqlens"): "its forward drops cu_seqlens before the layers",
+    ("Mamba", "packed: cu_seqlens"): _KEPT,
+    ("Mamba2", "packed: cu_seqlens"): _KEPT,
+    ("Mom", "padding"): _CUT,
+    ("Mom", "packed: cu_seqlens"): _CUT}
+
+# Before transformers 5.15, by model: sizes with which its torch functions and its branch of GPUs compute the
+# same. Mamba2's norm has groups in one of them alone; the torch functions of the others join chunks wrongly,
+# so that a chunk is the whole row, and have a least step, which is as good as none.
+_ONE_CHUNK = {"chunk_size": 128, "time_step_min": 1e-9}
+BEFORE_5_15: dict[str, dict[str, Any]] = {
+    "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}
+# What that branch does not do itself, on a GPU as here: by model, quantity and what is said of the torch
+# functions, which do better or are wrong in another way.
+_ONE = "it goes on from a cache by one token at a time"
+ON_CUDA: dict[tuple[str, str, str], str] = {
+    ("mamba", "padding", "agrees"): "its fused function knows no mask",
+    ("falcon_mamba", "padding", "agrees"): "its fused function knows no mask",
+    **{(name, "padding", "agrees"): "its fused function masks nothing behind the convolution"
+       for name in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")},
+    ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # 5.0
+    **{(name, "pieces", "raises"): "its scan begins anew with each piece" for name in ("jamba", "zamba")},
+    **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
+# Which models of those versions look up no package's functions, so that nothing of them is exchanged.
+UNTOUCHED = {"inkling": "its convolution is a function of its own, which kernels of the hub alone may replace"}
+
+
+def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool = False) -> str:
+    """Why a patched model may have this verdict where the raw one has that of before, which is better; "" where
+    it may not."""
+    if verdict not in ("differs", "raises", "not patched") or verdict == before:
+        return ""
+    if on_cuda and verdict == "not patched":
+        return UNTOUCHED.get(model, "")
+    found = ON_CUDA.get((model, quantity, before), "") if on_cuda else ""
+    if (verdict, before) == ("differs", "raises"):
+        found = found or LEAKS.get((model, quantity), "")
+    return found
 
 
 def in_mamba_ssm(name: str) -> str:
@@ -146,12 +198,25 @@ def _class(module: str, name: str) -> Any:
     return getattr(home, name)
 
 
+class WithHead(nn.Module):
+    """A text model of transformers that leaves logits to the model around it."""
+
+    def __init__(self, model: nn.Module, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(hidden, vocabulary)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None,
+                past_key_values: Any = None, use_cache: Any = None, **options: Any) -> Any:
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, **options)
+        return SimpleNamespace(logits=self.head(out.last_hidden_state), past_key_values=out.past_key_values)
+
+
 def _of_a_configuration(home: str) -> Callable[[Model], nn.Module]:
     def build(model: Model) -> nn.Module:
         kind, config = (_class(home, name) for name in model.classes)
         given = {**known(config, TINY), **model.options, **TOKENS}
         made: nn.Module = kind(config(**given))
-        return made
+        return WithHead(made, TINY["hidden_size"], TINY["vocab_size"]) if kind.__name__.endswith("TextModel") else made
     return build
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from flashlin.compat.child import python
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
-from matrix.stacks.models import Model
+from matrix.stacks.models import Model, excuse
 from matrix.stacks.records import packed, read
-from matrix.stacks.verdicts import Answer, Outcome, outcome
+from matrix.stacks.verdicts import Answer, Outcome, outcome, verdict_of
 from matrix.stacks.versions import STACKS, Stack
 
 SECONDS = 1800
@@ -38,7 +38,8 @@ def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str,
     be another); without those that this version has not got."""
     names = [one.name for one in models]
     with tempfile.TemporaryDirectory() as folder:
-        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")))
+        own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")),
+                  on_cuda=stack.on_cuda)
         other: dict[str, Any] = {}
         if stack.reference:
             beside = own._replace(ways=["raw"] if stack.reference == "interpreter" else RAW,
@@ -99,20 +100,20 @@ def short(one: Outcome) -> str:
 
 def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
     """A model's line of a record."""
-    return {"model": model, "ops": " ".join(said["ops"]),
+    import torch
+    return {"model": model, "torch": torch.__version__, "date": datetime.date.today().isoformat(),
+            "ops": " ".join(said["ops"]),
             **{way: {quantity: short(one) for quantity, one in said[way].items()}
                for way in ("raw", "patched") if way in said}}
 
 
 def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
-    """Put rows into the stack's record, beside those of other models."""
-    import torch
+    """Put rows into the stack's record, beside those of other models, which keep their day."""
     path = folder / f"{stack.file}.json"
     before = read(path)["rows"] if path.exists() else []
     known = {one["model"]: one for one in [*before, *rows]}
     facts = {"stack": stack.name, "of": stack.of, "patches": list(stack.patches),
-             "reference": stack.reference, "torch": torch.__version__,
-             "date": datetime.date.today().isoformat(),
+             "reference": stack.reference, "on_cuda": stack.on_cuda,
              "rows": [known[one.name] for one in stack.models if one.name in known]}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(one_a_line(packed(facts)), encoding="utf-8")
@@ -127,13 +128,14 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
         shares = [chosen[first:first + TOGETHER] for first in range(0, len(chosen), TOGETHER)]
         with ThreadPoolExecutor(jobs) as pool:
             for said in pool.map(lambda share, stack=stack: _alone(stack, share, way), shares):
-                for name, one in said.items():
-                    failures = wrong(one, stack.plain)
+                rows = [row(name, one) for name, one in said.items()]
+                for one in rows:
+                    failures = wrong(one, stack.on_cuda)
                     bad += bool(failures)
-                    print("\n    ".join([f"{stack.name}: {name}:{'' if failures else ' agrees'}", *failures]),
-                          flush=True)
+                    print("\n    ".join([f"{stack.name}: {one['model']}:{'' if failures else ' agrees'}",
+                                         *failures]), flush=True)
                 if out is not None and way == "both":
-                    write(out, stack, [row(name, one) for name, one in said.items()])
+                    write(out, stack, rows)
     print(f"{time.monotonic() - began:.0f} s")
     return 1 if bad else 0
 
@@ -147,17 +149,16 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
         return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}
 
 
-def wrong(said: dict[str, Any], plain: bool = False) -> list[str]:
+def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
     """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
-    the patch, and what it refuses may be refused, but not be wrong. plain: as a Stack's."""
-    raw, lines = said.get("raw", {}), []
-    for quantity, one in said.get("patched", {}).items():
-        before = raw[quantity].verdict if quantity in raw else ""
-        if one.verdict == "not patched" and plain:
-            continue
-        if one.verdict in ("differs", "not patched", "raises") and one.verdict != before:
-            lines.append(f"{quantity}: {short(one)}" + (
-                f" | raw: {short(raw[quantity])}" if quantity in raw else ""))
+    the patch, and what it refuses may be refused, but not be wrong, unless there is an ``excuse`` in the
+    model. on_cuda: as a Stack's."""
+    raw, lines = row.get("raw", {}), []
+    for quantity, answer in row.get("patched", {}).items():
+        verdict, before = verdict_of(answer), verdict_of(raw[quantity]) if quantity in raw else ""
+        worse = verdict in ("differs", "not patched", "raises") and verdict != before
+        if worse and not excuse(row["model"], quantity, verdict, before, on_cuda):
+            lines.append(f"{quantity}: {answer}" + (f" | raw: {raw[quantity]}" if before else ""))
     return lines
 
 

@@ -60,6 +60,12 @@ MEANS = {
 }
 
 
+def verdict_of(answer: str) -> str:
+    """The verdict at the head of a record's answer."""
+    return next(one for one in sorted(MEANS, key=len, reverse=True)
+                if answer == one or answer.startswith((f"{one} ", f"{one}:")))
+
+
 def error(tensors: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]) -> Error:
     """The worst of these tensors, by how near it is to its bound."""
     if set(tensors) != set(wants):

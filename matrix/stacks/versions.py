@@ -16,14 +16,14 @@ DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "ki
 class Stack(NamedTuple):
     """versions: of packages. of: whose models. patches: the arguments of ``flashlin.patched``. reference:
     where the raw program's numbers come from, if it has no torch path: ``interpreter``, Triton's;
-    ``without fla``; ``transformers``, which has the same models. only: some of the models. plain: they ask
-    where their weights are, and take plain torch on a CPU, whatever is patched."""
+    ``without fla``; ``transformers``, which has the same models. only: some of the models. on_cuda: layers
+    ask where their weights are, so that patched ones have to be told that they are on a GPU."""
     versions: dict[str, str]
     of: str = "transformers"
     patches: tuple[str, ...] = ("transformers",)
     reference: str = ""
     only: tuple[str, ...] = ()
-    plain: bool = False
+    on_cuda: bool = False
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ STACKS: tuple[Stack, ...] = (
     Stack({"transformers": "5.19.0"}),
     Stack({"transformers": "5.19.0", "kernels": "0.17.2"}),
     Stack({"transformers": "5.15.1"}),
-    *(Stack({"transformers": version}, plain=True)
+    *(Stack({"transformers": version}, on_cuda=True)
       for version in ("5.14.1", "5.13.0", "5.10.0", "5.8.0", "5.5.0", "5.0.0", "4.57.6")),
     Stack({"transformers": NEWEST, "fla": "0.6.0"}, patches=("fla", "transformers"),
           reference="without fla", only=DELTA),

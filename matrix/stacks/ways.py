@@ -17,6 +17,7 @@ import flashlin
 from flashlin import dispatch
 from flashlin.testing.compare import Tensors
 from matrix import record
+from matrix.stacks.cuda import as_on_cuda, no_events
 from matrix.stacks.models import TINY, Model, NoSuchModel, build
 from matrix.stacks.verdicts import Answer
 
@@ -76,11 +77,12 @@ def tokens(beams: int) -> Callable[[Program], Answer]:
         of.model.eval()
         prompt = of.rows[:, :LENGTH]
         if not hasattr(of.model, "generate"):
-            raise Lacks("a layer generates nothing")
+            raise Lacks("it generates nothing by itself")
         if of.package == "mamba_ssm":
             if beams > 1:
                 raise Lacks("its generate has no beams")
-            found = of.model.generate(prompt, max_length=LENGTH + ADDED, top_k=1)
+            with no_events():
+                found = of.model.generate(prompt, max_length=LENGTH + ADDED, top_k=1)
         else:
             found = of.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ADDED,
                                       do_sample=False, num_beams=beams)
@@ -177,8 +179,9 @@ QUANTITIES: dict[str, Callable[[Program], Answer]] = {
     "packed: position_ids": packed("position_ids")}
 
 
-# What the slow ways are asked for, the interpreter and float64; of the others a program is its own reference.
+# What the slow ways are asked for, float64 and the interpreter; of the others a program is its own reference.
 FEW = ("logits", "gradients")
+INTERPRETED = (*FEW, "greedy", "beams")
 
 
 class Wide(TorchFunctionMode):
@@ -212,11 +215,12 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, torch.Tensor] | None = None,
-        quantities: Sequence[str] = ()) -> tuple[dict[str, Answer], list[str]]:
+        quantities: Sequence[str] = (), on_cuda: bool = False) -> tuple[dict[str, Answer], list[str]]:
     """The answers by quantity, and the ops of flashlin that ran.
 
     way: ``raw``; ``plain``, with the options under which the package takes plain torch; ``float64``, plain in
     float64; ``patched``. weights: by name, where they come from another program. quantities: () is all.
+    on_cuda: patched, layers take the branch that they take on a GPU.
     """
     block = flashlin.patched(*patches) if way == "patched" else nullcontext()
     answers = {}
@@ -227,6 +231,8 @@ def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, 
                 if weights:
                     made.load_state_dict(weights)
                 with wide() if way == "float64" else nullcontext():
+                    if on_cuda and way == "patched":
+                        made = as_on_cuda(made)
                     program = Program(made.double() if way == "float64" else made, model.package)
                     answers[quantity] = QUANTITIES[quantity](program)
             except NoSuchModel:

@@ -26,6 +26,7 @@ from flashlin.integrations import adapters, calling, extensions
 from flashlin.integrations.mamba_ssm import REMEMBERED, forget_what_is_available
 from flashlin.kernels.mamba import reference
 from flashlin.testing.compare import judge
+from matrix.stacks.cuda import no_events
 from tests.integrations import small_mamba
 
 PACKAGES = ("mamba_ssm", "causal_conv1d")
@@ -250,12 +251,9 @@ def test_layers_of_the_real_files(real: None, name: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["Mamba1", "Mamba2"])
-def test_a_model_of_the_real_files_writes(real: None, kind: str, fused: bool,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_real_files_writes(real: None, kind: str, fused: bool) -> None:
     """Greedy tokens with the cache are those of the whole sequence, which is that of float64."""
-    # its loop makes events for timing also where it does not time
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: None)
-    with flashlin.patched(*PACKAGES):
+    with flashlin.patched(*PACKAGES), no_events():
         from mamba_ssm.models.config_mamba import MambaConfig
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
         torch.manual_seed(0)

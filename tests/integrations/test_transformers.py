@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from flashlin.integrations.documents import watched
 from flashlin.integrations.probing import bound_in
 from flashlin.integrations.transformers import HUB, decorated
 from flashlin.testing.environments import NotInstallable, installed
+from matrix.stacks.cuda import as_on_cuda
 from tests.share import WHOLE
 
 transformers = pytest.importorskip("transformers")
@@ -111,25 +111,7 @@ def built(name: str, **options: Any) -> Any:
                 weight.normal_(0, 0.2)
             elif part.endswith(("dt_bias", "dt_proj.bias")):
                 weight.uniform_(-2, 0)
-    return as_on_cuda(model.eval())
-
-
-def as_on_cuda(model: Any) -> Any:
-    """Before 5.15, Mamba's layers ask whether their weights are on a CUDA device; here they need not be."""
-    for layer in model.modules() if BEFORE_5_15 else ():
-        if hasattr(layer, "cuda_kernels_forward"):
-            layer.slow_forward = layer.torch_forward = None
-            known = inspect.signature(layer.cuda_kernels_forward).parameters
-
-            def forward(hidden_states: Any = None, *args: Any, _layer: Any = layer, _known: Any = known,
-                        **more: Any) -> Any:
-                if hidden_states is None:
-                    hidden_states = more.pop("hidden_states")
-                with mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()):
-                    return _layer.cuda_kernels_forward(hidden_states, *args,
-                                                       **{k: v for k, v in more.items() if k in _known})
-            layer.forward = forward
-    return model
+    return as_on_cuda(model.eval()) if BEFORE_5_15 else model.eval()
 
 
 @contextlib.contextmanager
