@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class FlaPatch(Patch):
     def left(self) -> dict[str, str]:
         ops = sys.modules.get("fla.ops")
         theirs = [name for name in getattr(ops, "__all__", ())
-                  if inspect.isfunction(vars(ops).get(name)) and name not in PUBLIC]
+                  if inspect.isroutine(vars(ops).get(name)) and name not in PUBLIC]
         why = "flashlin has none; its own code runs, its kernels through flashlin.shield"
         return {**dict.fromkeys(theirs, why), **self.bindings.left}
 
@@ -91,7 +91,8 @@ class FlaPatch(Patch):
             elif activations and name in ON_CPU and callable(value):
                 self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
-                self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
+                original = plainly(value, name) if is_apply(value) else value
+                self.bindings.swap(value, by_name(original, getattr(flashlin, name)), f"flashlin.{name}")
         self._fill(module)
         for name, kernel in [one for one in launched(module) if not self.bindings.knows(one[1])]:
             try:
@@ -113,14 +114,35 @@ class FlaPatch(Patch):
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's."""
+    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or ``apply`` of
+    an autograd function of this module."""
     if not callable(value):
         return False
+    if is_apply(value):
+        return bool(value.__self__.__module__ == module.__name__)
     try:
         inner = inspect.unwrap(value)
     except ValueError:  # a circle
         return False
     return type(inner) is FunctionType and inner.__module__ == module.__name__
+
+
+def is_apply(value: Any) -> bool:
+    """Whether it is ``apply`` of an autograd function: older releases bind that as the public function."""
+    kind = getattr(value, "__self__", None)
+    return (isinstance(value, MethodType) and isinstance(kind, type)
+            and issubclass(kind, torch.autograd.Function) and value.__name__ == "apply")
+
+
+def plainly(apply: Any, name: str) -> Any:
+    """``apply``, which takes ``*args`` and no keywords, as a function with the parameters of its forward."""
+    forward = inspect.signature(apply.__self__.forward)
+    _, *parameters = forward.parameters.values()
+    signature = forward.replace(parameters=parameters)
+
+    def call(*args: Any, **given: Any) -> Any:
+        return apply(*signature.bind(*args, **given).args)
+    return named_like(call, apply, module=apply.__self__.__module__, name=name, signature=signature)
 
 
 def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:

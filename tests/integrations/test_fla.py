@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -66,6 +67,29 @@ def test_signatures_stay_fla_s_own(name: str) -> None:
     with flashlin.patched("fla"):
         assert inspect.signature(getattr(fla.ops, name)) == original
         assert getattr(fla.ops, name).__module__.startswith("fla.ops")
+
+
+def test_an_older_release_binds_apply_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.4.2 does with gate_output_correction, without which RWKV7 runs on no CPU."""
+    older = ModuleType("fla.ops.rwkv7.older")
+    kind = type("GateOutputCorrection", (torch.autograd.Function,), {
+        "forward": staticmethod(lambda ctx, o, r, k, r_k, v, g: o), "__module__": older.__name__})
+    older.gate_output_correction = apply = kind.apply  # type: ignore[attr-defined]
+    importer = ModuleType("fla.layers.older")  # which imported it
+    importer.gate_output_correction = apply  # type: ignore[attr-defined]
+    for module in (older, importer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    o, g = torch.randn(2, 1, 5, 8).unbind()
+    r, k, v = torch.randn(3, 1, 5, 2, 4).unbind()
+    given = dict(o=o, r=r, k=k, r_k=torch.randn(2, 4), v=v, g=g)
+    with flashlin.patched("fla"):
+        for module in (older, importer):
+            ours: Any = vars(module)["gate_output_correction"]
+            assert [*inspect.signature(ours).parameters] == [*given]
+            right = flashlin.gate_output_correction(**given)
+            assert torch.equal(ours(*given.values()), right) and torch.equal(ours(**given), right)
+            assert (ours.__module__, ours.__name__) == (older.__name__, "gate_output_correction")
+    assert vars(older)["gate_output_correction"] is vars(importer)["gate_output_correction"] is apply
 
 
 def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
