@@ -21,6 +21,7 @@ import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
+from flashlin.integrations.documents import mixing
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
@@ -32,6 +33,11 @@ NOT_FLA = frozenset({"causal_conv1d_fn", "mamba_causal_conv1d_update", "selectiv
 BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", "mamba_chunk_scan_combined",
             "mamba_inner_fn", "mamba_split_conv1d_scan_combined", "selective_scan_fn",
             "selective_state_update")
+# Models that take cu_seqlens and mix the documents all the same, and why.
+_UNTOLD = "its layers do not know them"
+MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
+         "Mom": "its layers bring tokens of several documents together"}
+MODEL_OF = {f"{name}{kind}": name for name in MIXES for kind in ("Model", "ForCausalLM")}
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -63,6 +69,10 @@ class FlaPatch(Patch):
     package = "fla"
     watched = ("fla",)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()  # models that have been warned about
+
     def begin(self) -> None:
         if not comes("fla"):
             raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
@@ -86,6 +96,8 @@ class FlaPatch(Patch):
                         and not self.bindings.knows(vars(value)["forward"])):
                     self.bindings.stand(value, "forward", any_device(value),
                                         "flashlin.FusedCrossEntropyLoss.forward")
+                elif name in MODEL_OF and value.__module__ == module.__name__:
+                    self._see_model(value, MODEL_OF[name])
             elif self.bindings.knows(value):
                 continue
             elif activations and name in ON_CPU and callable(value):
@@ -102,13 +114,19 @@ class FlaPatch(Patch):
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
+    def _see_model(self, kind: type, name: str) -> None:
+        forward = vars(kind).get("forward")
+        if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
+            self.bindings.stand(kind, "forward", mixing(forward, name, MIXES[name], self._said),
+                                "its own forward, which warns of packed rows")
+
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:
             self.bindings.fill(module, name, getattr(flashlin.mamba, name), f"flashlin.mamba.{name}")
-        if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
+        if names.get("is_fast_path_available") is wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.integrations.fla import MIXES
 from flashlin.kernels.families import PUBLIC
 
 with warnings.catch_warnings():
@@ -102,12 +103,15 @@ MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_h
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
+# These mix the documents of a row
+PACKED = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8},
+          "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 2, "topk": 1}}
 
 
 def model(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(fla.models, f"{name}Config")(
-        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **MODELS[name], **more)
+        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **{**MODELS, **PACKED}[name], **more)
     return getattr(fla.models, f"{name}ForCausalLM")(config).float()
 
 
@@ -145,6 +149,26 @@ def test_models_train_and_generate_on_a_cpu(name: str) -> None:
         greedy = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False)
         again = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False, use_cache=False)
         assert greedy.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom"])
+def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
+    """And those that keep them apart say nothing."""
+    first, other = torch.randint(0, VOCABULARY, (2, 1, 13))
+    second = torch.randint(0, VOCABULARY, (1, 27))
+    edges, net = torch.tensor([0, 13, 40]), model(name).eval()
+    with flashlin.patched("fla"), torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one, two = (net(torch.cat([before, second], 1), cu_seqlens=edges, use_cache=False).logits[:, 13:]
+                    for before in (first, other))
+        net(first, use_cache=False)
+    said = [str(one.message) for one in caught if "cu_seqlens" in str(one.message)]
+    if name in MIXES:
+        assert not torch.allclose(one, two, atol=1e-4), "then nobody has to be warned"
+        assert said == [f"{name}ForCausalLM got cu_seqlens, and {MIXES[name]}: documents of one row run into each "
+                        "other. Give it a document a row, padded. It is so with every kernel."]
+    else:
+        assert torch.allclose(one, two, atol=1e-5) and not said
 
 
 def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:
