@@ -28,24 +28,10 @@ VOCABULARY = 67
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """After each test every binding of fla is the object that it was."""
-    before = bindings()
-    yield
-    after = bindings()
-    assert [place for place, value in before.items() if after.get(place) is not value] == []
-
-
-@pytest.fixture(autouse=True)
 def no_compiler() -> Iterator[None]:
     """RWKV's layers compile parts of themselves, which takes half a minute on a CPU."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def bindings() -> dict[tuple[str, str], Any]:
-    return {(module.__name__, name): value for key, module in list(sys.modules.items())
-            if key.partition(".")[0] == "fla" for name, value in vars(module).items()}
 
 
 def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
