@@ -204,7 +204,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy=_PATCH, source=_TRIED),
     Flaw(
         id="position-ids-alone", package="transformers", mended_by=("transformers",),
-        models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", *INKLING)), mended_from="5.15.0",
+        models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", *INKLING)),
+        mended_from="5.15.0",
         effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
                "each other: nothing makes cu_seq_lens_q or seq_idx of them",
         remedy=f"{_PATCH}, or a collator that returns cu_seq_lens_q and seq_idx "

@@ -87,8 +87,8 @@ def mixing(forward: Callable[..., Any], model: str, why: str, said: set[str]) ->
     def call(self: Any, *args: Any, **given: Any) -> Any:
         if given.get("cu_seqlens") is not None and not torch.compiler.is_compiling() and model not in said:
             said.add(model)
-            warnings.warn(f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into each "
-                          f"other. {APART}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into "
+                          f"each other. {APART}", RuntimeWarning, stacklevel=2)
         return forward(self, *args, **given)
     return call
 

@@ -132,8 +132,8 @@ class FlaPatch(Patch):
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or ``apply`` of
-    an autograd function of this module."""
+    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or ``apply``
+    of an autograd function of this module."""
     if not callable(value):
         return False
     if is_apply(value):

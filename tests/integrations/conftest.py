@@ -22,8 +22,8 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()  # which would come later: tests share it with a fixture that was there first
     after = bindings()
     loaded = {module for module, _ in after}
-    changed = [place for place, value in before.items()
-               if place[0] in loaded and after.get(place) is not value and not filled(value, after.get(place))]
+    changed = [place for place, value in before.items() if place[0] in loaded
+               and after.get(place) is not value and not filled(value, after.get(place))]
     assert changed == [], "not put back"
     assert [place for place, value in after.items() if is_stand_in(value)] == [], "copied and kept"
 

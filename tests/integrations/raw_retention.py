@@ -1,5 +1,5 @@
-"""bf16 retention as fla starts it, for tests/integrations/test_seeds.py. fla looks at the card when it is imported,
-so nothing here imports it before there is one."""
+"""bf16 retention as fla starts it, for tests/integrations/test_seeds.py. fla looks at the card when it is
+imported, so nothing here imports it before there is one."""
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -10,8 +10,8 @@ import torch
 
 
 def on_a_t4() -> None:
-    """fla's function on what looks like a T4, each kernel in the first of its configurations. It runs in a child
-    under another Triton."""
+    """fla's function on what looks like a T4, each kernel in the first of its configurations. It runs in a
+    child under another Triton."""
     t4 = {"device": lambda index: nullcontext(), "device_count": lambda: 1, "current_device": lambda: 0,
           "get_device_name": lambda index=0: "Tesla T4", "get_device_capability": lambda index=0: (7, 5),
           "get_device_properties": lambda index=0: SimpleNamespace(multi_processor_count=40)}

@@ -151,8 +151,8 @@ def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
     said = [str(one.message) for one in caught if "cu_seqlens" in str(one.message)]
     if name in MIXES:
         assert not torch.allclose(one, two, atol=1e-4), "then nobody has to be warned"
-        assert said == [f"{name}ForCausalLM got cu_seqlens, and {MIXES[name]}: documents of one row run into each "
-                        "other. Give it a document a row, padded. It is so with every kernel."]
+        assert said == [f"{name}ForCausalLM got cu_seqlens, and {MIXES[name]}: documents of one row run into "
+                        "each other. Give it a document a row, padded. It is so with every kernel."]
     else:
         assert torch.allclose(one, two, atol=1e-5) and not said
 
