@@ -143,12 +143,15 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.14.1", models=GDN_TORCH)]),
     "rwkv7-input-overwritten": (dict(fla="0.6.0"), [
         dict(fla="0.1.2"), dict(fla="0.6.0", on=NO_GPU), dict(transformers="5.23.0")]),
+    "fla-packed-models": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "packing-ignored": (dict(transformers="5.19.0", models=GDN_TORCH), [
         dict(transformers="5.20.0", models=GDN_TORCH), dict(transformers="5.14.1", models=GDN_TORCH),
         dict(transformers="5.19.0", models=GDN_FLA), dict(transformers="5.19.0", models=conv("lfm2"))]),
     "kda-packing-dropped": (dict(transformers="5.23.0", models=KDA_FLA), [
         dict(transformers="5.23.0", models=GDN_FLA), dict(transformers="5.14.1", models=KDA_FLA)]),
-    "position-ids-alone": (dict(transformers="5.23.0", models=GDN_FLA), [dict(transformers="5.23.0")]),
+    "position-ids-alone": (dict(transformers="5.23.0", models=GDN_FLA), [
+        dict(transformers="5.23.0"), *(dict(transformers="5.23.0", models=conv(one))
+                                       for one in ("mamba", "zamba", "inkling", "inkling2"))]),
     "mamba-without-seq-idx": (dict(transformers="5.23.0", models=conv("jamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "mamba2-drops-arguments": (dict(transformers="5.23.0", models=split("mamba2", "torch")), [
@@ -160,6 +163,8 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.1.0", models=split("mamba2", "torch"))]),
     "zamba-packed-convolution": (dict(transformers="5.23.0", models=conv("zamba")), [
         dict(transformers="5.23.0", models=conv("zamba2"))]),
+    "inkling-packed-convolution": (dict(transformers="5.23.0", models=conv("inkling2")), [
+        dict(transformers="5.23.0", models=conv("lfm3"))]),
     "mamba-continuation": (dict(transformers="5.23.0", models=conv("mamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "gdn-continuation": (dict(transformers="5.6.0", models=GDN_TORCH), [

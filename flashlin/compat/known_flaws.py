@@ -15,7 +15,8 @@ GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
 MAMBA2 = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
 MAMBA = ("mamba", "falcon_mamba", "jamba")
-CONV = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2")
+INKLING = ("inkling", "inkling2")
+CONV = ("lfm2", "lfm2_moe", "lfm3", *INKLING)
 MODELS = (*GDN, *KDA, *MAMBA2, *MAMBA, "zamba", *CONV)
 SPLIT = ("mamba_split_conv1d_scan_combined",)
 
@@ -183,6 +184,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
+        id="fla-packed-models", package="fla",
+        effect="if documents are packed, with cu_seqlens, they leak into each other in the models "
+               "LinearAttention, Mamba, Mamba2 and Mom: the first hands it on to no layer, the layers of the "
+               "others do not keep documents apart",
+        remedy="one document a row, padded; of Mom not in training, which mixes rows, too",
+        source="tried with fla 0.4.2 and 0.6.0"),
+    Flaw(
         id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",
         models=(*GDN, *MAMBA2), bound=("torch",), mended_by=("transformers",),
         effect="if documents are packed, the torch functions take cu_seqlens or seq_idx and ignore them: one "
@@ -195,7 +203,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
         remedy=_PATCH, source=_TRIED),
     Flaw(
-        id="position-ids-alone", package="transformers", models=MODELS, mended_by=("transformers",),
+        id="position-ids-alone", package="transformers", mended_by=("transformers",),
+        models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", *INKLING)),
         mended_from="5.15.0",
         effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
                "each other: nothing makes cu_seq_lens_q or seq_idx of them",
@@ -228,6 +237,11 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         id="zamba-packed-convolution", package="transformers", models=("zamba",),
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
+        remedy="one document a row, padded", source=_TRIED),
+    Flaw(
+        id="inkling-packed-convolution", package="transformers", models=INKLING,
+        effect="if documents are packed, its attention may keep them apart, its convolutions do not: nobody "
+               "hands seq_idx on to them",
         remedy="one document a row, padded", source=_TRIED),
     # --- wrong where rows are padded or continued ---
     _forgetful("mamba-continuation", (*MAMBA, "zamba"), None, _TRIED),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 MARKS = ("cu_seq_lens_q", "seq_idx")
+APART = "Give it a document a row, padded. It is so with every kernel."
 
 
 class Call(NamedTuple):
@@ -76,6 +77,19 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, attends_across: bo
             return forward(self, *args, **(given | marks if takes_more else given))
         finally:
             _CALLS.now = None
+    return call
+
+
+def mixing(forward: Callable[..., Any], model: str, why: str, said: set[str]) -> Callable[..., Any]:
+    """``forward`` of a model of fla that mixes the documents of a row whatever it is told: given cu_seqlens,
+    one warning for all classes of the ``model``."""
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        if given.get("cu_seqlens") is not None and not torch.compiler.is_compiling() and model not in said:
+            said.add(model)
+            warnings.warn(f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into "
+                          f"each other. {APART}", RuntimeWarning, stacklevel=2)
+        return forward(self, *args, **given)
     return call
 
 

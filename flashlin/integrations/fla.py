@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
+from flashlin.integrations.documents import mixing
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
@@ -32,6 +33,11 @@ NOT_FLA = frozenset({"causal_conv1d_fn", "mamba_causal_conv1d_update", "selectiv
 BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", "mamba_chunk_scan_combined",
             "mamba_inner_fn", "mamba_split_conv1d_scan_combined", "selective_scan_fn",
             "selective_state_update")
+# Models that take cu_seqlens and mix the documents all the same, and why.
+_UNTOLD = "its layers do not know them"
+MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
+         "Mom": "its layers bring tokens of several documents together"}
+MODEL_OF = {f"{name}{kind}": name for name in MIXES for kind in ("Model", "ForCausalLM")}
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -63,6 +69,10 @@ class FlaPatch(Patch):
     package = "fla"
     watched = ("fla",)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()  # models that have been warned about
+
     def begin(self) -> None:
         if not comes("fla"):
             raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
@@ -71,7 +81,7 @@ class FlaPatch(Patch):
     def left(self) -> dict[str, str]:
         ops = sys.modules.get("fla.ops")
         theirs = [name for name in getattr(ops, "__all__", ())
-                  if inspect.isfunction(vars(ops).get(name)) and name not in PUBLIC]
+                  if inspect.isroutine(vars(ops).get(name)) and name not in PUBLIC]
         why = "flashlin has none; its own code runs, its kernels through flashlin.shield"
         return {**dict.fromkeys(theirs, why), **self.bindings.left}
 
@@ -86,12 +96,15 @@ class FlaPatch(Patch):
                         and not self.bindings.knows(vars(value)["forward"])):
                     self.bindings.stand(value, "forward", any_device(value),
                                         "flashlin.FusedCrossEntropyLoss.forward")
+                elif name in MODEL_OF and value.__module__ == module.__name__:
+                    self._see_model(value, MODEL_OF[name])
             elif self.bindings.knows(value):
                 continue
             elif activations and name in ON_CPU and callable(value):
                 self.bindings.swap(value, on_cpu(value, name, module.__name__), f"torch's {name} on a CPU")
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
-                self.bindings.swap(value, by_name(value, getattr(flashlin, name)), f"flashlin.{name}")
+                original = plainly(value, name) if is_apply(value) else value
+                self.bindings.swap(value, by_name(original, getattr(flashlin, name)), f"flashlin.{name}")
         self._fill(module)
         for name, kernel in [one for one in launched(module) if not self.bindings.knows(one[1])]:
             try:
@@ -101,26 +114,53 @@ class FlaPatch(Patch):
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
+    def _see_model(self, kind: type, name: str) -> None:
+        forward = vars(kind).get("forward")
+        if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
+            self.bindings.stand(kind, "forward", mixing(forward, name, MIXES[name], self._said),
+                                "its own forward, which warns of packed rows")
+
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:
             self.bindings.fill(module, name, getattr(flashlin.mamba, name), f"flashlin.mamba.{name}")
-        if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
+        if names.get("is_fast_path_available") is wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's."""
+    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or ``apply``
+    of an autograd function of this module."""
     if not callable(value):
         return False
+    if is_apply(value):
+        return bool(value.__self__.__module__ == module.__name__)
     try:
         inner = inspect.unwrap(value)
     except ValueError:  # a circle
         return False
     return type(inner) is FunctionType and inner.__module__ == module.__name__
+
+
+def is_apply(value: Any) -> bool:
+    """Whether it is ``apply`` of an autograd function: older releases bind that as the public function."""
+    kind = getattr(value, "__self__", None)
+    return (isinstance(value, MethodType) and isinstance(kind, type)
+            and issubclass(kind, torch.autograd.Function) and value.__name__ == "apply")
+
+
+def plainly(apply: Any, name: str) -> Any:
+    """``apply``, which takes ``*args`` and no keywords, as a function with the parameters of its forward."""
+    forward = inspect.signature(apply.__self__.forward)
+    _, *parameters = forward.parameters.values()
+    signature = forward.replace(parameters=parameters)
+
+    def call(*args: Any, **given: Any) -> Any:
+        return apply(*signature.bind(*args, **given).args)
+    return named_like(call, apply, module=apply.__self__.__module__, name=name, signature=signature)
 
 
 def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:

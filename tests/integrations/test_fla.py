@@ -7,12 +7,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import flashlin
+from flashlin.integrations.fla import MIXES
 from flashlin.kernels.families import PUBLIC
 
 with warnings.catch_warnings():
@@ -26,24 +28,10 @@ VOCABULARY = 67
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """After each test every binding of fla is the object that it was."""
-    before = bindings()
-    yield
-    after = bindings()
-    assert [place for place, value in before.items() if after.get(place) is not value] == []
-
-
-@pytest.fixture(autouse=True)
 def no_compiler() -> Iterator[None]:
     """RWKV's layers compile parts of themselves, which takes half a minute on a CPU."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def bindings() -> dict[tuple[str, str], Any]:
-    return {(module.__name__, name): value for key, module in list(sys.modules.items())
-            if key.partition(".")[0] == "fla" for name, value in vars(module).items()}
 
 
 def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
@@ -68,6 +56,29 @@ def test_signatures_stay_fla_s_own(name: str) -> None:
         assert getattr(fla.ops, name).__module__.startswith("fla.ops")
 
 
+def test_an_older_release_binds_apply_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 0.4.2 does with gate_output_correction, without which RWKV7 runs on no CPU."""
+    older = ModuleType("fla.ops.rwkv7.older")
+    kind = type("GateOutputCorrection", (torch.autograd.Function,), {
+        "forward": staticmethod(lambda ctx, o, r, k, r_k, v, g: o), "__module__": older.__name__})
+    older.gate_output_correction = apply = kind.apply  # type: ignore[attr-defined]
+    importer = ModuleType("fla.layers.older")  # which imported it
+    importer.gate_output_correction = apply  # type: ignore[attr-defined]
+    for module in (older, importer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    o, g = torch.randn(2, 1, 5, 8).unbind()
+    r, k, v = torch.randn(3, 1, 5, 2, 4).unbind()
+    given = dict(o=o, r=r, k=k, r_k=torch.randn(2, 4), v=v, g=g)
+    with flashlin.patched("fla"):
+        for module in (older, importer):
+            ours: Any = vars(module)["gate_output_correction"]
+            assert [*inspect.signature(ours).parameters] == [*given]
+            right = flashlin.gate_output_correction(**given)
+            assert torch.equal(ours(*given.values()), right) and torch.equal(ours(**given), right)
+            assert (ours.__module__, ours.__name__) == (older.__name__, "gate_output_correction")
+    assert vars(older)["gate_output_correction"] is vars(importer)["gate_output_correction"] is apply
+
+
 def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
     q = torch.randn(1, 32, 2, 16)
     with flashlin.patched("fla"), pytest.raises(flashlin.UnsupportedError, match="cpu"):
@@ -78,12 +89,15 @@ MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_h
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
+# These mix the documents of a row
+PACKED = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8},
+          "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 2, "topk": 1}}
 
 
 def model(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(fla.models, f"{name}Config")(
-        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **MODELS[name], **more)
+        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **{**MODELS, **PACKED}[name], **more)
     return getattr(fla.models, f"{name}ForCausalLM")(config).float()
 
 
@@ -121,6 +135,26 @@ def test_models_train_and_generate_on_a_cpu(name: str) -> None:
         greedy = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False)
         again = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False, use_cache=False)
         assert greedy.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom"])
+def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
+    """And those that keep them apart say nothing."""
+    first, other = torch.randint(0, VOCABULARY, (2, 1, 13))
+    second = torch.randint(0, VOCABULARY, (1, 27))
+    edges, net = torch.tensor([0, 13, 40]), model(name).eval()
+    with flashlin.patched("fla"), torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one, two = (net(torch.cat([before, second], 1), cu_seqlens=edges, use_cache=False).logits[:, 13:]
+                    for before in (first, other))
+        net(first, use_cache=False)
+    said = [str(one.message) for one in caught if "cu_seqlens" in str(one.message)]
+    if name in MIXES:
+        assert not torch.allclose(one, two, atol=1e-4), "then nobody has to be warned"
+        assert said == [f"{name}ForCausalLM got cu_seqlens, and {MIXES[name]}: documents of one row run into "
+                        "each other. Give it a document a row, padded. It is so with every kernel."]
+    else:
+        assert torch.allclose(one, two, atol=1e-5) and not said
 
 
 def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:

@@ -12,8 +12,10 @@ import torch
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.testing.compile import Job, Result
+from flashlin.testing.plugin import TritonMatrix
 from flashlin.testing.record import recording
 from matrix.stacks import seeds
+from tests.integrations import raw_retention
 from tests.share import WHOLE
 
 with warnings.catch_warnings():
@@ -81,9 +83,20 @@ def test_the_long_row_is_planned_for_the_cards_of_the_field() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="compiled under another Triton, which needs no GPU")
+def test_raw_bf16_retention_does_not_compile_on_a_t4(triton_matrix: TritonMatrix) -> None:
+    with pytest.raises(pytest.fail.Exception) as failed:
+        triton_matrix(raw_retention.on_a_t4, triton=["3.2.0"], sm=[75], layers=["compile"])
+    head, *kernels = str(failed.value).split("\n  3.2.0 ")
+    assert head.endswith(f": 0 passed, {len(kernels)} failed, 0 skipped")
+    assert {name for name in ("chunk_fwd_kernel_h", "chunk_fwd_kernel_o") if name in str(kernels)} == {
+        "chunk_fwd_kernel_h", "chunk_fwd_kernel_o"}
+    assert all("map::at" in one or "requires .target sm_80" in one for one in kernels), kernels
+
+
+@pytest.mark.skipif(GPU, reason="compiled under another Triton, which needs no GPU")
 def test_bf16_retention_on_a_t4(compiled: Callable[[str, list[Job]], list[Result]]) -> None:
-    """fla's layer in bf16, as it would be started on a T4 under Triton 3.2: no kernel sees bf16, and each
-    compiles for sm75."""
+    """fla's layer in bf16, as it would be started on a T4 under Triton 3.2: no dot sees bf16, and each
+    kernel of the scan compiles for sm75."""
     layer = fla.layers.MultiScaleRetention(hidden_size=128, num_heads=2, layer_idx=0).bfloat16()
     x = torch.randn(1, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings(), flashlin.patched("fla"), recording(parse("triton=3.2.0,sm=75")) as started:
@@ -93,5 +106,5 @@ def test_bf16_retention_on_a_t4(compiled: Callable[[str, list[Job]], list[Result
     assert scans
     assert not [launch for launch in started if "bf16" in str(launch.arguments)
                 and "dot" in launch.traits]
-    results = compiled("3.2.0", [Job(75, scans[0])])  # the rest: tests/matrix
+    results = compiled("3.2.0", [Job(75, launch) for launch in scans])
     assert [result for result in results if result.status != "ok"] == []

@@ -521,8 +521,10 @@ def test_the_convolution_has_every_activation_that_its_caller_knows(activation: 
     assert far(step, right[:, :, 10:]) < 1e-6 and torch.equal(state, x[:, :, 7:])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"] if WHOLE else [])
+@pytest.mark.parametrize("name", MODELS if WHOLE else ("kimi_linear", "mamba", "falcon_h1"))
 def test_a_patched_model_is_traced_whole(name: str) -> None:
+    """All that are tested here. qwen4_exp, of the models beside them, is traced neither raw nor patched: its
+    own code branches on a length that it reads from a tensor."""
     model = built(name)
     with torch.no_grad(), flashlin.patched("transformers"):
         eager = model(input_ids=TOKENS, use_cache=False).logits

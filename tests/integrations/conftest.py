@@ -1,0 +1,47 @@
+"""What holds for every test of patches: none is left behind."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flashlin.integrations.bindings import is_stand_in
+
+PACKAGES = ("fla", "transformers", "mamba_ssm", "causal_conv1d")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After each test these packages bind the objects that they did before, and what has been imported
+    meanwhile binds no stand-in. Nothing is imported for this."""
+    before = bindings()
+    yield
+    monkeypatch.undo()  # which would come later: tests share it with a fixture that was there first
+    after = bindings()
+    loaded = {module for module, _ in after}
+    changed = [place for place, value in before.items() if place[0] in loaded
+               and after.get(place) is not value and not filled(value, after.get(place))]
+    assert changed == [], "not put back"
+    assert [place for place, value in after.items() if is_stand_in(value)] == [], "copied and kept"
+
+
+def filled(before: Any, after: Any) -> bool:
+    """Whether it is a cache of the package's own that was empty."""
+    return before is None and after is not None and not callable(after)
+
+
+def bindings() -> dict[tuple[ModuleType, str], Any]:
+    """What the loaded modules bind, and the ``forward`` of their classes. A module that is loaded anew is
+    another one."""
+    found: dict[tuple[ModuleType, str], Any] = {}
+    for key, module in list(sys.modules.items()):
+        if key.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            found[module, name] = value
+            if isinstance(value, type) and "forward" in vars(value) and value.__module__ == key:
+                found[module, f"{name}.forward"] = vars(value)["forward"]
+    return found
