@@ -23,10 +23,10 @@ REFERENCES = {
     "transformers": "transformers' model of the same weights, and that in float64"}
 
 AS_ON_A_GPU = (
-    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, and "
-    "take their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that cannot "
-    "do. mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one group, one "
-    "chunk a row, no least step.")
+    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, "
+    "and take their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that "
+    "cannot do. mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one "
+    "group, one chunk a row, no least step.")
 
 
 def table(folder: Path) -> list[str]:
@@ -39,10 +39,10 @@ def table(folder: Path) -> list[str]:
              "`python -m matrix stacks`. A cell is raw, then patched, where they differ; a figure is the "
              "patched program's RMS ratio, or that of its worst gradient. Allowed are "
              f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor "
-             f"none of whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which may be "
-             "larger where its elements are small themselves (as of RWKV7's gradients). Padding, pieces and "
-             "packed rows are compared with the row alone, the prompt at once, the documents one by one.", "",
-             AS_ON_A_GPU, "",
+             f"none of whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which "
+             "may be larger where its elements are small themselves (as of RWKV7's gradients). Padding, "
+             "pieces and packed rows are compared with the row alone, the prompt at once, the documents one "
+             "by one.", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
@@ -63,9 +63,9 @@ def on_gpus(folder: Path) -> list[str]:
         "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
         "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
         "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
-        "and may be 1.2. Of fla's layers this is a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, HGRN2 "
-        "and RWKV-7; its other layers have not been measured so. Each row has its own day; that above a table "
-        "is the last one's.",
+        "and may be 1.2. Of fla's layers this is a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
+        "HGRN2 and RWKV-7; its other layers have not been measured so. Each row has its own day; that above "
+        "a table is the last one's.",
         ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
          "inputs", "loss after 20 steps", "day"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
