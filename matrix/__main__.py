@@ -86,7 +86,7 @@ def command_line() -> argparse.ArgumentParser:
     programs.add_argument("--stack", action="append", default=[],
                           help="how its name begins, such as 'transformers 5.23.0' (repeatable; default: all)")
     programs.add_argument("--model", action="append", default=[],
-                          help="such as qwen3_next, whose rows of the record are renewed (repeatable; default: all)")
+                          help="such as qwen3_next, whose rows are renewed (repeatable; default: all)")
     programs.add_argument("--way", choices=("raw", "patched", "both"), default="both")
     programs.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
     programs.add_argument("--out", type=Path, default=RESULTS,

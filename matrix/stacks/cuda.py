@@ -8,8 +8,9 @@ from unittest import mock
 
 
 def as_on_cuda(model: Any) -> Any:
-    """Before transformers 5.15, the layers of Mamba and LFM ask whether their weights are on a CUDA device, and
-    take plain torch where they are not. Here they take the other branch, and have no torch to fall back on."""
+    """Before transformers 5.15, the layers of Mamba and LFM ask whether their weights are on a CUDA device,
+    and take plain torch where they are not. Here they take the other branch, and have no torch to fall back
+    on."""
     for layer in model.modules():
         if hasattr(layer, "cuda_kernels_forward"):
             layer.slow_forward = layer.torch_forward = None

@@ -110,8 +110,8 @@ COUNTERPARTS = {
     "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
                                                n_groups=1, tie_word_embeddings=True)}
 
-# What a model does not keep apart itself, by model and quantity: no function of flashlin is told where rows or
-# documents begin. It counts where the raw program raises, and so cannot show that it gives the same; in
+# What a model does not keep apart itself, by model and quantity: no function of flashlin is told where rows
+# or documents begin. It counts where the raw program raises, and so cannot show that it gives the same; in
 # Triton's interpreter raw fla 0.6.0 has been seen to be as far off, to four digits.
 _CUT = "in training its convolutions run from one row, document or memory into the next"
 _ACROSS = "its attention looks across documents"
@@ -144,12 +144,12 @@ ON_CUDA: dict[tuple[str, str, str], str] = {
     **{(name, "pieces", "raises"): "its scan begins anew with each piece" for name in ("jamba", "zamba")},
     **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
 # Which models of those versions look up no package's functions, so that nothing of them is exchanged.
-UNTOUCHED = {"inkling": "its convolution is a function of its own, which kernels of the hub alone may replace"}
+UNTOUCHED = {"inkling": "its convolution is its own function, which kernels of the hub alone may replace"}
 
 
 def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool = False) -> str:
-    """Why a patched model may have this verdict where the raw one has that of before, which is better; "" where
-    it may not."""
+    """Why a patched model may have this verdict where the raw one has that of before, which is better; ""
+    where it may not."""
     if verdict not in ("differs", "raises", "not patched") or verdict == before:
         return ""
     if on_cuda and verdict == "not patched":
@@ -207,7 +207,8 @@ class WithHead(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None,
                 past_key_values: Any = None, use_cache: Any = None, **options: Any) -> Any:
-        out = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, **options)
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache,
+                         **options)
         return SimpleNamespace(logits=self.head(out.last_hidden_state), past_key_values=out.past_key_values)
 
 
@@ -216,7 +217,8 @@ def _of_a_configuration(home: str) -> Callable[[Model], nn.Module]:
         kind, config = (_class(home, name) for name in model.classes)
         given = {**known(config, TINY), **model.options, **TOKENS}
         made: nn.Module = kind(config(**given))
-        return WithHead(made, TINY["hidden_size"], TINY["vocab_size"]) if kind.__name__.endswith("TextModel") else made
+        headless = model.classes[0].endswith("TextModel")
+        return WithHead(made, TINY["hidden_size"], TINY["vocab_size"]) if headless else made
     return build
 
 

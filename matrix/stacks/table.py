@@ -23,10 +23,10 @@ REFERENCES = {
     "transformers": "transformers' model of the same weights, and that in float64"}
 
 AS_ON_A_GPU = (
-    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, and take "
-    "their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that cannot do. "
-    "mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one group, one chunk a "
-    "row, no least step.")
+    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, "
+    "and take their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that "
+    "cannot do. mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one "
+    "group, one chunk a row, no least step.")
 
 
 def table(folder: Path) -> list[str]:
@@ -38,10 +38,11 @@ def table(folder: Path) -> list[str]:
              "Models of other packages on a CPU, as they are and under `flashlin.patched`, made by "
              "`python -m matrix stacks`. A cell is raw, then patched, where they differ; a figure is the "
              "patched program's RMS ratio, or that of its worst gradient. Allowed are "
-             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor none of "
-             f"whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which may be larger where "
-             "its elements are small themselves (as of RWKV7's gradients). Padding, pieces and packed rows are "
-             "compared with the row alone, the prompt at once, the documents one by one.", "", AS_ON_A_GPU, "",
+             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor "
+             f"none of whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which "
+             "may be larger where its elements are small themselves (as of RWKV7's gradients). Padding, "
+             "pieces and packed rows are compared with the row alone, the prompt at once, the documents one "
+             "by one.", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
@@ -62,9 +63,9 @@ def on_gpus(folder: Path) -> list[str]:
         "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
         "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
         "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
-        "and may be 1.2. Of fla's layers this is a selection of seven: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
-        "HGRN2 and RWKV-7, each a kind of scan of its own. The day is that of the row; the record's, above it, is "
-        "that of the last.",
+        "and may be 1.2. Of fla's layers this is a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
+        "HGRN2 and RWKV-7; its other layers have not been measured so. Each row has its own day; that above "
+        "a table is the last one's.",
         ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
          "inputs", "loss after 20 steps", "day"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
@@ -99,8 +100,8 @@ def _measured(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     ratio = f"{found['ratio']:.2f} `{found['at'].removeprefix('inner.')}`" if "ratio" in found else "-"
     return (name, both(lambda way: found[way]["forward"], ".2f"), both(lambda way: found[way]["both"], ".2f"),
             both(lambda way: found[way]["output"], ".1e"), both(lambda way: found[way]["gradient"], ".1e"),
-            ratio, str(found.get("inputs", 1)), both(lambda way: (found["losses"].get(way) or [None])[-1], ".4f"),
-            found["date"])
+            ratio, str(found.get("inputs", 1)),
+            both(lambda way: (found["losses"].get(way) or [None])[-1], ".4f"), found["date"])
 
 
 def _of_record(record: dict[str, Any]) -> Iterable[str]:
@@ -112,7 +113,7 @@ def _of_record(record: dict[str, Any]) -> Iterable[str]:
 
     yield from ("", f"### {record['stack']}", "",
                 f"`patched({patches})`, torch {said('torch')}, {said('date')}; beside "
-                f"{REFERENCES[record['reference']]}{'; patched as on a GPU' if record['on_cuda'] else ''}.", "")
+                f"{REFERENCES[record['reference']]}{'; patched as on a GPU' * record['on_cuda']}.", "")
     yield from markdown.table(("model", *quantities), [
         (f"`{row['model']}`", *(_cell(row, quantity) for quantity in quantities)) for row in record["rows"]])
 
@@ -139,7 +140,8 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         for row in record["rows"]:
             for quantity, answer in row["patched"].items():
                 if _mark(answer) not in ("yes", "runs"):
-                    verdict, before = verdict_of(answer), verdict_of(row.get("raw", {}).get(quantity, "alone"))
+                    verdict = verdict_of(answer)
+                    before = verdict_of(row.get("raw", {}).get(quantity, "alone"))
                     said = answer if ":" in answer.partition(" ")[0] else verdict
                     if why := excuse(row["model"], quantity, verdict, before, record["on_cuda"]):
                         said = f"{verdict}: the model itself: {why}"

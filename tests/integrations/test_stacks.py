@@ -16,7 +16,7 @@ import flashlin.mamba
 from matrix.__main__ import RESULTS
 from matrix.record import Child
 from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
-from matrix.stacks.models import LEAKS, MODELS, ON_CUDA, known
+from matrix.stacks.models import LEAKS, MODELS, ON_CUDA, UNTOUCHED, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
 from tests.share import WHOLE
@@ -160,13 +160,30 @@ def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
     assert table._figure("agrees fp32 1.3e+00/2e+00 at dw itself 2.5e-06/9e-06") == "2.5e-06"
 
 
+def test_a_row_that_is_not_renewed_keeps_its_day(tmp_path: Path) -> None:
+    stack, verdict = STACKS[0], {way: {"logits": Outcome("agrees")} for way in ("raw", "patched")}
+    first, second = (run.row(one.name, {"ops": [], **verdict}) for one in stack.models[:2])
+    run.write(tmp_path, stack, [{**first, "date": "2026-01-02"}, {**second, "date": "2026-01-02"}])
+    run.write(tmp_path, stack, [{**second, "date": "2026-03-04"}])
+    rows = records.read(tmp_path / f"{stack.file}.json")["rows"]
+    assert [one["date"] for one in rows] == ["2026-01-02", "2026-03-04"]
+    assert any("2026-01-02 and 2026-03-04" in line for line in table.table(tmp_path))
+
+
+def test_what_a_model_gets_wrong_itself_has_its_reason_in_the_table() -> None:
+    lines = table.table(RESULTS)
+    for why in {*LEAKS.values(), *ON_CUDA.values(), *UNTOUCHED.values()}:
+        assert any(f": the model itself: {why} |" in line for line in lines), why
+
+
 def test_what_patching_made_worse_is_told() -> None:
     def wrong(quantity: str, raw: str, patched: str, model: str = "qwen3_next", **more: Any) -> list[str]:
         return run.wrong({"model": model, "raw": {quantity: raw}, "patched": {quantity: patched}}, **more)
     fine, broken, off = "agrees", "raises: E: no", "differs itself 5.2e-01/1.2e+00 at logits"
     assert wrong("logits", broken, broken) == []
     assert wrong("logits", fine, broken) == ["logits: raises: E: no | raw: agrees"]
-    assert wrong("logits", fine, off) and wrong("logits", broken, off) and wrong("logits", fine, "not patched")
+    assert wrong("logits", fine, off) and wrong("logits", broken, off)
+    assert wrong("logits", fine, "not patched")
     assert wrong("pieces", off, off) == []
     assert run.wrong({"model": "qwen3_next", "patched": {"logits": broken}}) == ["logits: raises: E: no"]
     for (model, quantity) in LEAKS:  # of a model that leaks, nothing else is excused
