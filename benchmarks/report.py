@@ -90,7 +90,8 @@ ABOUT = (
     "CUDA graph (°: where a call cannot be captured, by events around calls in a full queue, or by the wall "
     "if that is less). Of the floor: "
     "the time in which this card copies the bytes that the call has to read and to write, over the time that "
-    "flashlin takes. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
+    "flashlin takes; above 100 % where kernels copy faster than the driver, whose time that is, or where what "
+    "is read lies in the cache. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
     "same run. Memory: the peak beyond what was there, with backward if there is one. -: it fails, has no "
     "backward, or its host waits for the card. *: fla refuses this backward here; its refusal was switched "
     "off.")
