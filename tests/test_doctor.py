@@ -421,8 +421,9 @@ def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> Non
 def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outlook.proven, "trust",
                         lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
-    assert (row(H200).evidence, row("triton=3.5.1,sm=90").evidence,
-            row("triton=3.5.0,sm=103").evidence) == ("ran", "no record", "plain torch")
+    said = [row(target).evidence.partition(",")[0]  # without what is slow there
+            for target in (H200, "triton=3.5.1,sm=90", "triton=3.5.0,sm=103")]
+    assert said == ["ran", "no record", "plain torch"]
 
 
 # --- the command line ---
