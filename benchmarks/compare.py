@@ -196,8 +196,8 @@ def main() -> None:
         print("first result:", *waits, flush=True)
     rows = {row["name"]: row for row in before.get("rows", [])}
     for name, (op, shape) in chosen.items():
-        rows[name] = {"name": name, "date": datetime.date.today().isoformat(), "refused": refused and op.refused,
-                      **measured(op, shape, given.device, given.rounds, speed)}
+        rows[name] = {"name": name, "date": datetime.date.today().isoformat(),
+                      "refused": refused and op.refused, **measured(op, shape, given.device, given.rounds, speed)}
         print(told(rows[name]), flush=True)
         if given.out:  # after each, since a card is lent for a time
             in_order = [rows[name] for name in cases(given.op, given.small) if name in rows]

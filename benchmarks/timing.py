@@ -167,7 +167,8 @@ def bandwidth(device: str) -> float:
     kernel."""
     source = torch.zeros(2**28 if device == "cuda" else 2**20, device=device)
     into = torch.empty_like(source)
-    ways = compared({"copy": lambda: into.copy_(source), "kernel": lambda: torch.neg(source, out=into)}, rounds=5)
+    ways = compared({"copy": lambda: into.copy_(source),
+                     "kernel": lambda: torch.neg(source, out=into)}, rounds=5)
     least = min(figures["device_ms"]["median"] for figures in ways.values())
     return float(2 * source.nbytes / (1e-3 * least))
 

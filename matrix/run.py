@@ -53,8 +53,8 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         jobs: int = 0, timeout: float = 180, progress: Progress = lambda *_: None) -> CellState:
     """Run a cell's layers (those named, or all), keep what was found in ``folder`` and return it.
 
-    main: plan and compile main calls alone, those that SUPPORT.md counts spills of; jobs: compilers at a time,
-    0 for one per core; timeout: seconds for each kernel. Raises NotInstallable, which quotes pip.
+    main: plan and compile main calls alone, those that SUPPORT.md counts spills of; jobs: compilers at a
+    time, 0 for one per core; timeout: seconds for each kernel. Raises NotInstallable, which quotes pip.
     """
     import torch
 

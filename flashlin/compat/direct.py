@@ -91,8 +91,9 @@ class Kernel:
         if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
                 or made.metadata.target.backend != "cuda"):
             return None
-        found = kind.compiled[key] = Compiled(self._launcher(made), (made.function, made.packed_metadata, None, None, None),
-                                              kernel, kernel.device_caches[device], kernel.debug, _switches())
+        known = made.function, made.packed_metadata, None, None, None
+        found = kind.compiled[key] = Compiled(self._launcher(made), known, kernel, kernel.device_caches[device],
+                                              kernel.debug, _switches())
         return found
 
     def _launcher(self, made: Any) -> Callable[..., None]:

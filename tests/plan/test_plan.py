@@ -162,8 +162,8 @@ def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
 
 
 def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
-    """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something, of which
-    STAGES is no side."""
+    """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something, of
+    which STAGES is no side."""
     return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
                and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
