@@ -99,14 +99,13 @@ class Kernel:
     def _launcher(self, made: Any) -> Callable[..., None]:
         """Triton's launcher of what has been compiled, with tensors or addresses where that has
         descriptors."""
-        if self.described is None:
-            run: Callable[..., None] = made.run
+        run: Callable[..., None] = made.run
+        described, before = self.described, 4 + KNOWN
+        if described is None:
             return run
-        before = 4 + KNOWN
 
         def lending(*given: Any) -> None:
-            assert self.described is not None
-            made.run(*given[:before], *self.described.lent(given[before:]))
+            run(*given[:before], *described.lent(given[before:]))
         return lending
 
     def lacks(self, values: Values, num_warps: int, num_stages: int, device: int) -> Any:

@@ -126,7 +126,7 @@ class FlaPatch(Patch):
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:
             self.bindings.fill(module, name, getattr(flashlin.mamba, name), f"flashlin.mamba.{name}")
-        if names.get("is_fast_path_available") is wanted and all(names[name] is not None
+        if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 

@@ -34,6 +34,15 @@ def no_compiler() -> Iterator[None]:
         yield
 
 
+def test_a_layer_without_mamba_ssm_takes_its_faster_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = ModuleType("fla.layers.of_a_test")
+    vars(home).update(causal_conv1d_fn=None, is_fast_path_available=False)
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    with flashlin.patched("fla"):
+        assert vars(home)["is_fast_path_available"] is True and callable(vars(home)["causal_conv1d_fn"])
+    assert vars(home)["is_fast_path_available"] is False and vars(home)["causal_conv1d_fn"] is None
+
+
 def test_what_flashlin_has_is_replaced_and_the_rest_is_named() -> None:
     theirs = {name: vars(package)[name] for package in (fla.ops, fla.modules)
               for name in package.__all__ if inspect.isroutine(vars(package).get(name))}
