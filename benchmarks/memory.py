@@ -1,10 +1,11 @@
 """What a call takes of memory, forward with backward, buffer by buffer, without a card.
 
-    python -m benchmarks.memory [--op chunk_gla] [--shape 4x4096x32x128]
+    python -m benchmarks.memory [--op chunk_gla] [--shape 4x4096x32x128] [--whole]
 
 An H200 is pretended (benchmarks/pretended.py), so torch's own allocator on the CPU hands out what it would on
 a GPU, and torch's profiler notes each time it does. What ``timing`` measures on a card is the third run, a
 repeated one (ops/_common/repeated.py); the first is an ordinary one. A card rounds to 512 bytes, or to 2 MiB.
+whole: as if no sequence were split into parts.
 """
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from benchmarks.calls import Op, Shape, find
 from benchmarks.host import Idle
 from benchmarks.pretended import pretended
 from flashlin.compat import target as machine
+from flashlin.kernels import scans
 
 OPS = ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla", "chunk_retention",
        "chunk_kda", "chunk_rwkv6", "chunk_rwkv7", "mamba_chunk_scan_combined")
@@ -87,7 +89,9 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", choices=OPS)
     parser.add_argument("--shape", action="append")
+    parser.add_argument("--whole", action="store_true")
     chosen = parser.parse_args()
+    scans.forced_parts = int(chosen.whole)
     torch.set_num_threads(1)
     shapes = [Shape(*map(int, one.split("x"))) for one in chosen.shape or ()]
     with card():

@@ -217,13 +217,13 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
-               "columns, with one stage",
+               "columns, with one stage, or rows, with two",
         symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4,
-        need="chunks of 32 tokens (in 3.6.0 two stages are right, too, and so are few rows; nobody has run "
-             "another release)", remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW,
-        confidence="ran"),
+        need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with one, "
+             "but not with two; nobody has run another release)",
+        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="hopper-narrow-scores",
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "

@@ -11,7 +11,7 @@ from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Recipe
 from flashlin.guards.problem import PARTS, Launch, Problem
-from flashlin.kernels.configs import BLOCK, Config, padded
+from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
@@ -25,6 +25,9 @@ PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
 BY_DECAY, BY_TRANSFER = 13.0, 0.5
 # Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
 CARRIED, STRIP = 64, 16
+# Columns of the states of scans that leave most of a card idle. Of so many tokens, since whoever tries all
+# cases is to try others with whole strips, too.
+NARROW, ENOUGH = 32, 1024
 
 # Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
 # has a cache) when they change it.
@@ -95,7 +98,7 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: float, wor
         if parts < worth:
             return 0
         if problem.varlen and problem.N > 1:
-            parts = max(WORTH, parts // 2)
+            parts = max(WORTH, parts // (2 if ratio == BY_DECAY else 4))
     length = -(-problem.T // (parts * BLOCK)) * BLOCK
     return length if length < problem.T else 0
 
@@ -120,7 +123,8 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
 
     def shared(deep: int) -> int:
         return 4 * tf32_copies(4, target) * (tall * deep + deep * width)
-    deep = next((deep for deep in (tall, 64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
+    # a taller matrix at once spills a kilobyte
+    deep = next((deep for deep in (64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), shared(deep), span,
                   frozenset({"dot", "fp32_dot"}), part)
@@ -157,6 +161,41 @@ def calm(recipe: Recipe) -> Recipe:
                 best = shorter
         return best
     return calmed
+
+
+def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ...]]) -> Recipe:
+    """A recipe that may be asked for strips of half a state's columns (``narrowed``), and is where twice the
+    programs still run at once and all of that has run: a step of a scan waits for its products, which are
+    half as large then, and what a step needs is on its way the step before, for which there is room then."""
+    def made(problem: Problem, target: Target) -> tuple[Launch, ...]:
+        whole = recipe(problem, target, False)
+        if (problem.T < ENOUGH or problem.invariant or problem.batch_part or forced_parts
+                or "narrow_state" in problem.avoid or not is_hopper(target)):
+            return whole
+        narrow = recipe(problem, target, True)
+        own = [launch for launch in narrow if launch not in whole]
+        if not own or any("narrow_state" not in launch.traits for launch in own):
+            return whole
+        # what is suspected of such tiles is so with one stage, and none is taken that has not run
+        sure = {launch: launch._replace(traits=launch.traits - {"narrow_state"}) for launch in own}
+        fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
+                   and (problem.trial or proven.has_run(launch.config, (problem.op,), problem.dtype, target))
+                   for launch in sure.values())
+        return tuple(sure.get(launch, launch) for launch in narrow) if fine else whole
+    return made
+
+
+def can_be_narrow(scan: Config, problem: Problem) -> bool:
+    """Whether a scan's states have columns to halve. Of fewer rows than 64, too, there are wrong results, with
+    two stages as well (in-parts of the delta rules on an H200 with 3.6.0)."""
+    return operand_bytes(problem) == 2 and scan.BT == scan.BV == 64 <= scan.BK
+
+
+def deepest(scan: Config, shared: Callable[[Config], int], target: Target, most: int = 3) -> Config:
+    """With as many stages as there is shared memory for, ``most`` at most."""
+    return max((scan._replace(num_stages=stages) for stages in range(scan.num_stages, most + 1)
+                if shared(scan._replace(num_stages=stages)) <= target.shared), default=scan,
+               key=lambda config: config.num_stages)
 
 
 def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:

@@ -38,11 +38,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return made
 
 
+STRIPS = ("in-parts-wide", "narrow-strips", "narrow-strips-parts")  # of which torch knows nothing
+
+
 # Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a
 # few.
 @pytest.mark.parametrize(("case", "dtype"),
                          [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
-                          for dtype in DTYPES
+                          if case.id not in STRIPS for dtype in DTYPES
                           if case.quick or dtype == torch.float32
                           or (dtype == torch.bfloat16 and "in-parts" not in case.id)])
 def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:

@@ -404,6 +404,20 @@ def test_scratch_that_nobody_reads_any_more_is_gone_before_the_last_results(
     assert reads(card, one_result) == reads(card, one_result, again=True) and len(again) == 2
 
 
+def test_scratch_needed_at_the_same_step_lies_apart_and_other_scratch_together() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        steps = [sorted((draw.randrange(6), draw.randrange(6))) for _ in range(draw.randrange(9))]
+        lives = {at: repeated.Life(128 * draw.randint(1, 8), *of) for at, of in enumerate(steps)}
+        begins, size = repeated.packed(lives)
+        bytes_at = [[begin for at, begin in begins.items() if lives[at].first <= step <= lives[at].last
+                     for begin in range(begin, begin + lives[at].size, 128)] for step in range(6)]
+        assert all(len(set(held)) == len(held) for held in bytes_at), (lives, begins)
+        assert size == 128 + max((begin for held in bytes_at for begin in held), default=-128)
+    together = {1: repeated.Life(256, 0, 1), 2: repeated.Life(128, 2, 3), 3: repeated.Life(128, 2, 2)}
+    assert repeated.packed(together) == ({1: 0, 2: 0, 3: 128}, 256)
+
+
 def with_kept(plan: Any, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor]:
     moved(kept, scratch := torch.empty_like(x))
     moved(scratch, o := torch.empty_like(x))

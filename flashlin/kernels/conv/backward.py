@@ -18,7 +18,8 @@ from flashlin.guards.problem import Plan
 from flashlin.kernels.conv.forward import (
     before_each,
     convolved,
-    of_channels,
+    filters_of,
+    of_tap,
     row_stride,
     rows_first,
     sequences_of,
@@ -63,6 +64,7 @@ def conv_backward_weights(
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     ahead = tl.arange(0, BT)
     taps = tl.arange(0, BW)
+    filters = filters_of(weight, cols, D, W, BW)
     dw = tl.zeros([BW, BD], dtype=tl.float32)
     db = tl.zeros([BD], dtype=tl.float32)
     begin = share * BT
@@ -73,9 +75,9 @@ def conv_backward_weights(
         u = tl.load(dy + begin * D + offsets, mask=(left > 0)[:, None] & channels, other=0.0).to(tl.float32)
         if SILU:
             z = convolved(
-                x=x, weight=weight, bias=bias, h0=h0,
+                x=x, filters=filters, bias=bias, h0=h0,
                 start=begin, n=n, behind=behind, left=left, cols=cols, stride=stride,
-                D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
+                D=D, W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
             sigmoid = tl.sigmoid(z)
             u *= sigmoid * (1 + z * (1 - sigmoid))
             tl.store(dz + begin * D + offsets, u.to(dz.dtype.element_ty),
@@ -110,6 +112,7 @@ def conv_backward_x(
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
+    BW: tl.constexpr,
     HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
@@ -121,11 +124,12 @@ def conv_backward_x(
     ahead = tl.arange(0, BT)
     offsets = ahead[:, None] * D + cols[None, :]
     channels = (cols < D)[None, :]
+    filters = filters_of(weight, cols, D, W, BW)
     total = tl.zeros([BT, BD], dtype=tl.float32)
     for w in tl.static_range(W):
         seen = tl.load(dz + begin * D + offsets + (W - 1 - w) * D,
                        mask=(left > W - 1 - w)[:, None] & channels, other=0.0)
-        total += seen.to(tl.float32) * of_channels(weight + w, cols, D, W)
+        total += seen.to(tl.float32) * of_tap(filters, w, BW)
     if HAS_DHT:
         slot = n.to(tl.int64) * W + (W - left)
         total += tl.load(dht + (slot[:, None] * D + cols[None, :]),

@@ -69,16 +69,24 @@ def tap(
 
 
 @triton.jit
-def of_channels(x, cols, D: tl.constexpr, STEP: tl.constexpr):
-    """[1, BD] in fp32: one element for each channel."""
-    return tl.load(x + cols * STEP, mask=cols < D, other=0.0,
-                   eviction_policy="evict_last").to(tl.float32)[None, :]
+def filters_of(weight, cols, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+    """[BD, BW] in fp32: the filters of the channels, whose taps lie side by side. A tap at a time they would be
+    as many loads as channels, each of a few bytes from a line of its own."""
+    slots = tl.arange(0, BW)[None, :]
+    return tl.load(weight + (cols[:, None] * W + slots), mask=(cols < D)[:, None] & (slots < W), other=0.0,
+                   eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def of_tap(filters, w: tl.constexpr, BW: tl.constexpr):
+    """[1, BD]: tap w of each channel."""
+    return tl.sum(tl.where(tl.arange(0, BW)[None, :] == w, filters, 0.0), 1)[None, :]
 
 
 @triton.jit
 def convolved(
     x,  # [R, D]
-    weight,  # [D, W]
+    filters,  # [BD, BW]
     bias,  # [D]
     h0,  # [N, W, D]
     start,  # first row
@@ -91,17 +99,18 @@ def convolved(
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
+    BW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
     """z [BT, BD], fp32: the sum of a bias and W taps, before the activation."""
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
-        z += of_channels(bias, cols, D, 1)
+        z += tl.load(bias + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
     for w in tl.static_range(W):
         z += tap(
             x, h0, start, n, behind, left, cols, stride,
-            w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0) * of_channels(weight + w, cols, D, W)
+            w=w, D=D, W=W, BT=BT, HAS_H0=HAS_H0) * of_tap(filters, w, BW)
     return z
 
 
@@ -123,6 +132,7 @@ def conv_forward(
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
+    BW: tl.constexpr,
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -135,9 +145,9 @@ def conv_forward(
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
     n, behind, left = sequences_of(before, bounds, start, T, N, R, BT, VARLEN)
     z = convolved(
-        x=x, weight=weight, bias=bias, h0=h0,
+        x=x, filters=filters_of(weight, cols, D, W, BW), bias=bias, h0=h0,
         start=start, n=n, behind=behind, left=left, cols=cols, stride=stride,
-        D=D, W=W, BT=BT, BD=BD, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
+        D=D, W=W, BT=BT, BD=BD, BW=BW, HAS_BIAS=HAS_BIAS, HAS_H0=HAS_H0)
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)

@@ -16,6 +16,9 @@ from flashlin.kernels.moving import block, cdiv, channels, moving
 FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
 
 
+CHANNELS = 128  # of a program, at most, but where a Config says more
+
+
 class Config(NamedTuple):
     """Programs of ``elements`` (tokens times channels), and so many per multiprocessor if rows are shared
     out.
@@ -24,11 +27,13 @@ class Config(NamedTuple):
     smaller tiles for their registers.
     """
     elements: int
+    channels: int = CHANNELS
+    num_warps: int = 4
     per_sm: int = 0
 
 
-CHANNELS = 128  # of a program, at most
-ROWS, WEIGHTS = Config(4096), Config(2048, per_sm=6)
+# The weights' programs sum over their rows, for which several warps would wait for each other each time.
+ROWS, WEIGHTS = Config(4096), Config(1024, channels=256, num_warps=1, per_sm=10)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -52,15 +57,14 @@ def launches_of_update(problem: Problem, target: Target) -> tuple[Launch, ...]:
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
     """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block
     of tokens."""
-    BD, BW = block(problem.K, 16, CHANNELS), block(problem.V)
+    BD, BW = block(problem.K, 16, config.channels), block(problem.V)
     BT = max(1, config.elements // max(1, BW // 4) // BD)
     strips, blocks = cdiv(problem.K, BD), cdiv(problem.B * problem.T, BT)
-    tile = dict(BT=BT, BD=BD)
     if config.per_sm:
         blocks = min(blocks, cdiv(config.per_sm * target.sms, strips))
-        tile["BW"] = BW
     # shared: what is measured is one exchange of a tile between warps, and the sums of each warp
-    return moving(kernel, problem, strips * blocks, tile, shared=4 * BT * BD + 4096, span=BT * FAR)
+    return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD, BW=BW), shared=4 * BT * BD + 4096,
+                  span=BT * FAR, num_warps=config.num_warps)
 
 
 def _states(kernel: str, problem: Problem) -> Launch:

@@ -10,12 +10,16 @@ from flashlin.kernels.configs import Config, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    NARROW,
     calm,
+    can_be_narrow,
     carry_launch,
     cumsum_launch,
+    deepest,
     dot_traits,
     fitting,
     least_spilled,
+    narrow_where_idle,
     operand_bytes,
     over_tokens,
     part_length,
@@ -27,7 +31,8 @@ from flashlin.kernels.scans import (
 
 @calm
 @recurrent.or_token_by_token
-def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+@narrow_where_idle
+def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
@@ -46,11 +51,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     wide = min(256 // bytes_each, padded(problem.K))
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
-    BT = scan.BT
-    kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
-    deep = scan._replace(num_stages=3)
-    states = (deep if scan.num_stages == 2 and target.stages >= 3 and shared(deep) <= target.shared else scan)
+    narrow, BT = narrow and can_be_narrow(scan, problem), scan.BT
+    scan = scan._replace(BV=NARROW) if narrow else scan
+    kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
+    states = deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
     # a warp waits at no barriers; two have the registers
     inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
                             dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
@@ -60,8 +65,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                     carry_launch(problem, target, part, transfer=True)]
     kernels.append(state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
-        # it has no registers to spare for a second stage (benchmarks/results/kernels-*)
-        reverse = scan._replace(num_stages=1)
+        # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
+        reverse = scan if narrow else scan._replace(num_stages=1)
         # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
         # rows of v in 16 bits do
         hopper = (9, 0) <= target.capability < (10, 0)

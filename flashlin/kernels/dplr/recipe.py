@@ -14,13 +14,17 @@ from flashlin.kernels.gla.recipe import CHANNELS
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
+    NARROW,
     WORTH,
     calm,
+    can_be_narrow,
     carry_launch,
+    deepest,
     dot_traits,
     fitting,
     least_spilled,
     narrow_state,
+    narrow_where_idle,
     operand_bytes,
     over_tokens,
     part_length,
@@ -53,7 +57,8 @@ TIMED = (3, 5)
 
 @calm
 @recurrent.or_token_by_token
-def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+@narrow_where_idle
+def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
@@ -71,7 +76,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                              * config.BV)
 
     def reverse(config: Config) -> int:
-        return scanning(config._replace(num_stages=1), 2, 3)
+        return scanning(config, 1 + config.num_stages, 3)
     wide = min(WIDE // (bytes_each // 2), padded(problem.K))
     best = OF_TWO if two else OF_ONE
     warps = min(problem.max_warps, 8 if release(target.triton) >= TIMED and lanes(target.arch) == 32 else 4)
@@ -104,7 +109,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                   if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
 
     def shared(config: Config) -> int:
-        return max(scanning(config), reverse(config) if problem.needs_grad else 0)
+        return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
     prepare = [over_tokens("dplr_prepare", problem, dict(BT=BT, BK=width), problem.H,
@@ -118,14 +123,18 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
     worth = WORTH if two or problem.needs_grad else 2 * WORTH
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
-    single = scan._replace(num_stages=1)
+    narrow = narrow and can_be_narrow(scan, problem)
+    # of whole states a second stage would gain nothing where a card is full
+    single = scan._replace(BV=NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
+    if narrow:
+        scan = deepest(single, scanning, target)
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
                     carry_launch(problem, target, part, transfer=True)]
     kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
-                  state_launch("dplr_reverse", single, problem, reverse(scan), dots, False, part),
+                  state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part),
                   grads(BT, strip_beside(BT))]
     return tuple(kernels)
 

@@ -148,21 +148,27 @@ def norm_forward(
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D
     if BD >= D:
-        s = summed(
-            x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_first")
-        # before the sums, for which the threads wait for each other
-        w, b = lines(
-            weight, bias, first, 0,
-            D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
+        # loads that the cache is told to let go of first are 3 to 5 % slower (benchmarks/results/norms-*)
+        s = summed(x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="")
+        # before the sums, for which the threads wait for each other; two lines would take registers that as
+        # many rows under way need
+        if not HAS_BIAS:
+            w, b = lines(
+                weight, bias, first, 0,
+                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         if HAS_TOTAL:
             put(total, s, first, rows, 0, D, BT, BD)
         if KIND == 0:
             m = tl.sum(s, 1) / D
             s = tl.where(inside[None, :], s - m[:, None], 0.0)
         r = tl.rsqrt(tl.sum(s * s, 1) / COUNT + eps)
+        if HAS_BIAS:
+            w, b = lines(
+                weight, bias, first, 0,
+                D=D, BT=BT, BD=BD, GROUPS=GROUPS, HAS_WEIGHT=HAS_WEIGHT, HAS_BIAS=HAS_BIAS)
         out = scaled(s * r[:, None], w, b, HAS_WEIGHT, HAS_BIAS)
         if GATE != 0:
-            factor, _ = opened(tile(gate, first, rows, 0, D, BT, BD, "evict_first"), GATE)
+            factor, _ = opened(tile(gate, first, rows, 0, D, BT, BD, ""), GATE)
             out *= factor
         put(y, out, first, rows, 0, D, BT, BD)
     else:

@@ -33,7 +33,8 @@ class Config(NamedTuple):
 
 # The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in
 # strips of COLUMNS.D columns.
-FORWARD = (Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8), Config(16384, 16384, 16))
+FORWARD = (Config(1024, 1024, 4), Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8),
+           Config(16384, 16384, 16))
 BACKWARD = (Config(2048, 2048, 4, 4, 3), Config(4096, 4096, 8, 2, 3), Config(8192, 8192, 16, 1, 3))
 BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 

@@ -19,6 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlin.compat.described import described
 
+# Triton 3.8 named them anew, 3.9 took the old names away
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 
 @gluon.jit
 def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks,
@@ -29,9 +33,9 @@ def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         bar = full.index(slot)
         mbarrier.expect(bar, 2 * BT * (2 * BK + BV))
-        tma.async_copy_global_to_shared(q, [row0 + i * BT, qk_column], bar, ring_q.index(slot))
-        tma.async_copy_global_to_shared(k, [row0 + i * BT, qk_column], bar, ring_k.index(slot))
-        tma.async_copy_global_to_shared(v, [row0 + i * BT, v_column], bar, ring_v.index(slot))
+        async_load(q, [row0 + i * BT, qk_column], bar, ring_q.index(slot))
+        async_load(k, [row0 + i * BT, qk_column], bar, ring_k.index(slot))
+        async_load(v, [row0 + i * BT, v_column], bar, ring_v.index(slot))
 
 
 @gluon.jit
@@ -116,7 +120,7 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, fu
         tma.store_wait(0)
         s_o.store(out.to(s_o.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o, [row0 + i * BT, v_column], s_o)
+        async_store(o, [row0 + i * BT, v_column], s_o)
     tma.store_wait(0)
     if HAS_HT:
         if leaving >= 0:

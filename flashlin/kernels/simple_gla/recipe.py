@@ -13,12 +13,16 @@ from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, p
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_DECAY,
+    NARROW,
     calm,
+    can_be_narrow,
     carry_launch,
     cumsum_launch,
+    deepest,
     dot_traits,
     fitting,
     least_spilled,
+    narrow_where_idle,
     numbered,
     operand_bytes,
     over_tokens,
@@ -54,7 +58,8 @@ HEADS = 16  # whose dq and dk a program adds up at most
 
 
 @calm
-def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+@narrow_where_idle
+def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
     chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
@@ -75,6 +80,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
     if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
         part = 0
+    if narrow and can_be_narrow(wide, problem):
+        wide = deepest(wide._replace(BV=NARROW), shared, target)
 
     def scan(kernel: str, config: Config) -> Launch:
         return state_launch(kernel, config, problem, shared(config), dots, part=part)

@@ -9,12 +9,13 @@ again stays an ordinary one; so does each that somebody watches, or for which Tr
 
 A run that was watched is known to its end, and so is when each buffer is started on first and last. Where it
 saves memory, a run goes in two stages: between them it lets go of scratch, and of what forward kept for it
-alone, that no later kernel is started on, and only then makes what no earlier one was. Kernels of one stream
-run in order, so torch may hand out the memory at once.
+alone, that no later kernel is started on, and only then makes what no earlier one was. Of one stage, scratch
+that is never needed together lies in the same place. Kernels of one stream run in order, so memory may be used
+anew at once.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import itemgetter, or_
 from types import NoneType
@@ -236,13 +237,32 @@ class Life(NamedTuple):
     last: int
 
 
-def second_stage(lives: Collection[Life], steps: int) -> int:
-    """The step that a second stage best begins with; NEVER where none is worth it."""
+def packed(lives: Mapping[int, Life]) -> tuple[dict[int, int], int]:
+    """Where each begins in a buffer, the largest first, so that no two that are needed at the same step
+    overlap; and the bytes of the buffer."""
+    begins = dict[int, int]()
+    for at, one in sorted(lives.items(), key=lambda item: -item[1].size):
+        place = 0
+        for begin, end in sorted((begins[other], begins[other] + two.size) for other, two in lives.items()
+                                 if other in begins and two.first <= one.last and one.first <= two.last):
+            if begin - place >= one.size:
+                break
+            place = max(place, end)
+        begins[at] = place
+    return begins, max((begins[at] + one.size for at, one in lives.items()), default=0)
+
+
+def second_stage(kept: Mapping[int, Life], scratch: Mapping[int, Life], steps: int) -> int:
+    """The step that a second stage best begins with; NEVER where none is worth it. kept: what is given and
+    what is returned."""
+    def taken(needed: Callable[[Life], bool]) -> int:
+        return (sum(one.size for one in kept.values() if needed(one))
+                + packed({at: one for at, one in scratch.items() if needed(one)})[1])
+
     def peak(begin: int) -> int:
-        return max(sum(one.size for one in lives if one.first < begin),
-                   sum(one.size for one in lives if one.last >= begin))
+        return max(taken(lambda one: one.first < begin), taken(lambda one: one.last >= begin))
     best = min(range(1, steps), key=peak, default=NEVER)
-    return best if sum(one.size for one in lives) - peak(best) >= WORTH else NEVER
+    return best if taken(lambda one: True) - peak(best) >= WORTH else NEVER
 
 
 class _Memory:
@@ -321,11 +341,9 @@ def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
                 home[at] = there + len(made), 0
                 made.append((x.shape, x.dtype))
         for brief in (False, True):
-            size = 0
-            for at in mine:
-                if at in memory.scratch and (lives[at].last < begin) == brief:
-                    home[at] = there + len(made), size
-                    size += lives[at].size
+            begins, size = packed({at: lives[at] for at in mine
+                                   if at in memory.scratch and (lives[at].last < begin) == brief})
+            home |= {at: (there + len(made), place) for at, place in begins.items()}
             if size:
                 gone += [there + len(made)] if brief else []
                 made.append((torch.Size([size]), torch.uint8))
@@ -342,7 +360,9 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     if None in compiled or not memory.is_plain():
         return None
     lives = memory.lives(watch.steps, returned, own)
-    begin = second_stage(lives.values(), len(watch.steps))
+    scratch = {at: life for at, life in lives.items() if at in memory.scratch}
+    kept = {at: life for at, life in lives.items() if at not in scratch}
+    begin = second_stage(kept, scratch, len(watch.steps))
     home, makes, gone = _layout(memory, lives, begin)
     numbers = list[Any]()
 
