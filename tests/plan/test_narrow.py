@@ -1,0 +1,93 @@
+"""Strips of half a state's columns, where scans leave most of a card idle: when they are planned. What they
+compute is in the cases whose names begin with narrow-strips, which matrix/gpu.py runs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.guards import proven
+from flashlin.guards.problem import Launch
+from flashlin.kernels import scans
+from flashlin.policy import Policy
+
+HOPPER, TRIAL = "triton=3.6.0,sm=90,sms=132", Policy(canary="trial")
+SCANS = {"chunk_gated_delta_rule": "delta", "chunk_kda": "dplr", "chunk_simple_gla": "simple_gla"}
+
+
+def planned(op: str = "chunk_gated_delta_rule", machine: str = HOPPER, policy: Policy = TRIAL,
+            **facts: Any) -> dict[str, Launch]:
+    """Launches by kernel."""
+    given: dict[str, Any] = {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "N": 8, "dtype": "bfloat16",
+                             "options": ("beta",) if op == "chunk_kda" else ("g",), "needs_grad": True, **facts}
+    found = flashlin.Problem(op, SCANS[op], "chunk", **given)
+    return {launch.kernel: launch for launch in dispatch.plan(found, parse(machine), policy).launches}
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_twice_the_programs_with_more_than_one_stage(op: str) -> None:
+    launches = [launch for name, launch in planned(op).items() if name.startswith(SCANS[op])
+                and name.endswith(("_scan", "_states", "_reverse", "_dv")) and "overlapped" not in name]
+    assert len(launches) >= 2
+    for launch in launches:
+        assert launch.block("BV") == 32 and launch.grid == (128,) and launch.num_stages > 1, launch
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatch,
+                                         fresh: Callable[[], None]) -> None:
+    T = 1030  # which the scan in Gluon does not take
+    narrow = {launch.config for launch in planned(op, B=2, N=2, T=T).values() if dict(launch.tile).get("BV") == 32}
+    missing = sorted(narrow)[0]
+    for known, strips in ((narrow, 32), (narrow - {missing}, 64)):
+        table = {config: {"3.6.0": {"ran": "sm90"}} for config in known}
+        monkeypatch.setattr(proven, "table", lambda table=table: table)
+        fresh()
+        assert {dict(launch.tile)["BV"] for name, launch in planned(op, policy=Policy(), B=2, N=2, T=T).items()
+                if name.endswith(("_states", "_scan"))} == {strips}
+
+
+@pytest.mark.parametrize(("machine", "facts"), [
+    (HOPPER, {"B": 9, "N": 9}), (HOPPER, {"T": 1023}), (HOPPER, {"dtype": "float32"}), (HOPPER, {"max_warps": 2}),
+    (HOPPER, {"K": 32}), (HOPPER, {"V": 32}), ("triton=3.6.0,sm=80,sms=108", {"B": 4, "N": 4})])
+def test_where_they_are_not(machine: str, facts: dict[str, Any]) -> None:
+    """Where twice the programs would wait for each other, for short sequences, without matrix units for it,
+    beside few rows (wrong with two stages), on cards that nobody has timed."""
+    launches = planned(machine=machine, **facts)
+    wide = min(64, facts.get("V", 64))
+    assert facts.get("dtype") == "float32" or {launches[name].block("BV") for name in (
+        "delta_scan", "delta_states", "delta_reverse")} == {wide}
+    assert launches["delta_reverse"].num_stages == 1
+
+
+def test_an_invariant_call_and_forced_parts_take_whole_strips(monkeypatch: pytest.MonkeyPatch,
+                                                              fresh: Callable[[], None]) -> None:
+    assert planned(policy=TRIAL._replace(invariant=True))["delta_scan"].block("BV") == 64
+    monkeypatch.setattr(scans, "forced_parts", 2)
+    fresh()
+    assert planned()["delta_scan"].block("BV") == 64
+
+
+def test_of_packed_sequences_matrices_are_carried_over_fewer_parts() -> None:
+    def part(op: str, N: int) -> int:
+        return planned(op, B=1, N=N, T=32768, K=128, V=128, varlen=True)[f"{SCANS[op]}_scan"].part
+    assert (part("chunk_kda", 1), part("chunk_kda", 32)) == (2048, 8192)
+    assert part("chunk_gated_delta_rule", 32) == 8192
+
+
+@pytest.mark.parametrize(("facts", "tile"), [
+    ({"N": 32}, ("BV=16", 1)), ({"N": 64}, ("BV=64", 4)), ({"N": 64, "invariant": True}, ("BV=16", 1)),
+    ({"N": 32, "K": 32, "V": 32}, ("BV=32", 2)), ({"N": 32, "K": 256, "V": 256}, ("BV=8", 1))])
+def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
+    """One warp, which waits for nobody; of many states wide rows, but where no choice may depend on the
+    batch."""
+    invariant = facts.pop("invariant", False)
+    given = {"B": facts["N"], "T": 1, "H": 16, "K": 128, "V": 128, "dtype": "bfloat16",
+             "options": ("beta", "delta", "gk"), **facts}
+    problem = flashlin.Problem("fused_recurrent_kda", "recurrent", "fused_recurrent", **given)
+    [launch] = dispatch.plan(problem, parse(HOPPER), Policy(invariant=invariant)).launches
+    assert (launch.tile_text.split()[-1], launch.num_warps) == tile
