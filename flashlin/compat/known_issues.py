@@ -221,8 +221,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4,
-        need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with one, "
-             "but not with two; nobody has run another release)",
+        need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with "
+             "one, but not with two; nobody has run another release)",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="hopper-narrow-scores",

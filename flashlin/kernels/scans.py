@@ -164,9 +164,9 @@ def calm(recipe: Recipe) -> Recipe:
 
 
 def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ...]]) -> Recipe:
-    """A recipe that may be asked for strips of half a state's columns (``narrowed``), and is where twice the
-    programs still run at once and all of that has run: a step of a scan waits for its products, which are
-    half as large then, and what a step needs is on its way the step before, for which there is room then."""
+    """A recipe that may be asked for strips of half a state's columns, and is where twice the programs still
+    run at once and all of them have run before: a step of a scan waits for its products, which are half as
+    large then, and there is room for what the next step needs to be on its way."""
     def made(problem: Problem, target: Target) -> tuple[Launch, ...]:
         whole = recipe(problem, target, False)
         if (problem.T < ENOUGH or problem.invariant or problem.batch_part or forced_parts
@@ -186,16 +186,18 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
 
 
 def can_be_narrow(scan: Config, problem: Problem) -> bool:
-    """Whether a scan's states have columns to halve. Of fewer rows than 64, too, there are wrong results, with
-    two stages as well (in-parts of the delta rules on an H200 with 3.6.0)."""
+    """Whether a scan's states have columns to halve; beside fewer rows than 64 they stay whole
+    (hopper-narrow-state)."""
     return operand_bytes(problem) == 2 and scan.BT == scan.BV == 64 <= scan.BK
 
 
-def deepest(scan: Config, shared: Callable[[Config], int], target: Target, most: int = 3) -> Config:
-    """With as many stages as there is shared memory for, ``most`` at most."""
-    return max((scan._replace(num_stages=stages) for stages in range(scan.num_stages, most + 1)
-                if shared(scan._replace(num_stages=stages)) <= target.shared), default=scan,
-               key=lambda config: config.num_stages)
+def deepest(scan: Config, shared: Callable[[Config], int], target: Target) -> Config:
+    """A scan with as many stages as there is shared memory for, three at most."""
+    for stages in range(3, scan.num_stages, -1):
+        deeper = scan._replace(num_stages=stages)
+        if shared(deeper) <= target.shared:
+            return deeper
+    return scan
 
 
 def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:

@@ -23,7 +23,8 @@ def planned(op: str = "chunk_gated_delta_rule", machine: str = HOPPER, policy: P
             **facts: Any) -> dict[str, Launch]:
     """Launches by kernel."""
     given: dict[str, Any] = {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "N": 8, "dtype": "bfloat16",
-                             "options": ("beta",) if op == "chunk_kda" else ("g",), "needs_grad": True, **facts}
+                             "options": ("beta",) if op == "chunk_kda" else ("g",), "needs_grad": True,
+                             **facts}
     found = flashlin.Problem(op, SCANS[op], "chunk", **given)
     return {launch.kernel: launch for launch in dispatch.plan(found, parse(machine), policy).launches}
 
@@ -40,20 +41,20 @@ def test_twice_the_programs_with_more_than_one_stage(op: str) -> None:
 @pytest.mark.parametrize("op", SCANS)
 def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatch,
                                          fresh: Callable[[], None]) -> None:
-    T = 1030  # which the scan in Gluon does not take
-    narrow = {launch.config for launch in planned(op, B=2, N=2, T=T).values() if dict(launch.tile).get("BV") == 32}
+    few = {"B": 2, "N": 2, "T": 1030}  # tokens that the scan in Gluon does not take
+    narrow = {launch.config for launch in planned(op, **few).values() if dict(launch.tile).get("BV") == 32}
     missing = sorted(narrow)[0]
     for known, strips in ((narrow, 32), (narrow - {missing}, 64)):
         table = {config: {"3.6.0": {"ran": "sm90"}} for config in known}
         monkeypatch.setattr(proven, "table", lambda table=table: table)
         fresh()
-        assert {dict(launch.tile)["BV"] for name, launch in planned(op, policy=Policy(), B=2, N=2, T=T).items()
+        assert {dict(launch.tile)["BV"] for name, launch in planned(op, policy=Policy(), **few).items()
                 if name.endswith(("_states", "_scan"))} == {strips}
 
 
 @pytest.mark.parametrize(("machine", "facts"), [
-    (HOPPER, {"B": 9, "N": 9}), (HOPPER, {"T": 1023}), (HOPPER, {"dtype": "float32"}), (HOPPER, {"max_warps": 2}),
-    (HOPPER, {"K": 32}), (HOPPER, {"V": 32}), ("triton=3.6.0,sm=80,sms=108", {"B": 4, "N": 4})])
+    (HOPPER, {"B": 9, "N": 9}), (HOPPER, {"T": 1023}), (HOPPER, {"dtype": "float32"}),
+    (HOPPER, {"max_warps": 2}), (HOPPER, {"K": 32}), (HOPPER, {"V": 32}), ("triton=3.6.0,sm=80,sms=108", {"B": 4, "N": 4})])
 def test_where_they_are_not(machine: str, facts: dict[str, Any]) -> None:
     """Where twice the programs would wait for each other, for short sequences, without matrix units for it,
     beside few rows (wrong with two stages), on cards that nobody has timed."""

@@ -70,8 +70,8 @@ def tap(
 
 @triton.jit
 def filters_of(weight, cols, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
-    """[BD, BW] in fp32: the filters of the channels, whose taps lie side by side. A tap at a time they would be
-    as many loads as channels, each of a few bytes from a line of its own."""
+    """[BD, BW] in fp32: the channels' filters, whose taps lie side by side. A tap at a time they would be as
+    many loads as channels, each of a few bytes from a line of its own."""
     slots = tl.arange(0, BW)[None, :]
     return tl.load(weight + (cols[:, None] * W + slots), mask=(cols < D)[:, None] & (slots < W), other=0.0,
                    eviction_policy="evict_last").to(tl.float32)
@@ -106,7 +106,8 @@ def convolved(
     """z [BT, BD], fp32: the sum of a bias and W taps, before the activation."""
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
-        z += tl.load(bias + cols, mask=cols < D, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
+        z += tl.load(bias + cols, mask=cols < D, other=0.0,
+                     eviction_policy="evict_last").to(tl.float32)[None, :]
     for w in tl.static_range(W):
         z += tap(
             x, h0, start, n, behind, left, cols, stride,

@@ -14,8 +14,6 @@ from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.moving import block, cdiv, channels, moving
 
 FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
-
-
 CHANNELS = 128  # of a program, at most, but where a Config says more
 
 

@@ -12,9 +12,9 @@ SEGMENT = 64  # tokens between the states that forward keeps for backward
 # elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not
 # spill
 BACKWARD_TILE = 2048
-# A delta rule sums over K twice a token, for which warps wait for each other: one warp has its own sums, and
-# many states (so many heads of all sequences) are read best in wide rows. Elements of a tile, 64 to a thread.
-# (decoding, K = V = 128, on an H200: 22 us beside 22 to 23 for 32 states, 71 to 73 beside 75 to 79 for 128)
+# A delta rule sums over K twice a token, for which warps wait for each other; one warp has its own sums. MANY
+# states (heads of all sequences) are read best in wide rows, by 4 warps. Elements of a tile, 64 to a thread
+# (benchmarks/results/decode-tiles-*).
 OF_A_WARP, OF_MANY, MANY = 2048, 8192, 1024
 
 
@@ -43,7 +43,7 @@ def or_token_by_token(chunked: Recipe) -> Recipe:
 def forward(problem: Problem) -> Launch:
     """Forward's launch, which families with a chunked backward share."""
     config = token(problem.K, problem.V)
-    if "delta" in problem.options and config.BK >= 64:
+    if "delta" in problem.options and 64 <= config.BK <= 256:
         many = problem.N * problem.H >= MANY and not problem.invariant
         elements, warps = (OF_MANY, 4) if many else (OF_A_WARP, 1)
         config = config._replace(BV=max(8, min(elements // config.BK, padded(problem.V))), num_warps=warps)

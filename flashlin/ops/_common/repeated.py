@@ -10,8 +10,8 @@ again stays an ordinary one; so does each that somebody watches, or for which Tr
 A run that was watched is known to its end, and so is when each buffer is started on first and last. Where it
 saves memory, a run goes in two stages: between them it lets go of scratch, and of what forward kept for it
 alone, that no later kernel is started on, and only then makes what no earlier one was. Of one stage, scratch
-that is never needed together lies in the same place. Kernels of one stream run in order, so memory may be used
-anew at once.
+that is never needed together lies in the same place. Kernels of one stream run in order, so memory may be
+used anew at once.
 """
 from __future__ import annotations
 
