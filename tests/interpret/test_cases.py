@@ -22,6 +22,7 @@ from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops._common import chunked
 from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.sequences import LONG
 from flashlin.testing.compare import Case, check, judge, poisoned
 from tests.share import WHOLE
 
@@ -89,7 +90,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return True
     if dtype == torch.float16:
         return str(case) in HALF
-    if "in-parts" in case.id:  # test_splitting.py has shorter ones
+    if case.id in LONG:  # test_splitting.py has shorter ones
         return False
     return case.id in ONLY[case.op].split() if case.op in ONLY else str(case) not in SLOW
 

@@ -14,6 +14,7 @@ from flashlin.compat.target import parse
 from flashlin.kernels import scans
 from flashlin.policy import Policy
 from flashlin.testing.cases import CASES
+from flashlin.testing.cases.sequences import LONG
 from flashlin.testing.compare import Case, check, poisoned
 from tests.share import WHOLE
 from tests.splitting import HARD, compare
@@ -44,7 +45,7 @@ CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_re
 
 def cases() -> list[Any]:
     """Each chosen case in 2 to 5 parts in turn; TEST_WHOLE=1: in each of these numbers."""
-    chosen = [case for case in CASES if "in-parts" not in case.id and (
+    chosen = [case for case in CASES if case.id not in LONG and (
         case.op.startswith(("chunk_", "mamba_chunk", "mamba_split")) and "hgrn" not in case.op if WHOLE
         else case.id in CHOSEN.get(case.op, "").split())]
     return [pytest.param(case, parts, id=f"{case}-{parts}") for number, case in enumerate(chosen)
