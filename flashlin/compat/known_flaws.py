@@ -169,6 +169,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy=f'{_PATCH}, or pip install "kernels>=0.18.2"', mended_by=("transformers",),
         source=_READ.format("5.23.0")),
     Flaw(
+        id="fla-cache-swallowed", package="transformers", since="5.24.0", beside=(("fla", None),),
+        effect="if a model of fla 0.6.0 generates with its cache, it gets that as cache= and swallows it, since "
+               "its own is called past_key_values: from the second new token on it goes on from one token "
+               "alone, without a word",
+        remedy='pip install "transformers<5.24", or generate(..., use_cache=False)',
+        source="tried with transformers 5.24.0 and fla 0.6.0"),
+    Flaw(
         id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
