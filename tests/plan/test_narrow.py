@@ -82,13 +82,17 @@ def test_of_packed_sequences_matrices_are_carried_over_fewer_parts() -> None:
 
 @pytest.mark.parametrize(("facts", "tile"), [
     ({"N": 32}, ("BV=16", 1)), ({"N": 64}, ("BV=64", 4)), ({"N": 64, "invariant": True}, ("BV=16", 1)),
-    ({"N": 32, "K": 32, "V": 32}, ("BV=32", 2)), ({"N": 32, "K": 256, "V": 256}, ("BV=8", 1))])
+    ({"N": 32, "K": 32, "V": 32}, ("BV=32", 2)), ({"N": 32, "K": 256, "V": 256}, ("BV=8", 1)),
+    ({"N": 64, "machine": "triton=3.2.0,sm=75"}, ("BV=32", 4))])
 def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
     """One warp, which waits for nobody; of many states wide rows, but where no choice may depend on the
-    batch."""
-    invariant = facts.pop("invariant", False)
+    batch. As ever on other cards, some of which have not the shared memory."""
+    facts = dict(facts)
+    invariant, machine = facts.pop("invariant", False), facts.pop("machine", HOPPER)
     given = {"B": facts["N"], "T": 1, "H": 16, "K": 128, "V": 128, "dtype": "bfloat16",
              "options": ("beta", "delta", "gk"), **facts}
     problem = flashlin.Problem("fused_recurrent_kda", "recurrent", "fused_recurrent", **given)
-    [launch] = dispatch.plan(problem, parse(HOPPER), Policy(invariant=invariant)).launches
+    found = dispatch.plan(problem, parse(machine), Policy(invariant=invariant))
+    [launch] = found.launches
+    assert found.path == "triton"
     assert (launch.tile_text.split()[-1], launch.num_warps) == tile

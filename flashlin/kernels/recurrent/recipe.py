@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Recipe, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, padded, token
+from flashlin.kernels.configs import Config, is_hopper, padded, token
 from flashlin.kernels.scans import state_launch
 
 SEGMENT = 64  # tokens between the states that forward keeps for backward
@@ -13,8 +13,8 @@ SEGMENT = 64  # tokens between the states that forward keeps for backward
 # spill
 BACKWARD_TILE = 2048
 # A delta rule sums over K twice a token, for which warps wait for each other; one warp has its own sums. MANY
-# states (heads of all sequences) are read best in wide rows, by 4 warps. Elements of a tile, 64 to a thread
-# (benchmarks/results/decode-tiles-*).
+# states (heads of all sequences) are read best in wide rows, by 4 warps. Elements of a tile, 64 to a thread; on
+# Hopper, where it was timed (benchmarks/results/decode-tiles-*).
 OF_A_WARP, OF_MANY, MANY = 2048, 8192, 1024
 
 
@@ -23,10 +23,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     if "pool" in problem.options:
         return (_launch("recurrent_pool", token(problem.K, problem.V), problem),)
     if not problem.needs_grad:
-        return (forward(problem),)
+        return (forward(problem, target),)
     BK = padded(problem.K)
     BV = max(4, min(32, padded(problem.V), BACKWARD_TILE // BK))
-    return forward(problem), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1),
+    return forward(problem, target), _launch("recurrent_backward", Config(1, BK, BV, max(1, BK * BV // 512), 1),
                                      problem)
 
 
@@ -40,10 +40,10 @@ def or_token_by_token(chunked: Recipe) -> Recipe:
     return recipe
 
 
-def forward(problem: Problem) -> Launch:
+def forward(problem: Problem, target: Target) -> Launch:
     """Forward's launch, which families with a chunked backward share."""
     config = token(problem.K, problem.V)
-    if "delta" in problem.options and 64 <= config.BK <= 256:
+    if is_hopper(target) and "delta" in problem.options and 64 <= config.BK <= 256:
         many = problem.N * problem.H >= MANY and not problem.invariant
         elements, warps = (OF_MANY, 4) if many else (OF_A_WARP, 1)
         config = config._replace(BV=max(8, min(elements // config.BK, padded(problem.V))), num_warps=warps)

@@ -87,7 +87,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return state_launch(kernel, config, problem, shared(config), dots, part=part)
     split = [scan("simple_gla_alone", wide), carry_launch(problem, target, part)] if part else []
     if problem.mode == "fused_recurrent":
-        kernels = [recurrent.forward(problem), *(split if problem.needs_grad else ())]
+        kernels = [recurrent.forward(problem, target), *(split if problem.needs_grad else ())]
     else:
         kernels = [*split, _overlapped(problem, target, part) or scan("simple_gla_scan", wide)]
     if problem.needs_grad and gated:
