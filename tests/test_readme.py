@@ -121,10 +121,10 @@ def speed() -> str:
 def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """(record, row, whose function it is compared with) of benchmarks/results/compare-fla-*.json."""
     files = sorted(report.RESULTS.glob("compare-fla-*.json"))
-    again = {row["op"] for record in report.records() for row in record["rows"]}
+    again = {named(row) for record in report.records() for row in record["rows"]}
     return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
             (json.loads(file.read_text()) for file in files) for row in record["rows"]
-            if row["op"] not in again]
+            if named(row) not in again]
 
 
 def named(row: dict[str, Any]) -> tuple[str, str]:
