@@ -6,7 +6,7 @@ Needs fla, and transformers for the models. First ``--warm`` processes fill Trit
 (``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
 ``--device cpu --small`` tries the script itself.
 
-Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``INPUTS`` draws, since
+Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``--inputs`` draws, since
 one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2. Times:
 medians of CUDA events, raw and patched in turn. Every backward has inputs of its own, since fla's RWKV-7
 writes to them.
@@ -266,6 +266,9 @@ def main() -> int:
     options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="so many processes fill Triton's cache before")
     options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
+    options.add_argument("--inputs", type=int, default=INPUTS, metavar="N",
+                         help=f"errors are over so many draws (default {INPUTS}); more where a ratio is a little "
+                         "above what is allowed and may be chance")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
@@ -281,7 +284,7 @@ def main() -> int:
                          lambda name: measured(name, size, device, dtype, rounds=1, steps=1, inputs=1))
         else:
             warming.hurry()
-            print(json.dumps(measured(given.one, size, device, dtype)))
+            print(json.dumps(measured(given.one, size, device, dtype, inputs=given.inputs)))
         return 0
     arguments = ["--device", given.device, "--dtype", given.dtype, *(["--small"] if given.small else [])]
     if given.warm:
@@ -289,8 +292,8 @@ def main() -> int:
                            seconds=given.warm_seconds, HF_HUB_OFFLINE="1"), flush=True)
 
     def asked(name: str) -> dict[str, Any]:
-        child = record.child("matrix.stacks.gpu", "--one", name, *arguments, seconds=given.seconds,
-                             HF_HUB_OFFLINE="1")
+        child = record.child("matrix.stacks.gpu", "--one", name, "--inputs", str(given.inputs), *arguments,
+                             seconds=given.seconds, HF_HUB_OFFLINE="1")
         return child.said[-1] if child.said and not child.ending else {
             "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
     print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
