@@ -229,7 +229,9 @@ def dstate_at(
         v = tl.arange(0, BV)
         rows = (k % SIDE)[:, None] + (v // SIDE * SIDE)[None, :]
         columns = (k // SIDE * SIDE)[:, None] + (v % SIDE)[None, :]
-        begin = ((row + v0 % BT // SIDE * SIDE) * H + i_h) * K + k0 + v0 % SIDE
+        begin = ((row + v0 % BT // SIDE * SIDE) * H + i_h) * K + k0
+        if BV < SIDE:
+            begin += v0 % SIDE // BV * BV  # a compiler has to see how far that is aligned
         home = tl.where(v0 < BT, dstates, rest)
         return home + begin + (rows * (H * K) + columns), (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
 

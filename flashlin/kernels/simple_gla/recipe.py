@@ -152,10 +152,14 @@ def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) 
     if ("gva" in problem.options or problem.varlen or problem.T % BT or problem.V > 2 * BT
             or problem.K % side or any(BT % size for size in (side, dv.block("BV"), grads.block("BV")))):
         return dv, grads
-    lent = [launch._replace(tile=(*launch.tile, ("SIDE", side))) for launch in (dv, grads)]
-    if any(objected(launch, target) or spilled(launch, target) for launch in lent):
-        return dv, grads
-    return lent[0], lent[1]
+
+    def inside(launch: Launch) -> Launch:
+        return launch._replace(tile=(*launch.tile, ("SIDE", side)))
+
+    def worse(launch: Launch) -> bool:
+        return (objected(inside(launch), target) > objected(launch, target)
+                or spilled(inside(launch), target) > spilled(launch, target))
+    return (dv, grads) if worse(dv) or worse(grads) else (inside(dv), inside(grads))
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.
