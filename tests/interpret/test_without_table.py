@@ -1,5 +1,5 @@
-"""Gradients of states that lie in dq and dk until these are written: to the bit those of a table, whatever the
-tiles of who writes them and of who reads them. TRITON_INTERPRET=1."""
+"""Gradients of states that lie in dq and dk until these are written: to the bit those of a table, whatever
+the tiles of who writes them and of who reads them. TRITON_INTERPRET=1."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ def tiled(launch: Launch, **tile: int) -> Launch:
 
 
 @pytest.mark.parametrize(("dtype", "K", "V", "BV", "side", "parts"), [
-    (torch.float16, 64, 128, 32, 64, 0), (torch.float16, 128, 96, 64, 32, 0), (torch.float16, 64, 72, 16, 16, 2),
-    (torch.float32, 64, 64, 32, 32, 3), (torch.float32, 96, 24, 16, 32, 0)])
+    (torch.float16, 64, 128, 32, 64, 0), (torch.float16, 128, 96, 64, 32, 0),
+    (torch.float16, 64, 72, 16, 16, 2), (torch.float32, 64, 64, 32, 32, 3),
+    (torch.float32, 96, 24, 16, 32, 0)])
 def test_the_same_as_with_a_table(dtype: torch.dtype, K: int, V: int, BV: int, side: int, parts: int,
                                   monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(scans, "forced_parts", parts)

@@ -217,9 +217,9 @@ def dstate_at(
 ):
     """Pointers to, and mask of, a [BK, BV] tile of the gradient of the state that leaves a chunk.
 
-    With SIDE it lies in the chunk's 2 BT rows of dq and dk. Whoever writes SIDE columns of these has read SIDE
-    rows of the gradient before, which therefore lie there: in blocks of [SIDE, SIDE], as they are, one below
-    the other.
+    With SIDE it lies in the chunk's 2 BT rows of dq and dk. Whoever writes SIDE columns of these has read
+    SIDE rows of the gradient before, which therefore lie there: in blocks of [SIDE, SIDE], as they are, one
+    below the other.
     """
     if SIDE == 0:
         at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
@@ -721,7 +721,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
         n, rows, numbered = part["N"], part["rows"], part["parts"] * H
-        part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n), states=None, dstates=None, rest=None)
+        part.update(dict.fromkeys(("states", "dstates", "rest")), R=rows,
+                    G=summed(plan, part["g"], part["bounds"], n))
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         scanned = dict(constants, GAPS=batch.gaps)
