@@ -24,6 +24,9 @@ scores q_i . k_j, which all of them have in common, and from products with the s
     a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
     b_j = sum_i ds_ij (q_i . k_j)
     c_j = e^{G_L - G_j} v_j . (k_j dh)
+
+The gradient of the state leaving a chunk has as many elements as the chunk's rows of dq and dk, where V is
+twice its tokens. So it may lie in these until its only reader writes them (SIDE), and takes no memory.
 """
 
 import torch
@@ -195,6 +198,44 @@ def simple_gla_dk(
         put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
 
 
+@triton.jit
+def dstate_at(
+    dstates,  # [slots, H, K, V], one for each chunk, or, with SIDE, dq [rows, H, K]
+    rest,  # with SIDE dk [rows, H, K]
+    slot,  # of the chunk and head in the table
+    row,  # the chunk's first
+    i_h,  # the head
+    H,  # heads
+    k0,  # first row of the tile, a multiple of SIDE
+    v0,  # first column, a multiple of BV
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Pointers to, and mask of, a [BK, BV] tile of the gradient of the state that leaves a chunk.
+
+    With SIDE it lies in the chunk's 2 BT rows of dq and dk. Whoever writes SIDE columns of these has read
+    SIDE rows of the gradient before, which therefore lie there: in blocks of [SIDE, SIDE], as they are, one
+    below the other.
+    """
+    if SIDE == 0:
+        at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+        return dstates + at, whole
+    else:
+        k = tl.arange(0, BK)
+        v = tl.arange(0, BV)
+        rows = (k % SIDE)[:, None] + (v // SIDE * SIDE)[None, :]
+        columns = (k // SIDE * SIDE)[:, None] + (v % SIDE)[None, :]
+        begin = ((row + v0 % BT // SIDE * SIDE) * H + i_h) * K + k0
+        if BV < SIDE:
+            begin += v0 % SIDE // BV * BV  # a compiler has to see how far that is aligned
+        home = tl.where(v0 < BT, dstates, rest)
+        return home + begin + (rows * (H * K) + columns), (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
+
+
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dv(
     q,  # [rows, H // GROUP, K]
@@ -205,7 +246,8 @@ def simple_gla_dv(
     dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    dstates,  # [slots, H, K, V], one for each chunk, or None
+    dstates,  # see dstate_at, or None
+    rest,  # see dstate_at
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -218,6 +260,7 @@ def simple_gla_dv(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SIDE: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_DHT: tl.constexpr,
     HAS_DH0: tl.constexpr,
@@ -229,7 +272,7 @@ def simple_gla_dv(
     PRECISION: tl.constexpr,
 ):
     """dv [rows, H, V] and dh0, walking the chunks backwards with BV columns of the gradient of one head's
-    state; dstates [slots, H, K, V] = that gradient as it leaves each chunk."""
+    state; dstates: that gradient as it leaves each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -256,8 +299,9 @@ def simple_gla_dv(
         b_dh = dh.to(b_k.dtype)
         if dstates is not None:
             slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
-            to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
-            tl.store(dstates + to, b_dh, mask=whole)
+            to, whole = dstate_at(dstates, rest, slot, first + t0, i_h, H, 0, v0, K, V=V, BT=BT, BK=BK, BV=BV,
+                                  SIDE=SIDE)
+            tl.store(to, b_dh, mask=whole)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
         if DECAY == 0:
@@ -335,7 +379,8 @@ def grads_of_chunk(
     do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
+    dstates,  # see dstate_at
+    rest,  # see dstate_at
     dq,  # [rows, H, K]
     dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -352,6 +397,7 @@ def grads_of_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -377,12 +423,16 @@ def grads_of_chunk(
         for v0 in range(0, V, BV):
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
             h = tl.load(states + at, mask=whole, other=0.0)
-            dh = tl.load(dstates + at, mask=whole, other=0.0)
+            leaving, there = dstate_at(dstates, rest, slot, first + t0, i_h, H, k0, v0, K, V=V, BT=BT, BK=BK,
+                                       BV=BV, SIDE=SIDE)
+            dh = tl.load(leaving, mask=there, other=0.0)
             b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
             b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
             from_h += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
             to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+        if SIDE > 0:
+            tl.debug_barrier()  # all threads have read what others overwrite now
         from_h *= (tl.exp2(D) * scale)[:, None]
         to_h *= tl.exp2(total - D)[:, None]
         from_h += tl.dot(ds, b_k, input_precision=PRECISION)
@@ -407,7 +457,8 @@ def simple_gla_grads(
     do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
+    dstates,  # see dstate_at
+    rest,  # see dstate_at
     dq,  # [rows, H, K]
     dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -423,6 +474,7 @@ def simple_gla_grads(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
@@ -443,14 +495,14 @@ def simple_gla_grads(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_of_chunk(
-                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
-                n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
-                BLOCK=BLOCK, PRECISION=PRECISION)
+                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, dq=dq, dk=dk, dg=dg,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT,
+                BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
-            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
-            n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT, BK=BK, BV=BV,
-            BLOCK=BLOCK, PRECISION=PRECISION)
+            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, dq=dq, dk=dk, dg=dg,
+            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT,
+            BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
 @triton.jit
@@ -655,6 +707,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     shared = gated and group > 1
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
+    inside = "SIDE" in dict(walking.tile)  # whether dstates lies in dq and dk
+    own = {} if inside else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
     # what has to be added up yet stays as it is
     dq, dk = (batch.new(K, dtype=x.q.dtype if shares == 1 else torch.float32, heads=batch.H * shares)
@@ -667,19 +721,22 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
         n, rows, numbered = part["N"], part["rows"], part["parts"] * H
-        part.update(R=rows, G=summed(plan, part["g"], part["bounds"], n), states=None, dstates=None)
+        part.update(dict.fromkeys(("states", "dstates", "rest")), R=rows,
+                    G=summed(plan, part["g"], part["bounds"], n))
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         scanned = dict(constants, GAPS=batch.gaps)
         entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         if gated and whole:
-            for name in ("states", "dstates"):
+            if inside:
+                part.update(dstates=part["dq"], rest=part["dk"])
+            for name in ("states",) if inside else ("states", "dstates"):
                 part[name] = torch.empty(part["slots"], H, K, V, dtype=x.q.dtype, device=batch.device)
             rebuilding = plan.launch("simple_gla_states")
             start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
                   part)
         start(walking, simple_gla_dv, numbered * -(-V // walking.block("BV")),
-              scanned | handed | dict(HAS_DH0=dh0 is not None), part)
+              scanned | handed | own | dict(HAS_DH0=dh0 is not None), part)
         if not (whole and batch.T):
             continue
         of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
@@ -687,7 +744,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK,
                   dict(of_chunks, GROUP=group), part)
         elif gated:
-            start(finishing, simple_gla_grads, n * part["S"] * H, of_chunks, part)
+            start(finishing, simple_gla_grads, n * part["S"] * H, of_chunks | own, part)
         else:
             start(plan.launch("simple_gla_dq"), simple_gla_dq, numbered * NK, scanned | entered, part)
             start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)

@@ -24,10 +24,12 @@ from flashlin.kernels.scans import (
     least_spilled,
     narrow_where_idle,
     numbered,
+    objected,
     operand_bytes,
     over_tokens,
     part_length,
     shared_bytes,
+    spilled,
     state_launch,
     tf32_copies,
 )
@@ -97,9 +99,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
             widest = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
             walking = fitting([wide._replace(BV=strip, num_warps=8, num_stages=1)
                                for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
-        kernels += [scan("simple_gla_states", wide),
-                    state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part),
-                    _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})]
+        dv = state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
+        grads = _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})
+        kernels += [scan("simple_gla_states", wide), *_without_table(problem, target, dv, grads)]
     elif problem.needs_grad:
         tall = fitting(over_k(*size, target), shared, problem, target)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
@@ -139,6 +141,25 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
         found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared, traits,
                                  num_warps=strip.num_warps))
     return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
+
+
+def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
+    """The same two with the gradients of states in the memory of dq and dk (``dstate_at`` in backward.py),
+    where these hold them: of whole chunks, in blocks as wide as the strips that grads reads and then writes.
+    It takes no time, so memory is saved wherever it can be, unless it is known to fail or to be slow. Packed
+    sequences have chunks that are not whole; heads that share q and k have not enough of dq and dk."""
+    BT, side = dv.block("BT"), grads.block("BK")
+    if ("gva" in problem.options or problem.varlen or problem.T % BT or problem.V > 2 * BT
+            or problem.K % side or any(BT % size for size in (side, dv.block("BV"), grads.block("BV")))):
+        return dv, grads
+
+    def inside(launch: Launch) -> Launch:
+        return launch._replace(tile=(*launch.tile, ("SIDE", side)))
+
+    def worse(launch: Launch) -> bool:
+        return (objected(inside(launch), target) > objected(launch, target)
+                or spilled(inside(launch), target) > spilled(launch, target))
+    return (dv, grads) if worse(dv) or worse(grads) else (inside(dv), inside(grads))
 
 
 # Of Mamba2 H counts heads of V, and states have K columns.

@@ -1,0 +1,50 @@
+"""Gradients of states that lie in dq and dk until these are written: to the bit those of a table, whatever
+the tiles of who writes them and of who reads them. TRITON_INTERPRET=1."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashlin
+from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels import scans
+from flashlin.kernels.simple_gla import recipe
+from flashlin.testing.compare import poisoned
+
+CHOOSE = recipe._without_table
+
+
+def tiled(launch: Launch, **tile: int) -> Launch:
+    return launch._replace(tile=tuple((dict(launch.tile) | tile).items()))
+
+
+@pytest.mark.parametrize(("dtype", "K", "V", "BV", "side", "parts"), [
+    (torch.float16, 64, 128, 32, 64, 0), (torch.float16, 128, 96, 64, 32, 0),
+    (torch.float16, 64, 72, 16, 16, 2), (torch.float32, 64, 64, 32, 32, 3),
+    (torch.float32, 96, 24, 16, 32, 0)])
+def test_the_same_as_with_a_table(dtype: torch.dtype, K: int, V: int, BV: int, side: int, parts: int,
+                                  monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
+    monkeypatch.setattr(scans, "forced_parts", parts)
+    made: list[bool] = []
+
+    def gradients(table: bool) -> tuple[torch.Tensor, ...]:
+        def chosen(problem: Problem, target: object, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
+            both = tiled(dv, BV=BV), tiled(grads, BK=side)
+            both = both if table else CHOOSE(problem, target, *both)
+            made.append(all("SIDE" in dict(launch.tile) for launch in both))
+            return both
+        monkeypatch.setattr(recipe, "_without_table", chosen)
+        fresh()
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, do = (torch.randn(2, 192, 2, D, generator=generator).to(dtype) for D in (K, K, V, V))
+        g = F.logsigmoid(torch.randn(2, 192, 2, generator=generator))
+        x = [one.requires_grad_() for one in (q, k, v, g)]
+        with poisoned():
+            o, _ = flashlin.chunk_simple_gla(*x)
+            return torch.autograd.grad(o, x, do)
+    with_table, without = gradients(True), gradients(False)
+    assert made[0] is False and made[-1] is True
+    assert all(torch.equal(one, two) for one, two in zip(with_table, without, strict=True))

@@ -1,0 +1,54 @@
+"""Gradients of simple GLA's states in dq and dk: when that is planned. What they are then is in
+tests/interpret/test_without_table.py."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import flashlin
+from flashlin import dispatch
+from flashlin.compat.target import parse
+from flashlin.guards import proven
+from flashlin.guards.problem import Launch
+from flashlin.policy import Policy
+
+HOPPER, AMPERE, BLACKWELL = (f"triton=3.6.0,sm={sm},sms=132" for sm in (90, 80, 100))
+KERNELS = ("simple_gla_dv", "simple_gla_grads")
+FIELDS = {"B": 4, "T": 4096, "H": 32, "K": 128, "V": 128, "N": 4, "dtype": "bfloat16", "options": ("g",),
+          "needs_grad": True}
+
+
+def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
+    """The two launches by kernel; of dv alone where heads share q and k."""
+    found = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", **{**FIELDS, **facts})
+    launches = dispatch.plan(found, parse(machine), Policy(canary="trial")).launches
+    return {launch.kernel: launch for launch in launches if launch.kernel in KERNELS}
+
+
+@pytest.mark.parametrize(("machine", "facts", "side"), [
+    (HOPPER, {}, 64), (AMPERE, {}, 32), (HOPPER, {"dtype": "float32", "V": 64}, 32),
+    (HOPPER, {"K": 64, "V": 72}, 64),
+    (HOPPER, {"B": 8, "N": 8, "T": 1024, "H": 8, "K": 64, "V": 64}, 64),  # in narrow strips
+    (HOPPER, {"B": 1, "N": 1, "T": 8192, "H": 2}, 64),  # and in parts
+    # a chunk without all of its tokens; more than dq and dk hold; strips that do not fill them; sums of heads
+    (HOPPER, {"T": 4097}, 0), (HOPPER, {"B": 1, "T": 16384, "varlen": True}, 0), (HOPPER, {"V": 136}, 0),
+    (HOPPER, {"dtype": "float32"}, 0), (BLACKWELL, {}, 0), (HOPPER, {"K": 104}, 0),
+    (HOPPER, {"options": ("g", "gva")}, 0)])
+def test_where(machine: str, facts: dict[str, Any], side: int) -> None:
+    launches = planned(machine, **facts)
+    assert {dict(launch.tile).get("SIDE", 0) for launch in launches.values()} == {side}
+    if side:
+        assert launches["simple_gla_grads"].block("BK") == side
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("record", [{"failed": "sm90"}, {"slow": {"sm90": [5000, 32]}}], ids=str)
+def test_not_where_it_is_known_to_fail_or_to_be_slow(
+    kernel: str, record: Any, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None],
+) -> None:
+    without = planned()
+    monkeypatch.setattr(proven, "table", lambda: {without[kernel].config: {"3.6.0": record}})
+    fresh()
+    assert planned() == {name: launch._replace(tile=launch.tile[:-1]) for name, launch in without.items()}
