@@ -15,7 +15,7 @@ import flashlin
 from benchmarks import timing
 from benchmarks.calls import Shape, find, output, runs
 from flashlin import dispatch
-from flashlin.kernels.simple_gla import recipe
+from flashlin.kernels import scans
 from matrix import record
 
 D, ROUNDS, NEVER = 128, 9, (99, 0)
@@ -25,7 +25,7 @@ OPS = ("chunk_simple_gla", "chunk_retention", "mamba_chunk_scan_combined")
 
 def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
     """A call as if Gluon's scan were there since this release."""
-    recipe.OVERLAPS = since
+    scans.OVERLAPS = since
     dispatch.plan.cache_clear()
     return call()
 
@@ -34,7 +34,7 @@ def row(name: str, shape: Shape) -> dict[str, Any]:
     """Milliseconds of both ways; distance: of the outputs, relative."""
     found: dict[str, Any] = {"op": name, "shape": str(shape)}
     for what, call in runs(getattr(flashlin, name), find(name), shape, "cuda").items():
-        plain, overlapped = partial(planned, call, NEVER), partial(planned, call, recipe.OVERLAPS)
+        plain, overlapped = partial(planned, call, NEVER), partial(planned, call, scans.OVERLAPS)
         if what == "forward":
             right, other = output(plain()).float(), output(overlapped()).float()
             found["distance"] = float(f"{float((other - right).norm() / right.norm()):.2g}")

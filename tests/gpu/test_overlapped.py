@@ -11,7 +11,6 @@ import torch
 import flashlin
 from flashlin import dispatch
 from flashlin.kernels import scans
-from flashlin.kernels.simple_gla import recipe
 from tests.overlapped import CALLS, sequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -31,7 +30,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def compare(call: Callable[[torch.device], list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for never in (True, *[False] * 4):  # found by Triton, started directly, and as part of a run made again
-        monkeypatch.setattr(recipe, "OVERLAPS", (99,) if never else (3, 6))
+        monkeypatch.setattr(scans, "OVERLAPS", (99,) if never else (3, 6))
         if len(found) < 2:  # what is made again has the same plan
             dispatch.plan.cache_clear()
         plans: list[flashlin.Plan] = []
