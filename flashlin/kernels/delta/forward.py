@@ -417,7 +417,8 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], has
     from flashlin.kernels.delta.overlapping import delta_overlapped
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST")}
     start(launch, delta_overlapped, strips // launch.block("GROUPS"), dict(
-        own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht), {**part, **{name: aligned(part[name]) for name in "qkv"}})
+        own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
+        {**part, **{name: aligned(part[name]) for name in "qkv"}})
 
 
 def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:

@@ -79,8 +79,8 @@ def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.cons
 
 @gluon.jit
 def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of, full, empty, entering,
-             leaving, row0, v0, v_column, group: gl.constexpr, chunks, scale, BT: gl.constexpr, BK: gl.constexpr,
-             V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+             leaving, row0, v0, v_column, group: gl.constexpr, chunks, scale, BT: gl.constexpr,
+             BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
              DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
              STAGES: gl.constexpr):
     """A group: four warps, which multiply. v0: the program's first column in a state, v_column: in v and o.

@@ -95,8 +95,8 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     groups = 1 if problem.V % (2 * BV) else 2
     slot = 2 * BT * (2 * K + BT + groups * BV) + 4 * BT * 5
     shared = scans.STAGES * slot + groups * (2 * BT * BT + 4 * BT * BV) + 1024
-    return overlapped("delta_overlapped", problem, target, part, {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups},
-                      shared)
+    return overlapped("delta_overlapped", problem, target, part,
+                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups}, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:
