@@ -1,58 +1,124 @@
-"""The scan of scalar decays whose loads, products and stores overlap (``kernels/simple_gla/overlapping.py``),
-beside the one that plain Triton makes: milliseconds of the card, forward and with backward, and how far apart
-the outputs are.
+"""The scans whose loads, products and stores overlap (``kernels/*/overlapping.py``), beside those that plain
+Triton makes: milliseconds of the card, forward and with backward, microseconds of the scan alone, and how far
+apart the outputs are.
 
-    python -m benchmarks.overlapping --out benchmarks/results
+    python -m benchmarks.overlapping [--family delta] --out benchmarks/results
+
+Each row has a child process with a limit of time, since a wrong barrier hangs.
 """
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
+
+import torch
 
 import flashlin
 from benchmarks import timing
 from benchmarks.calls import Shape, find, output, runs
 from flashlin import dispatch
-from flashlin.kernels.simple_gla import recipe
+from flashlin.compat import launch as door
+from flashlin.compat.child import channel
+from flashlin.kernels import scans
 from matrix import record
 
-D, ROUNDS, NEVER = 128, 9, (99, 0)
-SHAPES = (Shape(4, 4096, 32, D), Shape(1, 8192, 32, D), Shape(16, 4096, 16, D), Shape(1, 32768, 8, D))
-OPS = ("chunk_simple_gla", "chunk_retention", "mamba_chunk_scan_combined")
+D, ROUNDS, STARTS = 128, 9, 20
+SINCE, NEVER = scans.OVERLAPS, (99, 0)
+SECONDS = 150  # of a row, of which most is compiling
+MAIN, LONG, SMALL = Shape(4, 4096, 32, D), Shape(1, 32768, 8, D), Shape(8, 1024, 8, 64)
+SCALAR = (MAIN, Shape(1, 8192, 32, D), Shape(16, 4096, 16, D), LONG)
+# By the end of a record's name.
+FAMILIES: dict[str, dict[str, tuple[Shape, ...]]] = {
+    "scan": {"chunk_simple_gla": SCALAR, "chunk_retention": SCALAR,
+             "mamba_chunk_scan_combined": find("mamba_chunk_scan_combined").shapes},
+    "delta": {"chunk_delta_rule": (MAIN, SMALL, LONG), "chunk_gated_delta_rule": (MAIN, SMALL, LONG)}}
+COLUMNS = {"forward": "ms forward", "both": "ms with backward", "scan_us": "us of the scan"}
+HEAD = " ".join([f"{'op':24}", f"{'shape':14}", *(f"{title:>20}" for title in COLUMNS.values()), " distance"])
 
 
 def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
-    """A call as if Gluon's scan were there since this release."""
-    recipe.OVERLAPS = since
+    """A call as if Gluon's scans were there since this release."""
+    scans.OVERLAPS = since
     dispatch.plan.cache_clear()
     return call()
 
 
+def scan_us(call: Callable[[], Any]) -> float:
+    """Microseconds of the card that the forward scan of a call takes, alone."""
+    marks: list[tuple[Any, Any]] = []
+
+    def start(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        kernel[(programs,)](*door.in_order(launch, kernel, arguments), num_warps=launch.num_warps,
+                            num_stages=launch.num_stages)
+        end.record()
+        if launch.kernel.endswith(("_scan", "_overlapped")):
+            marks.append((begin, end))
+    door.replace_starter(start)
+    for _ in range(STARTS):
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead
+        call()
+    door.replace_starter(None)
+    torch.cuda.synchronize()
+    return float(round(1e3 * median(begin.elapsed_time(end) for begin, end in marks), 1))
+
+
 def row(name: str, shape: Shape) -> dict[str, Any]:
     """Milliseconds of both ways; distance: of the outputs, relative."""
-    found: dict[str, Any] = {"op": name, "shape": str(shape)}
+    found: dict[str, Any] = {}
     for what, call in runs(getattr(flashlin, name), find(name), shape, "cuda").items():
-        plain, overlapped = partial(planned, call, NEVER), partial(planned, call, recipe.OVERLAPS)
+        ways: dict[str, Callable[[], Any]] = {"plain": partial(planned, call, NEVER),
+                                              "overlapped": partial(planned, call, SINCE)}
         if what == "forward":
-            right, other = output(plain()).float(), output(overlapped()).float()
+            right, other = (output(way()).float() for way in ways.values())
             found["distance"] = float(f"{float((other - right).norm() / right.norm()):.2g}")
-        taken = timing.compared({"plain": plain, "overlapped": overlapped}, ROUNDS)
+            found["scan_us"] = {way: scan_us(one) for way, one in ways.items()}
+        taken = timing.compared(ways, ROUNDS)
         found[what] = {way: one.get("failed") or one["device_ms"]["median"] for way, one in taken.items()}
     return found
 
 
+def tried(name: str, number: int, shape: Shape) -> dict[str, Any]:
+    """A row, made by a child, or why there is none."""
+    done = record.child("benchmarks.overlapping", "--row", name, str(number), seconds=SECONDS)
+    found = done.said[-1] if done.said else {"failed": done.died}
+    return {"op": name, "shape": str(shape), **found}
+
+
+def text(found: dict[str, Any]) -> str:
+    """A line of the table."""
+    if "failed" in found:
+        return f"{found['op']:24} {found['shape']:14} {found['failed']}"
+    cells = [f"{found[column]['plain']} -> {found[column]['overlapped']}" for column in COLUMNS]
+    return f"{found['op']:24} {found['shape']:14} " + " ".join(f"{cell:>20}" for cell in cells) + (
+        f" {found['distance']:>9}")
+
+
 def main() -> int:
-    given = record.parser(__doc__).parse_args()
-    flashlin.settings(canary="trial")  # whether it has run or not
-    rows = []
-    for name in OPS:
-        for shape in SHAPES if name.startswith("chunk_") else find(name).shapes:
-            rows.append(row(name, shape))
-            print(rows[-1], flush=True)
-            if given.out:
-                record.write(given.out, "overlapping-scan", record.this_card(), dtype="bfloat16", rows=rows)
+    options = record.parser(__doc__)
+    options.add_argument("--family", choices=FAMILIES, action="append", help="(repeatable; default: all)")
+    options.add_argument("--row", nargs=2, metavar=("OP", "NUMBER"), help="in a child: one row")
+    given = options.parse_args()
+    if given.row:
+        say, (name, number) = channel(), given.row
+        flashlin.settings(canary="trial")  # whether it has run or not
+        [shapes] = [ops[name] for ops in FAMILIES.values() if name in ops]
+        say(**row(name, shapes[int(number)]))
+        return 0
+    print(HEAD)
+    for family in given.family or FAMILIES:
+        rows = []
+        for name, shapes in FAMILIES[family].items():
+            for number, shape in enumerate(shapes):
+                rows.append(tried(name, number, shape))
+                print(text(rows[-1]), flush=True)
+                if given.out:
+                    record.write(given.out, f"overlapping-{family}", record.this_card(), dtype="bfloat16",
+                                 rows=rows)
     return 0
 
 

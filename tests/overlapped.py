@@ -1,6 +1,12 @@
-"""Calls whose forward scan may overlap: of every kind of decay, state, head and dtype that it knows."""
+"""Calls whose forward scan may overlap: of every kind of decay, state, head and dtype that it knows.
+
+``python -m tests.overlapped`` makes those it is given on a GPU, in a process of its own since a wrong barrier
+hangs, and says how far they are from plain Triton's.
+"""
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +15,10 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
+from flashlin import dispatch
+from flashlin.compat.child import channel
+from flashlin.kernels import scans
+from flashlin.kernels.delta.reference import recurrence
 
 
 def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
@@ -37,7 +47,39 @@ def mamba2(device: torch.device) -> list[torch.Tensor]:
     return list(flashlin.mamba_chunk_scan_combined(x, dt, A, B, C, 64, return_final_states=True))
 
 
-CALLS: dict[str, Callable[[torch.device], list[torch.Tensor]]] = {
+def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4, gated: bool = True,
+          state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
+          shift: int = 0, long_keys: bool = False, oracle: bool = False) -> list[torch.Tensor]:
+    """o and, if there is a state, the final one, of a delta rule. shift: as in sequences. long_keys: of the
+    first head they multiply what is along them by -2.2 a token, but nothing is written until the last tokens,
+    so that it cannot be split. oracle: what float64 has, on the CPU."""
+    draw, V = torch.Generator().manual_seed(0), V or D
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(2, T, *sizes, generator=draw)
+    x: dict[str, Any] = {"q": drawn(4, D), "k": F.normalize(drawn(4, D), dim=-1), "v": drawn(HV, V),
+                         "beta": drawn(HV).sigmoid()}
+    if long_keys:
+        x["k"][:, :, 0], x["beta"][:, :, 0], x["v"][:, :-8, 0] = (3.2 / D) ** 0.5, 1.0, 0.0
+    x = {name: tensor.to(dtype) for name, tensor in x.items()}
+    if gated:
+        x["g"] = F.logsigmoid(drawn(HV) + 2)
+    h0 = torch.randn(2, HV, D, V, generator=draw) if state else None
+    if oracle:
+        o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")), h0, scale=D ** -0.5)
+        return [o, ht.mT if v_first else ht] if state else [o]
+    x = {name: torch.cat([tensor.new_zeros(shift), tensor.flatten()]).to(device)[shift:].view(tensor.shape)
+         for name, tensor in x.items()}
+    if h0 is not None:
+        x["initial_state"] = (h0.mT.contiguous() if v_first else h0).to(device)
+    if v_first:
+        x["state_v_first"] = True
+    op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
+    return [y for y in op(**x, output_final_state=state) if y is not None]
+
+
+Call = Callable[[torch.device], list[torch.Tensor]]
+CALLS: dict[str, Call] = {
     "no decay": partial(sequences, "chunk_linear_attn"),
     "a decay a head": partial(sequences, "chunk_retention"),
     "a decay a token": partial(sequences, "chunk_simple_gla", gated=True),
@@ -46,3 +88,74 @@ CALLS: dict[str, Callable[[torch.device], list[torch.Tensor]]] = {
     "heads of 64": partial(sequences, "chunk_simple_gla", gated=True, state=True, D=64),
     "float16": partial(sequences, "chunk_simple_gla", gated=True, dtype=torch.float16),
     "groups, in float32": mamba2}
+DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "delta": partial(delta, gated=False),
+    "delta with states": partial(delta, gated=False, state=True),
+    "gated delta": delta,
+    "gated delta with states": partial(delta, state=True),
+    "gated delta with states, v first": partial(delta, state=True, v_first=True),
+    "gated delta, heads of 64": partial(delta, state=True, D=64),
+    "delta, heads of 64": partial(delta, gated=False, state=True, D=64),
+    "gated delta, float16": partial(delta, state=True, dtype=torch.float16),
+    "gated delta, groups": partial(delta, state=True, HV=8),
+    "gated delta, 64 beside 128": partial(delta, state=True, V=64),
+    "gated delta, 256 beside 64": partial(delta, state=True, D=64, V=256)}
+KERNELS = {**dict.fromkeys(CALLS, "simple_gla_overlapped"), **dict.fromkeys(DELTA, "delta_overlapped")}
+ALL: dict[str, Call] = {**CALLS, **DELTA}
+# Of kernels that these have, too.
+LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "many chunks, an odd address": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
+                                           shift=1),
+    "gated delta, many chunks, an odd address": partial(delta, T=4096, state=True, shift=1),
+    "delta, many chunks": partial(delta, T=4096, gated=False),
+    "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True)}
+
+
+def far(ours: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative; infinite for what is not finite, or has another shape."""
+    if ours.shape != right.shape:
+        return math.inf
+    ours, right = ours.double().cpu(), right.double().cpu()
+    found = float((ours - right).norm() / right.norm())
+    return found if math.isfinite(found) else math.inf
+
+
+def verdict(name: str, parts: int) -> dict[str, Any]:
+    """Of a call whose sequences are in so many parts, or as planned: whether the scan was the one that plans
+    name; whether it gives the same each time; how far it is from plain Triton's; and how far both are from
+    float64, where there is that."""
+    call = {**ALL, **LONG}[name]
+    since, found, kernels = scans.OVERLAPS, [], []
+    scans.forced_parts = parts
+    for never in (True, *[False] * 4):  # found by Triton, started directly, and as part of a run made again
+        scans.OVERLAPS = (99, 0) if never else since
+        if len(found) < 2:  # what is made again has the same plan
+            dispatch.plan.cache_clear()
+        plans: list[flashlin.Plan] = []
+        with dispatch.watching(plans.append):
+            found.append(call(torch.device("cuda")))
+        kernels.append(any(launch.kernel.endswith("_overlapped")
+                           for plan in plans for launch in plan.launches))
+    plain, ours, *again = found
+    told: dict[str, Any] = {
+        "planned": kernels == [False, True, True, True, True],
+        "same": all(torch.equal(a, b) for one in again for a, b in zip(ours, one, strict=True)),
+        "from_plain": [far(a, b) for a, b in zip(ours, plain, strict=True)]}
+    if "delta" in name:
+        right = call(torch.device("cpu"), oracle=True)
+        told["from_float64"] = [[far(one, b) for one, b in zip(way, right, strict=True)]
+                                for way in (ours, plain)]
+    return told
+
+
+def main() -> None:
+    """Arguments: numbers of parts and names, in turn."""
+    say, given = channel(), sys.argv[1:]
+    flashlin.settings(canary="trial")  # whether it has run or not
+    for parts, name in zip(given[::2], given[1::2], strict=True):
+        say(call=name, parts=int(parts))
+        say(call=name, parts=int(parts), **verdict(name, int(parts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,55 +20,66 @@ from flashlin.guards import proven
 from flashlin.policy import Policy
 from flashlin.testing.compile import Job, compile_launches
 from flashlin.testing.record import Recorded, recording
-from tests.overlapped import CALLS
+from tests.overlapped import ALL, KERNELS
 
-KERNEL, TRIAL = "simple_gla_overlapped", Policy(canary="trial")
+TRIAL = Policy(canary="trial")
 HOPPER = "triton=3.6.0,sm=90"
 
 
-def planned(machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
+FAMILY = {"chunk_simple_gla": "simple_gla", "chunk_gated_delta_rule": "delta"}
+PLAIN = {op: f"{family}_scan" for op, family in FAMILY.items()}
+SCANS = {op: f"{family}_overlapped" for op, family in FAMILY.items()}
+
+
+@pytest.fixture(params=FAMILY)
+def op(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
     """The config of the forward scan."""
     given: dict[str, Any] = {"B": 2, "T": 1024, "H": 4, "K": 128, "V": 128, "N": 2, "dtype": "bfloat16",
                              "options": ("g",), **facts}
-    problem = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", **given)
+    problem = flashlin.Problem(op, FAMILY[op], "chunk", **given)
     [found] = [launch for launch in dispatch.plan(problem, parse(machine), policy).launches
-               if launch.kernel in (KERNEL, "simple_gla_scan")]
+               if launch.kernel in (SCANS[op], PLAIN[op])]
     return found.config
 
 
-def test_it_is_taken_where_it_has_run(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
-    config = planned()
+def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
+                                      fresh: Callable[[], None]) -> None:
+    config = planned(op)
     monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"compiled": "sm90"}}})
     fresh()
-    assert config.startswith(KERNEL) and planned(policy=Policy()).startswith("simple_gla_scan")
+    assert config.startswith(SCANS[op]) and planned(op, policy=Policy()).startswith(PLAIN[op])
     monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
     fresh()
-    assert planned(policy=Policy()) == config
-    assert planned(policy=Policy(), T=512).startswith("simple_gla_scan"), "the host would take longer"
-    assert planned("triton=3.7.1,sm=90", Policy()).startswith("simple_gla_scan"), "nobody has run it there"
+    assert planned(op, policy=Policy()) == config
+    assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host would take longer"
+    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "nobody has run it there"
 
 
 @pytest.mark.parametrize("machine, facts", [
     ("triton=3.5.1,sm=90", {}), ("triton=3.6.0,sm=80", {}), ("triton=3.6.0,sm=100", {}),
     (HOPPER, {"T": 1000}), (HOPPER, {"K": 96}), (HOPPER, {"V": 96}), (HOPPER, {"dtype": "float32"}),
     (HOPPER, {"varlen": True, "B": 1}), (HOPPER, {"max_warps": 2})])
-def test_what_it_does_not_take(machine: str, facts: dict[str, Any]) -> None:
-    assert planned(machine, **facts).startswith("simple_gla_scan")
+def test_what_it_does_not_take(op: str, machine: str, facts: dict[str, Any]) -> None:
+    assert planned(op, machine, **facts).startswith(PLAIN[op])
 
 
-def test_an_invariant_call_takes_one_scan_for_all_lengths() -> None:
-    assert {planned(policy=TRIAL._replace(invariant=True), T=T).split()[0]
-            for T in (128, 130)} == {"simple_gla_scan"}
+def test_an_invariant_call_takes_one_scan_for_all_lengths(op: str) -> None:
+    assert {planned(op, policy=TRIAL._replace(invariant=True), T=T).split()[0]
+            for T in (128, 130)} == {PLAIN[op]}
 
 
 def starts(name: str) -> list[Recorded]:
     machine = parse(f"triton={triton.__version__},sm=90")
     with flashlin.settings(canary="trial"), recording(machine) as launches:
-        CALLS[name](torch.device("cpu"))
-    return [launch for launch in launches if launch.kernel == KERNEL]
+        ALL[name](torch.device("cpu"))
+    return [launch for launch in launches if launch.kernel == KERNELS[name]]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_kind_compiles_and_spills_nothing(name: str) -> None:
     [launch] = starts(name)
     [result] = compile_launches([Job(90, launch)])
@@ -76,7 +87,7 @@ def test_every_kind_compiles_and_spills_nothing(name: str) -> None:
     assert result.shared <= launch.shared <= parse(HOPPER).shared
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ALL)
 def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers, and descriptors of which Triton's launcher makes the same but for where their memory is."""
     from triton.backends.nvidia import driver
@@ -94,18 +105,18 @@ def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: p
     pretend(parse(f"triton={triton.__version__},sm=90,sms=132"))
     with pretended(Driver()) as fake, flashlin.settings(canary="trial"), torch.no_grad():
         for _ in range(4):
-            CALLS[name](torch.device("cpu"))
+            ALL[name](torch.device("cpu"))
         fake.fill_tma_descriptor = fake.fill_tma_descriptor_tiled = fill
-        starts = [one for one in fake.started if one.compiled.fn.__name__ == KERNEL]
+        starts = [one for one in fake.started if one.compiled.fn.__name__ == KERNELS[name]]
         first, *later = map(handed, starts)
     kinds = [{type(x) for x in one.arguments} & {Lent, TensorDescriptor} for one in starts]
     assert kinds == [{TensorDescriptor}, {Lent}, {Lent}, {Lent}]
-    assert len(addresses) == 16 and all(address and address % 16 == 0 for address in addresses)
+    assert len(addresses) in (16, 20) and all(address and address % 16 == 0 for address in addresses)
     numbers = [at for at, x in enumerate(first) if not isinstance(x, torch.Tensor)]
     assert [[one[at] for at in numbers] for one in later] == 3 * [[first[at] for at in numbers]]
 
 
 def test_descriptors_begin_at_16_bytes() -> None:
-    from flashlin.kernels.simple_gla.forward import aligned
+    from flashlin.kernels.pieces import aligned
     x = torch.randn(65)
     assert aligned(x[1:]).data_ptr() % 16 == 0 and torch.equal(aligned(x[1:]), x[1:]) and aligned(x) is x

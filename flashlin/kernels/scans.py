@@ -10,7 +10,7 @@ from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Recipe
-from flashlin.guards.problem import PARTS, Launch, Problem
+from flashlin.guards.problem import OVERLAPPED, PARTS, Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements, of a row that changes its layout
@@ -28,6 +28,11 @@ CARRIED, STRIP = 64, 16
 # Columns of the states of scans that leave most of a card idle. Of so many tokens, since whoever tries all
 # cases is to try others with whole strips, too.
 NARROW, ENOUGH = 32, 1024
+
+# Of the forward scans in Gluon: the first release that can; chunks under way
+# (benchmarks/results/overlapping-*); how many tokens keep a card busy for longer than their descriptors do
+# the host, which is a guess nobody has timed.
+OVERLAPS, STAGES, BUSY = (3, 6), 3, 1024
 
 # Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
 # has a cache) when they change it.
@@ -268,6 +273,24 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
     return Launch(kernel, (numbered(problem, part) * problem.H * strips,),
                   min(config.num_warps, problem.max_warps), config.num_stages,
                   (("BT", config.BT), ("BK", config.BK), ("BV", config.BV)), shared, span, traits, part)
+
+
+def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],
+               shared: int) -> Launch | None:
+    """A family's forward scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128.
+    What waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run.
+    tile: BT, BK, which is K, and BV; GROUPS, if a program has several times BV columns."""
+    columns = tile["BV"] * tile.get("GROUPS", 1)
+    if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
+            or problem.max_warps < 4 or problem.varlen or problem.invariant or problem.T % tile["BT"]
+            or not problem.T or tile["BK"] not in (64, 128) or problem.V % columns):
+        return None
+    grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
+    launch = Launch(kernel, (grid,), 4, 1, (*tile.items(), ("STAGES", STAGES)), shared,
+                    span * max(problem.K, problem.V),
+                    frozenset({OVERLAPPED}) | dot_traits(problem) & {"bf16"}, part)
+    good = problem.T >= BUSY and proven.has_run(launch.config, (problem.op,), problem.dtype, target)
+    return launch if good or problem.trial else None
 
 
 def dot_traits(problem: Problem) -> frozenset[str]:

@@ -60,8 +60,8 @@ def test_where_they_are_not(machine: str, facts: dict[str, Any]) -> None:
     beside few rows (wrong with two stages), on cards that nobody has timed."""
     launches = planned(machine=machine, **facts)
     wide = min(64, facts.get("V", 64))
-    assert facts.get("dtype") == "float32" or {launches[name].block("BV") for name in (
-        "delta_scan", "delta_states", "delta_reverse")} == {wide}
+    found = launches.keys() & {"delta_scan", "delta_states", "delta_reverse"}
+    assert facts.get("dtype") == "float32" or {launches[name].block("BV") for name in found} == {wide}
     assert launches["delta_reverse"].num_stages == 1
 
 
@@ -70,7 +70,7 @@ def test_an_invariant_call_and_forced_parts_take_whole_strips(monkeypatch: pytes
     assert planned(policy=TRIAL._replace(invariant=True))["delta_scan"].block("BV") == 64
     monkeypatch.setattr(scans, "forced_parts", 2)
     fresh()
-    assert planned()["delta_scan"].block("BV") == 64
+    assert planned(T=1030)["delta_scan"].block("BV") == 64
 
 
 def test_of_packed_sequences_matrices_are_carried_over_fewer_parts() -> None:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import OVERLAPPED, Launch, Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
@@ -30,6 +30,7 @@ from flashlin.kernels.delta.steps import rows_of, written
 from flashlin.kernels.inverse import lower_blocks, merge, merging, product, substitute
 from flashlin.kernels.pieces import (
     Batch,
+    aligned,
     decay_of,
     decays,
     first_slot,
@@ -382,7 +383,9 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     g, fp32. Starts the plan's launches."""
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    inverting, scanning = plan.launch("delta_inverse"), plan.launch("delta_scan")
+    overlapped = any(OVERLAPPED in launch.traits for launch in plan.launches)
+    inverting = plan.launch("delta_inverse")
+    scanning = plan.launch("delta_overlapped" if overlapped else "delta_scan")
     BT, strips = scanning.block("BT"), -(-V // scanning.block("BV"))
     o, ht = batch.new(V, dtype=how.out_dtype), batch.final_state(how.has_ht, how.state_v_first)
     # rows of BT, packed: a compiler's fake tensors know no BT
@@ -400,9 +403,22 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
         by_transfers(plan, batch, part, delta_alone, dict(scanned, HALF=False))
-        start(scanning, delta_scan, part["parts"] * HV * strips, dict(
-            scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+        if overlapped:
+            start_overlapped(scanning, part["parts"] * HV * strips, scanned, how.has_ht, part)
+        else:
+            start(scanning, delta_scan, part["parts"] * HV * strips, dict(
+                scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines
+
+
+def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], has_ht: bool,
+                     part: dict[str, Any]) -> None:
+    """``overlapping.py``'s scan in place of delta_scan. strips: of BV columns, in all."""
+    from flashlin.kernels.delta.overlapping import delta_overlapped
+    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST")}
+    start(launch, delta_overlapped, strips // launch.block("GROUPS"), dict(
+        own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
+        {**part, **{name: aligned(part[name]) for name in "qkv"}})
 
 
 def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:

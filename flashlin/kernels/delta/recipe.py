@@ -6,7 +6,8 @@ from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.configs import Config, over_v, padded, room
+from flashlin.kernels import scans
+from flashlin.kernels.configs import BLOCK, Config, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -22,6 +23,7 @@ from flashlin.kernels.scans import (
     narrow_where_idle,
     operand_bytes,
     over_tokens,
+    overlapped,
     part_length,
     shared_bytes,
     state_launch,
@@ -63,7 +65,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
                     carry_launch(problem, target, part, transfer=True)]
-    kernels.append(state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
+    kernels.append(_overlapped(problem, target, part)
+                   or state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
         # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -84,6 +87,16 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                   state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
                   least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
+
+
+def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
+    """The forward scan in Gluon, where it is to be taken."""
+    K, BT, BV = problem.K, BLOCK, 64
+    groups = 1 if problem.V % (2 * BV) else 2
+    slot = 2 * BT * (2 * K + BT + groups * BV) + 4 * BT * 5
+    shared = scans.STAGES * slot + groups * (2 * BT * BT + 4 * BT * BV) + 1024
+    return overlapped("delta_overlapped", problem, target, part,
+                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups}, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:

@@ -22,6 +22,7 @@ from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
     Batch,
+    aligned,
     decay_of,
     decays,
     precision,
@@ -145,8 +146,3 @@ def start_overlapped(launch: Launch, programs: int, constants: dict[str, Any], h
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP")}
     start(launch, simple_gla_overlapped, programs, dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
           {**part, **{name: aligned(part[name]) for name in "qkv"}})
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of what does not begin where a descriptor can."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()

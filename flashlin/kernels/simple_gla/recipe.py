@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
-from flashlin.guards import proven
 from flashlin.guards.family import Op, Sizes, over_heads
-from flashlin.guards.problem import OVERLAPPED, Launch, Problem
+from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -23,10 +22,10 @@ from flashlin.kernels.scans import (
     fitting,
     least_spilled,
     narrow_where_idle,
-    numbered,
     objected,
     operand_bytes,
     over_tokens,
+    overlapped,
     part_length,
     shared_bytes,
     spilled,
@@ -50,11 +49,8 @@ OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
 OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
              4: (Strip(32, 16, 4), Strip(16, 16, 4))}
 ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and three cards with 3.2.0)
-# Of the scan in Gluon: chunks under way (benchmarks/results/overlapping-*); the first release that can; how
-# many tokens keep a card busy for longer than its descriptors do the host, which is a guess nobody has timed.
-STAGES, OVERLAPS, ENOUGH = 3, (3, 6), 1024
-# Up to so many tokens that scan is faster whole, where memory is less, too: 25 us of the card beside 30 in 4
-# parts at 8x1024x8x64 (benchmarks/results/parts-*).
+# Up to so many tokens the scan in Gluon is faster whole, where memory is less, too: 25 us of the card beside
+# 30 in 4 parts at 8x1024x8x64 (benchmarks/results/parts-*).
 WHOLE = 1024
 HEADS = 16  # whose dq and dk a program adds up at most
 
@@ -111,20 +107,10 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
-    """The forward scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
-    waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run."""
-    K, V, BT, BV = problem.K, problem.V, BLOCK, 64
-    if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
-            or problem.max_warps < 4 or problem.varlen or problem.invariant or problem.T % BT or not problem.T
-            or K not in (64, 128) or V % BV):
-        return None
-    shared = 2 * (STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
-    tile = (("BT", BT), ("BK", K), ("BV", BV), ("STAGES", STAGES))
-    launch = Launch("simple_gla_overlapped", (numbered(problem, part) * problem.H * (V // BV),), 4, 1, tile,
-                  shared, BT * problem.H * max(K, V),
-                  frozenset({OVERLAPPED}) | dot_traits(problem) & {"bf16"}, part)
-    good = problem.T >= ENOUGH and proven.has_run(launch.config, (problem.op,), problem.dtype, target)
-    return launch if good or problem.trial else None
+    """The forward scan in Gluon, where it is to be taken."""
+    K, BT, BV = problem.K, BLOCK, 64
+    shared = 2 * (scans.STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
+    return overlapped("simple_gla_overlapped", problem, target, part, {"BT": BT, "BK": K, "BV": BV}, shared)
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:

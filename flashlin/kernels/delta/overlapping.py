@@ -1,0 +1,255 @@
+"""The forward scan of ``forward.py`` for Hopper, in which loads, products and stores overlap. Imported only
+where a plan names its kernel, since Gluon came with Triton 3.5.
+
+A chunk is a chain of three products: k h, A y, and the state's update. Everything is transposed here, so each
+of them leaves in registers what the next one takes from there:
+    y^T = (v^T - h^T k^T e^G) beta
+    u^T = y^T A^T
+    o^T = scale (h^T q^T e^G + u^T s^T)
+    h^T = e^{G_L} h^T + (u^T e^{G_L - G}) k
+Four warps multiply 64 rows at a time, here columns of v, so a program has a group of four for each 64 of
+its columns. They share q, k and A, and one multiplies while the other does something else. A warp of its own
+loads the next chunks (TMA, a ring of STAGES), and writes what their beta and decays come to, a line each. It
+takes whole chunks of dense sequences (``recipe.py``).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlin.compat.described import described
+from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.7 named it anew
+
+
+@gluon.jit
+def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0, qk_column,
+         v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+         GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads: chunk i goes to slot i % STAGES, once every group has left that. It is full when
+    its bytes have come and its lines are written: beta, then of decays, with G to base 2, G_i, 2^{G_i},
+    2^{G_L - G_i} and 2^{G_L}. line: where in betas and G the program's rows begin."""
+    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
+    for i in range(chunks):
+        slot = i % STAGES
+        row = row0 + i * BT
+        at = line + i * BT
+        beta = gl.load(betas + at + tokens)  # on their way while the slot is not empty yet
+        if DECAY == 2:
+            sums = gl.load(G + at + tokens)
+            total = gl.load(G + at + BT - 1 + 0 * tokens)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * BT * (2 * BK + BT + GROUPS * BV))
+        async_load(k, [row, qk_column], bar, ring_k.index(slot))
+        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        for group in gl.static_range(GROUPS):
+            async_load(v, [row, v_column + group * BV], bar, ring_v.index(slot * GROUPS + group))
+        async_load(A, [row, A_column], bar, ring_A.index(slot))
+        first = slot * LINES
+        lines.index(first).store(beta)
+        if DECAY == 2:
+            lines.index(first + 1).store(sums)
+            lines.index(first + 2).store(gl.exp2(sums))
+            lines.index(first + 3).store(gl.exp2(total - sums))
+            lines.index(first + 4).store(gl.exp2(total))
+        barrier()  # all lanes have written before one says so
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+               V_FIRST: gl.constexpr):
+    """Where a [BV, BK] tile of state nh is, K = BK, stored [K, V] or, with V_FIRST, [V, K]."""
+    rows = gl.arange(0, BV, gl.SliceLayout(1, layout))[:, None]
+    columns = (k0 + gl.arange(0, BK, gl.SliceLayout(0, layout)))[None, :]
+    state = x + nh.to(gl.int64) * (BK * V)
+    if V_FIRST:
+        return state + v0 * BK + (rows * BK + columns)
+    else:
+        return state + v0 + (rows + columns * V)
+
+
+@gluon.jit
+def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of, full, empty, entering,
+             leaving, row0, v0, v_column, group: gl.constexpr, chunks, scale, BT: gl.constexpr,
+             BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
+             DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
+             STAGES: gl.constexpr):
+    """A group: four warps, which multiply. v0: the program's first column in a state, v_column: in v and o.
+    entering, leaving: numbers of states, the second negative where nobody asks for that."""
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    dtype: gl.constexpr = ring_k.dtype
+    s_weights, s_o = weights_of.index(group), o_of.index(group)
+    v0 += group * BV
+    v_column += group * BV
+    causal = gl.arange(0, BT, a_row)[:, None] >= gl.arange(0, BT, a_column)[None, :]
+    if HAS_H0:
+        h = gl.load(state_tile(h0, entering, v0, 0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        h = gl.zeros([BV, BK], gl.float32, of_state)
+    none = gl.zeros([BT, BT], gl.float32, of_chunk)
+    nothing = gl.zeros([BV, BT], gl.float32, of_chunk)
+    entered = gl.convert_layout(h.to(dtype), left)
+    for i in range(chunks):
+        slot = i % STAGES
+        b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        hk = warpgroup_mma(entered, b_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        hk = warpgroup_mma_wait(1, [hk])
+        y = ring_v.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk).to(gl.float32)
+        if DECAY == 0:
+            y = y - hk
+        else:
+            y = y - hk * lines.index(line + 2).load(a_column)[None, :]
+        y = y * lines.index(line).load(a_column)[None, :]
+        y = gl.convert_layout(y.to(dtype), left)
+        u = warpgroup_mma(y, ring_A.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, [scores])
+        if DECAY == 0:
+            weights = gl.where(causal, scores * scale, 0.0)
+        else:
+            of_row = lines.index(line + 1).load(a_row)
+            of_column = lines.index(line + 1).load(a_column)
+            apart = gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))
+            weights = scores * (gl.exp2(apart) * scale)
+        s_weights.store(weights.to(dtype))
+        fence_async_shared()
+        # no sooner: its accumulators would not fit beside those of the scores
+        out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        u = warpgroup_mma_wait(1, [u])
+        w = u
+        if DECAY == 2:
+            w = u * lines.index(line + 3).load(a_column)[None, :]
+            h = h * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
+        h = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_k, h, is_async=True)
+        out = warpgroup_mma_wait(1, [out])
+        if DECAY == 0:
+            out = out * scale
+        else:
+            out = out * (lines.index(line + 2).load(a_column) * scale)[None, :]
+        u = gl.convert_layout(u.to(dtype), left)
+        out = warpgroup_mma(u, s_weights.permute((1, 0)), out, is_async=True)
+        h = warpgroup_mma_wait(1, [h])
+        entered = gl.convert_layout(h.to(dtype), left)
+        out = warpgroup_mma_wait(0, [out])
+        tma.store_wait(0)
+        s_o.permute((1, 0)).store(out.to(s_o.dtype))
+        fence_async_shared()
+        async_store(o, [row0 + i * BT, v_column], s_o)
+        barrier()  # all warps have read the slot before one thread says so
+        mbarrier.arrive(empty.index(slot), count=1)
+    tma.store_wait(0)
+    if HAS_HT:
+        if leaving >= 0:
+            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in h0 till here
+            gl.store(state_tile(ht, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), h)
+
+
+@described(
+    q=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    v=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
+    o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
+def delta_overlapped(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    A,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    o,  # [rows, HV, V]
+    ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    undivided,  # [N, HV], int32, or None
+    scale,
+    T,  # tokens of a sequence, a multiple of BT
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    L,  # tokens of a part
+    rows,  # of the batch
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DECAY: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    HAS_HT: gl.constexpr,
+    V_FIRST: gl.constexpr,
+):
+    """o and ht, as delta_scan; BK is K. A program: GROUPS, one or two, times BV columns of one head's
+    state."""
+    NV: gl.constexpr = V // (GROUPS * BV)
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    dtype: gl.constexpr = q.dtype
+    program = gl.program_id(0)
+    v0 = program % NV * (GROUPS * BV)
+    own = program // NV
+    i_h = own % HV
+    i_p = own // HV
+    parts = gl.maximum((T - 1) // L + 1, 1)
+    n = i_p // parts
+    i_part = i_p % parts
+    row0 = n * T + i_part * L
+    length = gl.minimum(T - i_part * L, L)
+    last = i_part == parts - 1
+    if undivided is not None:  # such a head is one part, its first
+        whole = gl.load(undivided + n * HV + i_h) != 0
+        length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
+        last = gl.where(whole, i_part == 0, last)
+    chunks = length // BT
+    leaving = gl.where(last, n * HV + i_h, -1)
+    line = i_h.to(gl.int64) * R + row0
+    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_v = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], v.layout)
+    ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
+    written = gl.allocate_shared_memory(o.dtype, [GROUPS, BT, BV], o.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(empty.index(slot), count=GROUPS)
+    fence_async_shared()
+    qk_column = i_h // (HV // H) * BK
+    v_column = i_h * V + v0
+    # Of 168 registers a thread at entry, with two groups, the loading warp's four leave 232 to each other.
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
+                         leaving, row0, v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (load, (q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0,
+                     qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [1], [40])
+    else:
+        gl.warp_specialize(
+            [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
+                         leaving, row0, v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,
+                         leaving, row0, v0, v_column, 1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY,
+                         HAS_H0, HAS_HT, V_FIRST, STAGES)),
+             (load, (q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0,
+                     qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [4, 1], [232, 40])
