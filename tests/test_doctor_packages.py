@@ -170,6 +170,7 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.23.0", models=conv("zamba2"))]),
     "inkling-packed-convolution": (dict(transformers="5.23.0", models=conv("inkling2")), [
         dict(transformers="5.23.0", models=conv("lfm3"))]),
+    "fla-mom-cache": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "mamba-continuation": (dict(transformers="5.23.0", models=conv("mamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "gdn-continuation": (dict(transformers="5.6.0", models=GDN_TORCH), [

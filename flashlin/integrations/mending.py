@@ -55,8 +55,8 @@ def reorder_cache(self: Any, beam_idx: Tensor) -> None:
         if value is None:
             return None
         if not isinstance(value, Tensor):
-            raise TypeError(f"the cache holds a {type(value).__name__}, of which nobody knows what belongs to "
-                            "which beam: generate with num_beams=1, or use_cache=False")
+            raise TypeError(f"the cache holds a {type(value).__name__}, of which nobody knows what belongs "
+                            "to which beam: generate with num_beams=1, or use_cache=False")
         return value.index_select(0, beam_idx.to(value.device))
     self.state = tree_map(chosen, self.state)
 
