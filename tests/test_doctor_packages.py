@@ -139,12 +139,15 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.23.0"), dict(transformers="5.23.0", kernels="0.17.2", on=NO_GPU)]),
     "fla-cache-swallowed": (dict(transformers="5.24.0", fla="0.6.0"), [
         dict(transformers="5.23.0", fla="0.6.0"), dict(transformers="5.24.0")]),
+    "fla-beams": (dict(fla="0.5.2"), [dict(fla="0.6.0"), dict(transformers="5.23.0")]),
     "cuda-weights-only": (dict(transformers="5.14.1", models=split("mamba2", "torch")), [
         dict(transformers="5.15.0", models=split("mamba2", "torch")),
         dict(transformers="4.57.6", models=split("mamba2", "torch")),
         dict(transformers="5.14.1", models=GDN_TORCH)]),
     "rwkv7-input-overwritten": (dict(fla="0.6.0"), [
         dict(fla="0.1.2"), dict(fla="0.6.0", on=NO_GPU), dict(transformers="5.23.0")]),
+    "fla-mom-sees-ahead": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
+    "fla-mom-order": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "fla-packed-models": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "packing-ignored": (dict(transformers="5.19.0", models=GDN_TORCH), [
         dict(transformers="5.20.0", models=GDN_TORCH), dict(transformers="5.14.1", models=GDN_TORCH),
@@ -167,6 +170,7 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.23.0", models=conv("zamba2"))]),
     "inkling-packed-convolution": (dict(transformers="5.23.0", models=conv("inkling2")), [
         dict(transformers="5.23.0", models=conv("lfm3"))]),
+    "fla-mom-cache": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "mamba-continuation": (dict(transformers="5.23.0", models=conv("mamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "gdn-continuation": (dict(transformers="5.6.0", models=GDN_TORCH), [

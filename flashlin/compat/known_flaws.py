@@ -176,6 +176,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy='pip install "transformers<5.24", or generate(..., use_cache=False)',
         source="tried with transformers 5.24.0 and fla 0.6.0"),
     Flaw(
+        id="fla-beams", package="fla", fixed_in="0.6.0", mended_by=("fla",),
+        effect="if a model of it generates with beams and its cache, it raises: transformers puts keys and "
+               "values in the order of the beams, and its cache has neither",
+        remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6"',
+        symptoms=("AttributeError: 'NoneType' object has no attribute 'index_select'",),
+        source="tried with fla 0.4.2 and 0.5.2"),
+    Flaw(
         id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
@@ -189,14 +196,27 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "fused_addcmul_rwkv7 writes them over it",
         remedy='flashlin.patch("fla"), or hand the layer a clone()',
         source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
+    # --- wrong where a token sees what comes later ---
+    Flaw(
+        id="fla-mom-sees-ahead", package="fla",
+        effect="if the model Mom trains, its convolutions run from one memory, row or document into the "
+               "next: what a token gets depends on later ones, on the rows beside it and on other documents",
+        remedy="train it in eval(), where its convolutions know where a memory begins (before fla 0.6.0 rows "
+               "of more than 64 tokens)",
+        source="tried with fla 0.6.0, on an H200, too, read in 0.4.2 and 0.5.2"),
+    Flaw(
+        id="fla-mom-order", package="fla", mended_by=("fla",),
+        effect="if a call of the model Mom has up to 32 tokens, each counted for every memory that it goes "
+               "to, its sort leaves a memory's tokens in any order: what a token gets depends on later ones",
+        remedy='flashlin.patch("fla")',
+        source="tried with fla 0.6.0 on a CPU, the sort on an H200 with torch 2.11; read in 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
         id="fla-packed-models", package="fla",
         effect="if documents are packed, with cu_seqlens, they leak into each other in the models "
-               "LinearAttention, Mamba, Mamba2 and Mom: the first hands it on to no layer, the layers of the "
+               "LinearAttention, Mamba and Mamba2: the first hands it on to no layer, the layers of the "
                "others do not keep documents apart",
-        remedy="one document a row, padded; of Mom not in training, which mixes rows, too",
-        source="tried with fla 0.4.2 and 0.6.0"),
+        remedy="one document a row, padded", source="tried with fla 0.4.2 and 0.6.0"),
     Flaw(
         id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",
         models=(*GDN, *MAMBA2), bound=("torch",), mended_by=("transformers",),
@@ -251,6 +271,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "hands seq_idx on to them",
         remedy="one document a row, padded", source=_TRIED),
     # --- wrong where rows are padded or continued ---
+    Flaw(
+        id="fla-mom-cache", package="fla",
+        effect="if the model Mom generates with beams, it raises; if its cached prompt goes on with several "
+               "tokens at once, a memory that gets fewer of them than its convolution is wide sees zeros in "
+               "place of what came before, or it raises",
+        remedy="one beam, and go on token by token, or use_cache=False",
+        source="tried with fla 0.6.0, beams and errors with 0.4.2 and 0.5.2, too"),
     _forgetful("mamba-continuation", (*MAMBA, "zamba"), None, _TRIED),
     _forgetful("gdn-continuation", GDN, "5.7.0", "tried with transformers 4.57.6 to 5.8.0, read in 5.7.0"),
     _forgetful("mamba2-continuation", MAMBA2, "5.13.0",

@@ -22,6 +22,7 @@ import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.documents import mixing
+from flashlin.integrations.mending import looking_ahead, mend
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
@@ -35,9 +36,11 @@ BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", 
             "selective_state_update")
 # Models that take cu_seqlens and mix the documents all the same, and why.
 _UNTOLD = "its layers do not know them"
-MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
-         "Mom": "its layers bring tokens of several documents together"}
-MODEL_OF = {f"{name}{kind}": name for name in MIXES for kind in ("Model", "ForCausalLM")}
+MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD}
+# Models whose tokens see later ones in training, and why.
+AHEAD = {"Mom": "in training its convolutions run from one memory, row or document into the next, so that "
+                "tokens see later ones. In eval() they do not; it can be trained so"}
+MODEL_OF = {f"{name}{kind}": name for name in (*MIXES, *AHEAD) for kind in ("Model", "ForCausalLM")}
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -105,6 +108,7 @@ class FlaPatch(Patch):
             elif defined_in(value, module) and name in PUBLIC and name not in NOT_FLA:
                 original = plainly(value, name) if is_apply(value) else value
                 self.bindings.swap(value, by_name(original, getattr(flashlin, name)), f"flashlin.{name}")
+        mend(module, self.bindings)
         self._fill(module)
         for name, kernel in [one for one in launched(module) if not self.bindings.knows(one[1])]:
             try:
@@ -117,8 +121,9 @@ class FlaPatch(Patch):
     def _see_model(self, kind: type, name: str) -> None:
         forward = vars(kind).get("forward")
         if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-            self.bindings.stand(kind, "forward", mixing(forward, name, MIXES[name], self._said),
-                                "its own forward, which warns of packed rows")
+            ours, of = ((mixing(forward, name, MIXES[name], self._said), "packed rows") if name in MIXES else
+                        (looking_ahead(forward, AHEAD[name], self._said), "training"))
+            self.bindings.stand(kind, "forward", ours, f"its own forward, which warns of {of}")
 
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""

@@ -78,12 +78,17 @@ def called_by(layer: Any) -> list[Bound]:
 
 
 def _code(member: Any) -> Iterator[FunctionType]:
-    """A method, or what its decorators wrap: 5.15 has one that does not say so."""
+    """A method, or what its decorators wrap: 5.15 has one that does not say so. Where unsloth has written it
+    anew, also the function beside the class into which it has put the method's code."""
     method = inspect.unwrap(member) if isinstance(member, FunctionType) else None
     if isinstance(method, FunctionType):
         yield method
         for value in free_variables(method).values():
             yield from _code(value)
+        if str(method.__module__).startswith("unsloth_compiled_module"):
+            for name in method.__code__.co_names:
+                if name.endswith("_forward"):
+                    yield from _code(method.__globals__.get(name))
 
 
 def _names(code: CodeType) -> set[str]:

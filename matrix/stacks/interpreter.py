@@ -76,6 +76,15 @@ def _first(tuner: Any, *args: Any, **options: Any) -> Any:
     return tuner.fn.run(*args, **{**options, **chosen.all_kwargs()})
 
 
+_argsort = torch.Tensor.argsort
+
+
+def _in_order(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """As a GPU sorts from 33 keys on: a CPU leaves equal ones in any order, and the tokens of Mom's memories
+    with them."""
+    return _argsort(x, *args, **{**options, "stable": True})
+
+
 def begin() -> None:
     """Before fla's kernels are imported, and after its facts of the machine: there is no GPU."""
     import fla.utils  # noqa: F401  for what it reads of the machine
@@ -83,6 +92,7 @@ def begin() -> None:
     from triton.runtime.autotuner import Autotuner
     driver.set_active(Driver())
     Autotuner.run = _first
+    torch.Tensor.argsort = _in_order  # type: ignore[method-assign,assignment]
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = lambda index: contextlib.nullcontext()  # type: ignore[attr-defined]  # new
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashlin.testing.compare import NEGLIGIBLE
 from matrix import markdown
-from matrix.stacks.models import excuse
+from matrix.stacks.models import excuse, in_words
 from matrix.stacks.records import read
 from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS, verdict_of
 
@@ -143,7 +143,8 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
                     verdict = verdict_of(answer)
                     before = verdict_of(row.get("raw", {}).get(quantity, "alone"))
                     said = answer if ":" in answer.partition(" ")[0] else verdict
-                    if why := excuse(row["model"], quantity, verdict, before, record["on_cuda"]):
+                    if why := (excuse(row["model"], quantity, verdict, before, record["on_cuda"])
+                               or in_words(row["model"], answer)):
                         said = f"{verdict}: the model itself: {why}"
                     where.setdefault((said, quantity), []).append(f"{row['model']} ({record['stack']})")
     return [(said, quantity, _some(places)) for (said, quantity), places in sorted(where.items())]

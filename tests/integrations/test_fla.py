@@ -7,14 +7,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import flashlin
-from flashlin.integrations.fla import MIXES
+from flashlin.integrations.fla import AHEAD, MIXES
 from flashlin.kernels.families import PUBLIC
 
 with warnings.catch_warnings():
@@ -98,15 +98,15 @@ MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_h
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
-# These mix the documents of a row
-PACKED = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8},
-          "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 2, "topk": 1}}
+# These do not keep apart, always or in training, what should be
+MIXING = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8},
+          "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 4, "topk": 2}}
 
 
 def model(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(fla.models, f"{name}Config")(
-        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **{**MODELS, **PACKED}[name], **more)
+        hidden_size=64, num_hidden_layers=2, vocab_size=VOCABULARY, **{**MODELS, **MIXING}[name], **more)
     return getattr(fla.models, f"{name}ForCausalLM")(config).float()
 
 
@@ -164,6 +164,51 @@ def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
                         "each other. Give it a document a row, padded. It is so with every kernel."]
     else:
         assert torch.allclose(one, two, atol=1e-5) and not said
+
+
+@pytest.mark.parametrize("tokens", [12, 70])
+def test_mom_sees_no_later_token_in_evaluation(tokens: int) -> None:
+    """Its sort, raw, leaves the tokens of a memory in any order, on most CPUs whatever their number."""
+    first, other = torch.randint(0, VOCABULARY, (2, 2, tokens))
+    half, net = tokens // 2, model("Mom").eval()
+    other[:, :half] = first[:, :half]
+    with flashlin.patched("fla"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one, two, alone = (net(x, use_cache=False).logits[:, :half] for x in (first, other, first[:, :half]))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(alone, one, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mom_sees_later_tokens_in_training_and_says_so_once(training: bool) -> None:
+    """In eval() it trains without."""
+    tokens, net = torch.randint(0, VOCABULARY, (1, 70)), model("Mom").train(training)
+    with flashlin.patched("fla"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = net.get_input_embeddings()(tokens).detach().requires_grad_()
+        net(inputs_embeds=x).logits[0, 30].square().sum().backward()
+        net(tokens, labels=tokens).loss.backward()
+    assert x.grad is not None and x.grad[0, :31].any() and bool(x.grad[0, 31:].any()) is training
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    said = [str(one.message) for one in caught if "later" in str(one.message)]
+    assert said == [f"MomForCausalLM: {AHEAD['Mom']}. It is so with every kernel."] * training
+
+
+def test_an_older_release_generates_with_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache has transformers' way of reordering, for keys and values."""
+    cache = sys.modules["fla.models.cache_utils"]
+    monkeypatch.delattr(cache.FLALayer, "reorder_cache")
+    monkeypatch.delattr(cache.FLACache, "reorder_cache")
+    tokens, net = torch.randint(0, VOCABULARY, (2, 9)), model("GatedDeltaNet").eval()
+    given = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=8, num_beams=3, do_sample=False)
+    with flashlin.patched("fla"):
+        found = net.generate(tokens, **given)
+        assert found.tolist() == net.generate(tokens, **given, use_cache=False).tolist()
+        layer = cache.FLALayer()
+        layer.update(recurrent_state=SimpleNamespace(state=tokens))
+        with pytest.raises(TypeError, match="the cache holds a SimpleNamespace"):
+            layer.reorder_cache(torch.tensor([1, 0]))
+    assert "reorder_cache" not in vars(cache.FLALayer)
 
 
 def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:

@@ -16,7 +16,7 @@ import flashlin.mamba
 from matrix.__main__ import RESULTS
 from matrix.record import Child
 from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
-from matrix.stacks.models import LEAKS, MODELS, ON_CUDA, UNTOUCHED, known
+from matrix.stacks.models import LEAKS, MODELS, ON_CUDA, RAISES, UNTOUCHED, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
 from matrix.stacks.versions import STACKS
 from tests.share import WHOLE
@@ -94,6 +94,11 @@ def test_every_excuse_is_one_that_a_record_needs() -> None:
                 if verdicts.verdict_of(answer) in ("differs", "raises")}
     assert {(*one, "raises") for one in LEAKS} <= needed(False)
     assert set(ON_CUDA) <= needed(True)
+    raised = [(row["model"], answer.partition(": ")[2]) for stack in STACKS
+              for row in records.read(RESULTS / f"{stack.file}.json")["rows"]
+              for answer in row["patched"].values() if verdicts.verdict_of(answer) == "raises"]
+    assert all(any(name == model and said.startswith(begins) for name, said in raised)
+               for model, begins in RAISES)
 
 
 def test_a_wrong_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,8 @@ import flashlin
 from flashlin.integrations import patching, startup
 from flashlin.integrations.probing import bound_in, called_by
 from flashlin.integrations.transformers import decorated
+from flashlin.testing.environments import NotInstallable, installed
+from tests.share import WHOLE
 
 pytest.importorskip("transformers")
 FILES = {
@@ -73,9 +77,14 @@ def torch_chunk_gated_delta_rule(query, key, value, g, beta, **kwargs):
     return "torch"
 
 
+@not_compiled
+def Layer_forward(self, *given):
+    return torch_chunk_gated_delta_rule(*given)
+
+
 class Layer(nn.Module):
     def forward(self, *given):
-        return torch_chunk_gated_delta_rule(*given)
+        return Layer_forward(self, *given)
 '''
 
 
@@ -190,3 +199,70 @@ def test_files_that_unsloth_runs_are_seen(early: bool, tmp_path: Path) -> None:
     assert [(one.kernel, one.implementation) for one in bound_in(module)] == [
         ("chunk_gated_delta_rule", "torch")]
     assert compiler.create_new_function.__code__.co_filename.startswith(str(tmp_path))
+
+
+# The real package, on a machine that it takes for one with a GPU: it asks torch before it loads its copy of
+# fla. What it asks for besides, of an installed fla and of unsloth, which needs a GPU itself, is in the
+# environment.
+RELEASE = "2026.10.9"
+REAL = """
+import sys
+import flashlin
+from flashlin.integrations.probing import bound_in
+
+EARLY = {early}
+MODELS = ("qwen3_next", "qwen3_5", "kimi_linear")
+
+
+def bound():
+    return {{(one.kernel, one.implementation) for name in MODELS
+            for one in bound_in(sys.modules[f"transformers.models.{{name}}.modeling_{{name}}"])}}
+
+
+if EARLY:
+    flashlin.patch("fla", "transformers")
+from unsloth_zoo.temporary_patches import fla_vendor
+fla_vendor._torch_triton_cuda_supported = lambda: True
+fla_vendor.patch_vendor_fla()
+assert "_vendored" in sys.modules["fla"].__file__, sys.modules["fla"].__file__
+for name in MODELS:
+    __import__(f"transformers.models.{{name}}.modeling_{{name}}")
+raw = {{("chunk_gated_delta_rule", "fla"), ("fused_recurrent_gated_delta_rule", "fla"), ("chunk_kda", "fla"),
+       ("fused_recurrent_kda", "fla"), ("causal_conv1d_fn", "torch"), ("causal_conv1d_update", "torch")}}
+if not EARLY:
+    assert bound() == raw, bound()
+    flashlin.patch("fla", "transformers")
+ours = {{(kernel, "flashlin") for kernel, _ in raw}}
+assert bound() == ours, bound()
+fla_vendor.patch_vendor_fla()  # which it does again whenever it loads a model
+assert bound() == ours, bound()
+
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.kda import chunk_kda
+q, k, v = torch.randn(3, 1, 12, 2, 16).unbind()
+for function, g in ((chunk_gated_delta_rule, -torch.rand(1, 12, 2)), (chunk_kda, -torch.rand(1, 12, 2, 16))):
+    given = dict(q=q, k=k, v=v, g=g, beta=torch.rand(1, 12, 2))
+    assert torch.equal(function(**given)[0], getattr(flashlin, function.__name__)(**given)[0])
+
+flashlin.unpatch("fla", "transformers")
+assert bound() == raw, bound()
+"""
+
+
+@pytest.mark.skipif(not WHOLE, reason="fetches unsloth_zoo")
+@pytest.mark.parametrize("early", [True, False])
+def test_the_real_package(early: bool, tmp_path: Path) -> None:
+    try:
+        folders = [installed([f"unsloth_zoo=={RELEASE}"], f"unsloth_zoo-{RELEASE}"),
+                   installed(["requests"], "requests", dependencies=True)]
+    except NotInstallable as error:
+        pytest.skip(str(error))
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth" / "__init__.py").touch()
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *folders, tmp_path])),
+                   "UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ALLOW_CPU": "1", "UNSLOTH_FORCE_VENDORED_FLA": "1"}
+    ran = subprocess.run([sys.executable, "-c", REAL.format(early=early)], capture_output=True, text=True,
+                         cwd=tmp_path, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]

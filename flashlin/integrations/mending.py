@@ -1,0 +1,73 @@
+"""What fla's models do wrong themselves, beside their kernels: mended where a function can do it, told where
+none can."""
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from flashlin.integrations.bindings import Bindings, named_like
+
+
+def mend(module: ModuleType, bindings: Bindings) -> None:
+    """Note what takes the place of what a module of fla gets wrong."""
+    names = vars(module)
+    transform = names.get("transform")
+    if (module.__name__ == "fla.layers.mom" and isinstance(transform, FunctionType)
+            and not bindings.knows(transform)):
+        bindings.swap(transform, sorting_in_order(transform), "its own, which keeps tokens in their order")
+    layer = names.get("FLALayer")
+    if (isinstance(layer, type) and layer.__module__ == module.__name__
+            and "reorder_cache" not in vars(layer)):
+        bindings.put(layer, "reorder_cache", reorder_cache, "flashlin's, for beams")
+
+
+class InOrder(TorchFunctionMode):
+    """``argsort`` leaves equal keys in their order."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return function(*args, **{**given, "stable": True} if function is Tensor.argsort else given)
+
+
+def sorting_in_order(transform: Any) -> Any:
+    """Mom's function that sorts tokens by memory. Within a memory they must stay as they came, and torch
+    promises that only where it is asked for: on a GPU up to 32 keys, on a CPU with AVX more, come as they
+    like, and then a token sees later ones."""
+    def call(*args: Any, **given: Any) -> Any:
+        with InOrder():
+            return transform(*args, **given)
+    return named_like(call, transform, signature=inspect.signature(transform))
+
+
+def reorder_cache(self: Any, beam_idx: Tensor) -> None:
+    """Of a layer's cache before fla 0.6.0, which takes that of transformers for keys and values and has
+    neither. Its states are [B, ...] each."""
+    def chosen(value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the cache holds a {type(value).__name__}, of which nobody knows what belongs "
+                            "to which beam: generate with num_beams=1, or use_cache=False")
+        return value.index_select(0, beam_idx.to(value.device))
+    self.state = tree_map(chosen, self.state)
+
+
+def looking_ahead(forward: Callable[..., Any], why: str, said: set[str]) -> Callable[..., Any]:
+    """``forward`` of a model in which, in training, tokens see later ones, with one warning of that."""
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        if self.training and why not in said and not torch.compiler.is_compiling():
+            said.add(why)
+            warnings.warn(f"{type(self).__name__}: {why}. It is so with every kernel.", RuntimeWarning,
+                          stacklevel=2)
+        return forward(self, *args, **given)
+    return call
