@@ -3,10 +3,12 @@ that imported them, and models built before.
 
 Detected by name, not by release: a function that is defined in a module of fla under the name of one of
 flashlin's. What flashlin has no function for keeps its own code, whose kernels are launched through
-``flashlin.shield``. Classes are left alone: they call functions of their modules.
+``flashlin.shield``. Classes are left alone, since they call functions of their modules, but for what their
+models do with a cache or packed rows.
 """
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +40,9 @@ _UNTOLD = "its layers do not know them"
 MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
          "Mom": "its layers bring tokens of several documents together"}
 MODEL_OF = {f"{name}{kind}": name for name in MIXES for kind in ("Model", "ForCausalLM")}
+# What transformers calls of a model with its cache, which it names CACHE from 5.24 on, and fla KNOWN_AS.
+FORWARD, PREPARE = "forward", "prepare_inputs_for_generation"
+CACHE, KNOWN_AS = "cache", "past_key_values"
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -92,12 +97,8 @@ class FlaPatch(Patch):
         activations = "activations" in module.__name__
         for name, value in list(vars(module).items()):
             if isinstance(value, type):
-                if (name == "FusedCrossEntropyLoss" and value.__module__ == module.__name__
-                        and not self.bindings.knows(vars(value)["forward"])):
-                    self.bindings.stand(value, "forward", any_device(value),
-                                        "flashlin.FusedCrossEntropyLoss.forward")
-                elif name in MODEL_OF and value.__module__ == module.__name__:
-                    self._see_model(value, MODEL_OF[name])
+                if value.__module__ == module.__name__:
+                    self._see_class(value)
             elif self.bindings.knows(value):
                 continue
             elif activations and name in ON_CPU and callable(value):
@@ -114,11 +115,25 @@ class FlaPatch(Patch):
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
-    def _see_model(self, kind: type, name: str) -> None:
-        forward = vars(kind).get("forward")
-        if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-            self.bindings.stand(kind, "forward", mixing(forward, name, MIXES[name], self._said),
-                                "its own forward, which warns of packed rows")
+    def _see_class(self, kind: type) -> None:
+        for name in (FORWARD, PREPARE):
+            method = vars(kind).get(name)
+            if not isinstance(method, FunctionType) or self.bindings.knows(method):
+                continue
+            stand_in: Callable[..., Any] = method
+            does: list[str] = []
+            if name == FORWARD and kind.__name__ == "FusedCrossEntropyLoss":
+                stand_in = any_device(kind)
+                does.append("runs on any device")
+            if name == FORWARD and kind.__name__ in MODEL_OF:
+                model = MODEL_OF[kind.__name__]
+                stand_in = mixing(stand_in, model, MIXES[model], self._said)
+                does.append("warns of packed rows")
+            if issubclass(kind, handed_a_cache()) and takes(method, KNOWN_AS) and not takes(method, CACHE):
+                stand_in = taking_cache(stand_in)
+                does.append(f"takes {CACHE}=")
+            if does:
+                self.bindings.stand(kind, name, stand_in, f"its own {name}, which {' and '.join(does)}")
 
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""
@@ -129,6 +144,43 @@ class FlaPatch(Patch):
         if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
+
+
+def handed_a_cache() -> tuple[type, ...]:
+    """The classes of transformers whose methods are handed a cache as ``cache``; none where it has the name
+    that fla knows."""
+    mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
+    model = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if mixin is None or model is None or not takes(getattr(mixin, PREPARE), CACHE):
+        return ()
+    return mixin, model
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+def taking_cache(method: Any) -> Any:
+    """A model's ``method``, which swallows ``cache``, given it under the name that it knows. ``generate``
+    looks for it in the signature."""
+    prepares = method.__name__ == PREPARE
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        cache = given.pop(CACHE, None)
+        if cache is not None:
+            given[KNOWN_AS] = cache
+        result = method(self, *args, **given)
+        # what is prepared is for forward, which may be one of a program's own class
+        if prepares and CACHE in result and not takes(type(self).forward, CACHE):
+            result[KNOWN_AS] = result.pop(CACHE)
+        return result
+    signature = inspect.signature(method)
+    *others, last = signature.parameters.values()
+    named = inspect.Parameter(CACHE, inspect.Parameter.KEYWORD_ONLY, default=None)
+    more = [named, last] if last.kind is last.VAR_KEYWORD else [last, named]
+    vars(call)["__signature__"] = signature.replace(parameters=[*others, *more])
+    return call
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
