@@ -43,6 +43,9 @@ MODEL_OF = {f"{name}{kind}": name for name in MIXES for kind in ("Model", "ForCa
 # What transformers calls of a model with its cache, which it names CACHE from 5.24 on, and fla KNOWN_AS.
 FORWARD, PREPARE = "forward", "prepare_inputs_for_generation"
 CACHE, KNOWN_AS = "cache", "past_key_values"
+BASES = {"transformers.generation.utils": "GenerationMixin", "transformers.modeling_utils": "PreTrainedModel"}
+# How many tokens are new, as transformers says it, and as fla before 0.6 knows it.
+NEW, COUNTED_BY = "next_sequence_length", "cache_position"
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -129,7 +132,11 @@ class FlaPatch(Patch):
                 model = MODEL_OF[kind.__name__]
                 stand_in = mixing(stand_in, model, MIXES[model], self._said)
                 does.append("warns of packed rows")
-            if issubclass(kind, handed_a_cache()) and takes(method, KNOWN_AS) and not takes(method, CACHE):
+            if name == PREPARE and takes(method, COUNTED_BY) and not takes(method, NEW) and prepares_by(NEW):
+                stand_in = counting(stand_in)
+                does.append("counts the new tokens")
+            if (issubclass(kind, models()) and takes(method, KNOWN_AS) and not takes(method, CACHE)
+                    and prepares_by(CACHE)):
                 stand_in = taking_cache(stand_in)
                 does.append(f"takes {CACHE}=")
             if does:
@@ -146,18 +153,31 @@ class FlaPatch(Patch):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
 
 
-def handed_a_cache() -> tuple[type, ...]:
-    """The classes of transformers whose methods are handed a cache as ``cache``; none where it has the name
-    that fla knows."""
-    mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
-    model = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if mixin is None or model is None or not takes(getattr(mixin, PREPARE), CACHE):
-        return ()
-    return mixin, model
+def models() -> tuple[type, ...]:
+    """The classes of transformers below which models are."""
+    return tuple(vars(sys.modules[home])[name] for home, name in BASES.items() if home in sys.modules)
+
+
+def prepares_by(name: str) -> bool:
+    """Whether transformers itself prepares a model's inputs by an argument of this name."""
+    return any(takes(getattr(one, PREPARE), name) for one in models() if hasattr(one, PREPARE))
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
+
+
+def counting(prepare: Any) -> Any:
+    """A model's ``prepare``, told which tokens are new where transformers does not say it so: without, all
+    of a prompt but its last token is dropped."""
+    @functools.wraps(prepare)
+    def call(self: Any, input_ids: Any = None, *args: Any, **given: Any) -> Any:
+        cache = given.get(KNOWN_AS)
+        if cache is not None and given.get(COUNTED_BY) is None and given.get("inputs_embeds") is None:
+            given[COUNTED_BY] = torch.arange(cache.get_seq_length(), input_ids.shape[1],
+                                             device=input_ids.device)
+        return prepare(self, input_ids, *args, **given)
+    return call
 
 
 def taking_cache(method: Any) -> Any:

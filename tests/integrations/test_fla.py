@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,8 +165,8 @@ def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
     return found[:, prompt.shape[1]:].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name, more", [("GatedDeltaNet", {}), ("DeltaNet", {}), ("RWKV7", {}), ("Mamba2", {}),
-                                        ("GatedDeltaNet", HYBRID)],
+@pytest.mark.parametrize("name, more", [("GatedDeltaNet", {}), ("DeltaNet", {}), ("RWKV7", {}),
+                                        ("Mamba2", {}), ("GatedDeltaNet", HYBRID)],
                          ids=["GatedDeltaNet", "DeltaNet", "RWKV7", "Mamba2", "hybrid"])
 def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: Any,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: A
         for weight in net.parameters():  # or it repeats its last token, whatever came before
             weight.add_(0.2 * torch.randn_like(weight))
         with monkeypatch.context() as patch:
-            patch.setattr("flashlin.integrations.fla.handed_a_cache", lambda: ())
+            patch.setattr("flashlin.integrations.fla.prepares_by", lambda name: False)
             with flashlin.patched("fla"):  # fla's functions run, without a GPU, and its models are raw
                 raw = written(net, prompt)
         with flashlin.patched("fla"):
@@ -216,7 +216,8 @@ def test_a_program_s_own_forward_is_given_the_name_that_it_knows(name: str) -> N
             return super().forward(input_ids, past_key_values=cache, **given)
     forward = Own.forward
     vars(forward)["__signature__"] = inspect.Signature([
-        *(inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("self", "input_ids", name)),
+        *(inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+          for one in ("self", "input_ids", name)),
         inspect.Parameter("given", inspect.Parameter.VAR_KEYWORD)])
     torch.manual_seed(0)
     seen: list[bool] = []
@@ -224,6 +225,32 @@ def test_a_program_s_own_forward_is_given_the_name_that_it_knows(name: str) -> N
     with torch.no_grad(), flashlin.patched("fla"):
         written(net, torch.randint(3, VOCABULARY, (1, 9)))
     assert seen == [False, *11 * [True]]
+
+
+@pytest.mark.parametrize("pieces", [(9, 1, 1), (9, 4)])
+def test_an_older_release_is_told_which_tokens_are_new(pieces: tuple[int, ...],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases before 0.6 ask for cache_position, which transformers hands on no more: without, they take
+    the last token of whatever there is."""
+    def prepare(self: Any, input_ids: Any = None, past_key_values: Any = None, cache_position: Any = None,
+                **given: Any) -> Any:
+        new = input_ids[:, -1:] if cache_position is None else input_ids[:, cache_position]
+        return {"input_ids": new, "past_key_values": past_key_values}
+    kind = type("OlderMixin", (GenerationMixin,), {"prepare_inputs_for_generation": prepare,
+                                                   "__module__": "fla.models.older"})
+    home = ModuleType("fla.models.older")
+    vars(home)["OlderMixin"] = kind
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    with flashlin.patched("fla") as report:
+        assert [by for where, _, by in report.replaced if where == "OlderMixin"]
+        past = 0
+        for piece in pieces:
+            cache = SimpleNamespace(get_seq_length=lambda past=past: past)
+            ids = torch.arange(past + piece)[None]
+            given = kind().prepare_inputs_for_generation(ids, past_key_values=cache)
+            assert given["input_ids"].tolist() == [[*range(past, past + piece)]]
+            past += piece
+    assert vars(kind)["prepare_inputs_for_generation"] is prepare
 
 
 def test_a_cache_s_name_is_undone() -> None:
