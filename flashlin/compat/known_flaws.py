@@ -184,7 +184,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "transformers hands on no more: many read nothing of the prompt but its last token, without a word",
         remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6", or '
                "generate(..., use_cache=False)",
-        source="tried with fla 0.5.2 and transformers 5.15.1 and 5.23.0, read in transformers 5.0.0 and 5.5.0"),
+        source="tried with fla 0.5.2 and transformers 5.0.0 to 5.24.0"),
     Flaw(
         id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
