@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 MARKS = ("cu_seq_lens_q", "seq_idx")
+CACHES = ("cache", "past_key_values", "cache_params")  # from 5.24 on all models have the first
 APART = "Give it a document a row, padded. It is so with every kernel."
 
 
@@ -120,8 +121,7 @@ def _numbered(given: dict[str, Any], tokens: tuple[int, ...]) -> Tensor | None:
 
 def _goes_on(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Whether several tokens come after a state that is cached."""
-    cache = next((given[name] for name in ("cache_params", "past_key_values")
-                  if given.get(name) is not None), None)
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
     if cache is None or _tokens(args, given)[1:] in ((), (1,)):
         return False
     has = getattr(cache, "has_previous_state", False)

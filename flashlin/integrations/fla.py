@@ -3,10 +3,12 @@ that imported them, and models built before.
 
 Detected by name, not by release: a function that is defined in a module of fla under the name of one of
 flashlin's. What flashlin has no function for keeps its own code, whose kernels are launched through
-``flashlin.shield``. Classes are left alone: they call functions of their modules.
+``flashlin.shield``. Classes are left alone, since they call functions of their modules, but for what their
+models do with a cache or packed rows.
 """
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +43,12 @@ MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _
 AHEAD = {"Mom": "in training its convolutions run from one memory, row or document into the next, so that "
                 "tokens see later ones. In eval() they do not; it can be trained so"}
 MODEL_OF = {f"{name}{kind}": name for name in (*MIXES, *AHEAD) for kind in ("Model", "ForCausalLM")}
+# What transformers calls of a model with its cache, which it names CACHE from 5.24 on, and fla KNOWN_AS.
+FORWARD, PREPARE = "forward", "prepare_inputs_for_generation"
+CACHE, KNOWN_AS = "cache", "past_key_values"
+BASES = {"transformers.generation.utils": "GenerationMixin", "transformers.modeling_utils": "PreTrainedModel"}
+# How many tokens are new, as transformers says it, and as fla before 0.6 knows it.
+NEW, COUNTED_BY = "next_sequence_length", "cache_position"
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
@@ -95,12 +103,8 @@ class FlaPatch(Patch):
         activations = "activations" in module.__name__
         for name, value in list(vars(module).items()):
             if isinstance(value, type):
-                if (name == "FusedCrossEntropyLoss" and value.__module__ == module.__name__
-                        and not self.bindings.knows(vars(value)["forward"])):
-                    self.bindings.stand(value, "forward", any_device(value),
-                                        "flashlin.FusedCrossEntropyLoss.forward")
-                elif name in MODEL_OF and value.__module__ == module.__name__:
-                    self._see_model(value, MODEL_OF[name])
+                if value.__module__ == module.__name__:
+                    self._see_class(value)
             elif self.bindings.knows(value):
                 continue
             elif activations and name in ON_CPU and callable(value):
@@ -118,12 +122,31 @@ class FlaPatch(Patch):
             else:
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
-    def _see_model(self, kind: type, name: str) -> None:
-        forward = vars(kind).get("forward")
-        if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
-            ours, of = ((mixing(forward, name, MIXES[name], self._said), "packed rows") if name in MIXES else
-                        (looking_ahead(forward, AHEAD[name], self._said), "training"))
-            self.bindings.stand(kind, "forward", ours, f"its own forward, which warns of {of}")
+    def _see_class(self, kind: type) -> None:
+        for name in (FORWARD, PREPARE):
+            method = vars(kind).get(name)
+            if not isinstance(method, FunctionType) or self.bindings.knows(method):
+                continue
+            stand_in: Callable[..., Any] = method
+            does: list[str] = []
+            if name == FORWARD and kind.__name__ == "FusedCrossEntropyLoss":
+                stand_in = any_device(kind)
+                does.append("runs on any device")
+            if name == FORWARD and kind.__name__ in MODEL_OF:
+                model = MODEL_OF[kind.__name__]
+                stand_in, of = ((mixing(stand_in, model, MIXES[model], self._said), "packed rows")
+                                if model in MIXES else
+                                (looking_ahead(stand_in, AHEAD[model], self._said), "training"))
+                does.append(f"warns of {of}")
+            if name == PREPARE and takes(method, COUNTED_BY) and not takes(method, NEW) and prepares_by(NEW):
+                stand_in = counting(stand_in)
+                does.append("counts the new tokens")
+            if (issubclass(kind, models()) and takes(method, KNOWN_AS) and not takes(method, CACHE)
+                    and prepares_by(CACHE)):
+                stand_in = taking_cache(stand_in)
+                does.append(f"takes {CACHE}=")
+            if does:
+                self.bindings.stand(kind, name, stand_in, f"its own {name}, which {' and '.join(does)}")
 
     def _fill(self, module: ModuleType) -> None:
         """Give a module that goes without other packages' functions flashlin's, and its faster way."""
@@ -134,6 +157,56 @@ class FlaPatch(Patch):
         if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
                                                                            for name in wanted):
             self.bindings.put(module, "is_fast_path_available", True, "its faster way")
+
+
+def models() -> tuple[type, ...]:
+    """The classes of transformers below which models are."""
+    return tuple(vars(sys.modules[home])[name] for home, name in BASES.items() if home in sys.modules)
+
+
+def prepares_by(name: str) -> bool:
+    """Whether transformers itself prepares a model's inputs by an argument of this name."""
+    return any(takes(getattr(one, PREPARE), name) for one in models() if hasattr(one, PREPARE))
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+def counting(prepare: Any) -> Any:
+    """A model's ``prepare``, told which tokens are new where transformers does not say it so: without, all
+    of a prompt but its last token is dropped."""
+    @functools.wraps(prepare)
+    def call(self: Any, input_ids: Any = None, *args: Any, **given: Any) -> Any:
+        cache = given.get(KNOWN_AS)
+        if cache is not None and given.get(COUNTED_BY) is None and given.get("inputs_embeds") is None:
+            given[COUNTED_BY] = torch.arange(cache.get_seq_length(), input_ids.shape[1],
+                                             device=input_ids.device)
+        return prepare(self, input_ids, *args, **given)
+    return call
+
+
+def taking_cache(method: Any) -> Any:
+    """A model's ``method``, which swallows ``cache``, given it under the name that it knows. ``generate``
+    looks for it in the signature."""
+    prepares = method.__name__ == PREPARE
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **given: Any) -> Any:
+        cache = given.pop(CACHE, None)
+        if cache is not None:
+            given[KNOWN_AS] = cache
+        result = method(self, *args, **given)
+        # what is prepared is for forward, which may be one of a program's own class
+        if prepares and CACHE in result and not takes(type(self).forward, CACHE):
+            result[KNOWN_AS] = result.pop(CACHE)
+        return result
+    signature = inspect.signature(method)
+    *others, last = signature.parameters.values()
+    named = inspect.Parameter(CACHE, inspect.Parameter.KEYWORD_ONLY, default=None)
+    more = [named, last] if last.kind is last.VAR_KEYWORD else [last, named]
+    vars(call)["__signature__"] = signature.replace(parameters=[*others, *more])
+    return call
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:

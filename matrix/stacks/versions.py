@@ -44,17 +44,22 @@ class Stack(NamedTuple):
         return stack_environment(cache=cache, **self.versions)
 
 
-NEWEST = "5.23.0"
+NEWEST = "5.24.0"
+BEFORE = "5.23.0"  # the last that hands a cache on as past_key_values
 STACKS: tuple[Stack, ...] = (
     Stack({"transformers": NEWEST}),
+    Stack({"transformers": BEFORE}),
     Stack({"transformers": "5.19.0"}),
     Stack({"transformers": "5.19.0", "kernels": "0.17.2"}),
     Stack({"transformers": "5.15.1"}),
     *(Stack({"transformers": version}, on_cuda=True)
       for version in ("5.14.1", "5.13.0", "5.10.0", "5.8.0", "5.5.0", "5.0.0", "4.57.6")),
-    Stack({"transformers": NEWEST, "fla": "0.6.0"}, patches=("fla", "transformers"),
+    Stack({"transformers": BEFORE, "fla": "0.6.0"}, patches=("fla", "transformers"),
           reference="without fla", only=DELTA),
+    # Its functions are those of the stacks below. New is what is asked of a program beside itself: tokens with
+    # the cache and without
+    *(Stack({"fla": version, "transformers": NEWEST}, "fla", ("fla",)) for version in ("0.6.0", "0.5.2")),
     *(Stack({"fla": version, "transformers": transformers}, "fla", ("fla",), "interpreter")
-      for version, transformers in (("0.6.0", NEWEST), ("0.5.2", NEWEST), ("0.4.2", "4.57.6"))),
-    Stack({"mamba_ssm": "2.3.2.post1", "transformers": NEWEST}, "mamba_ssm", ("mamba_ssm",), "transformers"),
+      for version, transformers in (("0.6.0", BEFORE), ("0.5.2", BEFORE), ("0.4.2", "4.57.6"))),
+    Stack({"mamba_ssm": "2.3.2.post1", "transformers": BEFORE}, "mamba_ssm", ("mamba_ssm",), "transformers"),
 )

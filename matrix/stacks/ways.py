@@ -73,6 +73,7 @@ def gradients(of: Program) -> Answer:
 
 
 def tokens(beams: int) -> Callable[[Program], Answer]:
+    """What it writes, greedily or with beams, and what it writes without its cache."""
     def generated(of: Program) -> Answer:
         of.model.eval()
         prompt = of.rows[:, :LENGTH]
@@ -83,10 +84,11 @@ def tokens(beams: int) -> Callable[[Program], Answer]:
                 raise Lacks("its generate has no beams")
             with no_events():
                 found = of.model.generate(prompt, max_length=LENGTH + ADDED, top_k=1)
-        else:
-            found = of.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ADDED,
-                                      do_sample=False, num_beams=beams)
-        return Answer({"tokens": found})
+            return Answer({"tokens": found})
+        found, want = (of.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ADDED,
+                                         do_sample=False, num_beams=beams, use_cache=cached)
+                       for cached in (True, False))
+        return Answer({"tokens": found}, {"tokens": want})
     return generated
 
 
@@ -120,7 +122,7 @@ def _in_pieces(of: Program, row: torch.Tensor) -> Iterator[torch.Tensor]:
             yield of(row[:, begin:end], inference_params=cache)
             cache.seqlen_offset = end
         return
-    name = next((name for name in ("past_key_values", "cache_params") if name in of.takes), "")
+    name = next((name for name in ("cache", "past_key_values", "cache_params") if name in of.takes), "")
     if not name:
         raise Lacks("its forward takes no cache")
     state = None

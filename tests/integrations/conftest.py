@@ -11,6 +11,7 @@ import pytest
 from flashlin.integrations.bindings import is_stand_in
 
 PACKAGES = ("fla", "transformers", "mamba_ssm", "causal_conv1d")
+METHODS = ("forward", "prepare_inputs_for_generation")
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +35,15 @@ def filled(before: Any, after: Any) -> bool:
 
 
 def bindings() -> dict[tuple[ModuleType, str], Any]:
-    """What the loaded modules bind, and the ``forward`` of their classes. A module that is loaded anew is
-    another one."""
+    """What the loaded modules bind, and what patches replace of their classes. A module that is loaded anew
+    is another one."""
     found: dict[tuple[ModuleType, str], Any] = {}
     for key, module in list(sys.modules.items()):
         if key.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):
             found[module, name] = value
-            if isinstance(value, type) and "forward" in vars(value) and value.__module__ == key:
-                found[module, f"{name}.forward"] = vars(value)["forward"]
+            if isinstance(value, type) and value.__module__ == key:
+                found |= {(module, f"{name}.{method}"): vars(value)[method] for method in METHODS
+                          if method in vars(value)}
     return found

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GenerationMixin
 
 import flashlin
 from flashlin.integrations.fla import AHEAD, MIXES
@@ -23,6 +25,7 @@ with warnings.catch_warnings():
     import fla.models
     import fla.modules
     import fla.ops
+    from fla.models.utils import FLAGenerationMixin
 
 VOCABULARY = 67
 
@@ -144,6 +147,123 @@ def test_models_train_and_generate_on_a_cpu(name: str) -> None:
         greedy = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False)
         again = net.generate(tokens[:1, :9], max_new_tokens=6, do_sample=False, use_cache=False)
         assert greedy.tolist() == again.tolist()
+
+
+RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
+
+
+def attention(q: Any, k: Any, v: Any, **_: Any) -> Any:
+    """flash_attn's, which needs a GPU: [B, T, H, D], and the last query is that of the last key."""
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), seen).transpose(1, 2)
+
+
+def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
+    """The tokens that it adds, greedily."""
+    found = net.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False, **options)
+    return found[:, prompt.shape[1]:].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name, more", [("GatedDeltaNet", {}), ("DeltaNet", {}), ("RWKV7", {}),
+                                        ("Mamba2", {}), ("GatedDeltaNet", HYBRID)],
+                         ids=["GatedDeltaNet", "DeltaNet", "RWKV7", "Mamba2", "hybrid"])
+def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: Any,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.24 hands the cache over as ``cache``, which fla's models swallow: from the second token
+    on raw ones go on from one token alone."""
+    monkeypatch.setattr("fla.layers.attn.flash_attn_func", attention)
+    net, prompt = model(name, **more).eval(), torch.randint(3, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        for weight in net.parameters():  # or it repeats its last token, whatever came before
+            weight.add_(0.2 * torch.randn_like(weight))
+        with monkeypatch.context() as patch:
+            patch.setattr("flashlin.integrations.fla.prepares_by", lambda name: False)
+            with flashlin.patched("fla"):  # fla's functions run, without a GPU, and its models are raw
+                raw = written(net, prompt)
+        with flashlin.patched("fla"):
+            right = written(net, prompt, use_cache=False)
+            assert written(net, prompt) == right
+            assert written(net, prompt, num_beams=2) == written(net, prompt, num_beams=2, use_cache=False)
+    assert [row[0] for row in raw] == [row[0] for row in right]
+    assert (raw != right) is RENAMED
+
+
+@pytest.mark.skipif(not RENAMED, reason="this transformers names a cache as fla does")
+def test_a_cache_goes_by_both_names() -> None:
+    """Given to a model, to the model inside, and to generate."""
+    net, tokens = model("GatedDeltaNet").eval(), torch.randint(3, VOCABULARY, (1, 40))
+    with torch.no_grad(), flashlin.patched("fla"):
+        for called in (net, net.model):
+            whole = called(tokens)[0]
+            for name in ("cache", "past_key_values"):
+                given = called(tokens[:, :33], use_cache=True)
+                out = called(tokens[:, 33:], use_cache=True, **{name: given.cache})
+                torch.testing.assert_close(out[0], whole[:, 33:], rtol=1e-4, atol=1e-4)
+        right = written(net, tokens, use_cache=False)
+        for name in ("cache", "past_key_values"):
+            begun = net(tokens[:, :33], use_cache=True).cache
+            assert written(net, tokens, **{name: begun}) == right
+
+
+@pytest.mark.skipif(not RENAMED, reason="this transformers names a cache as fla does")
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_program_s_own_forward_is_given_the_name_that_it_knows(name: str) -> None:
+    class Own(fla.models.DeltaNetForCausalLM):  # type: ignore[misc,name-defined]  # fla has no types
+        def forward(self, input_ids: Any, **given: Any) -> Any:
+            cache = given.pop(name, None)
+            seen.append(cache is not None and len(cache) == 2)
+            return super().forward(input_ids, past_key_values=cache, **given)
+    forward = Own.forward
+    vars(forward)["__signature__"] = inspect.Signature([
+        *(inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+          for one in ("self", "input_ids", name)),
+        inspect.Parameter("given", inspect.Parameter.VAR_KEYWORD)])
+    torch.manual_seed(0)
+    seen: list[bool] = []
+    net = Own(model("DeltaNet").config).eval()
+    with torch.no_grad(), flashlin.patched("fla"):
+        written(net, torch.randint(3, VOCABULARY, (1, 9)))
+    assert seen == [False, *11 * [True]]
+
+
+@pytest.mark.parametrize("pieces", [(9, 1, 1), (9, 4)])
+def test_an_older_release_is_told_which_tokens_are_new(pieces: tuple[int, ...],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases before 0.6 ask for cache_position, which transformers hands on no more: without, they take
+    the last token of whatever there is."""
+    def prepare(self: Any, input_ids: Any = None, past_key_values: Any = None, cache_position: Any = None,
+                **given: Any) -> Any:
+        new = input_ids[:, -1:] if cache_position is None else input_ids[:, cache_position]
+        return {"input_ids": new, "past_key_values": past_key_values}
+    kind = type("OlderMixin", (GenerationMixin,), {"prepare_inputs_for_generation": prepare,
+                                                   "__module__": "fla.models.older"})
+    home = ModuleType("fla.models.older")
+    vars(home)["OlderMixin"] = kind
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    with flashlin.patched("fla") as report:
+        assert [by for where, _, by in report.replaced if where == "OlderMixin"]
+        past = 0
+        for piece in pieces:
+            cache = SimpleNamespace(get_seq_length=lambda past=past: past)
+            ids = torch.arange(past + piece)[None]
+            given = kind().prepare_inputs_for_generation(ids, past_key_values=cache)
+            assert given["input_ids"].tolist() == [[*range(past, past + piece)]]
+            past += piece
+    assert vars(kind)["prepare_inputs_for_generation"] is prepare
+
+
+def test_a_cache_s_name_is_undone() -> None:
+    def bound() -> list[Any]:
+        mixin, model = FLAGenerationMixin, fla.models.RWKV7ForCausalLM
+        return [vars(mixin)["prepare_inputs_for_generation"], vars(model)["forward"]]
+    before = bound()
+    with flashlin.patched("fla") as report:
+        assert [now is then for now, then in zip(bound(), before, strict=True)] == 2 * [not RENAMED]
+        by = {f"{where}.{name}" for where, name, by in report.replaced if by.endswith("takes cache=")}
+        replaced = {"FLAGenerationMixin.prepare_inputs_for_generation", "RWKV7ForCausalLM.forward"}
+        assert by & replaced == (replaced if RENAMED else set())
+    assert [now is then for now, then in zip(bound(), before, strict=True)] == 2 * [True]
 
 
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom"])

@@ -36,6 +36,7 @@ from tests.share import WHOLE
 transformers = pytest.importorskip("transformers")
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 BEFORE_5_15, BEFORE_5_20 = VERSION < (5, 15), VERSION < (5, 20)
+CACHE = "past_key_values" if VERSION < (5, 24) else "cache"
 SHAPE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
              head_dim=16, intermediate_size=48, pad_token_id=0, tie_word_embeddings=False)
 GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -217,9 +218,10 @@ def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str
 def test_a_state_that_is_dropped_is_told_once() -> None:
     model = built("mamba")
     with torch.no_grad(), flashlin.patched("transformers"):
-        cache = model(input_ids=TOKENS[:, :13], use_cache=True).cache_params
+        name = "cache_params" if VERSION < (5, 24) else CACHE
+        cache = model(input_ids=TOKENS[:, :13], use_cache=True)[name]
         with pytest.warns(RuntimeWarning, match="several tokens after a cached state"):
-            model(input_ids=TOKENS[:, 13:], cache_params=cache, use_cache=True)
+            model(input_ids=TOKENS[:, 13:], **{name: cache}, use_cache=True)
 
 
 def test_pieces_of_a_prompt_are_the_prompt_or_one_warning_says_why_not() -> None:
@@ -229,15 +231,17 @@ def test_pieces_of_a_prompt_are_the_prompt_or_one_warning_says_why_not() -> None
         warnings.simplefilter("always")
         whole = model(input_ids=TOKENS, use_cache=False).logits
         first = model(input_ids=TOKENS[:, :13], use_cache=True)
-        second = model(input_ids=TOKENS[:, 13:], past_key_values=first.past_key_values)
+        second = model(input_ids=TOKENS[:, 13:], **{CACHE: first[CACHE]})
     dropped = ["several tokens after a cached state" in str(one.message) for one in said]
     right = far(torch.cat([first.logits, second.logits], 1), whole) < 2e-6
     assert dropped == ([] if right else [True])
 
 
-@pytest.mark.parametrize("op, state", [("chunk_gated_delta_rule", "initial_state"),
-                                       ("mamba_chunk_scan_combined", "initial_states")])
-def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, state: str) -> None:
+@pytest.mark.parametrize("op, state, name", [
+    ("chunk_gated_delta_rule", "initial_state", "cache"),
+    ("chunk_gated_delta_rule", "initial_state", "past_key_values"),
+    ("mamba_chunk_scan_combined", "initial_states", "cache_params")])
+def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, state: str, name: str) -> None:
     q, k, v = torch.randn(3, 1, 12, 2, 16).unbind()
     given: dict[str, Any] = dict(q=q, k=k, v=v, g=-torch.rand(1, 12, 2), beta=torch.rand(1, 12, 2))
     if op == "mamba_chunk_scan_combined":
@@ -249,12 +253,12 @@ def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, stat
     empty, full = SimpleNamespace(has_previous_state=lambda: False), SimpleNamespace(has_previous_state=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(object(), torch.zeros(1, 12), past_key_values=empty, states={})
-        call(object(), torch.zeros(1, 12), past_key_values=full, states={state: torch.randn(1, 2, 16, 16)})
-        call(object(), torch.zeros(1, 1), past_key_values=full, states={})
+        call(object(), torch.zeros(1, 12), **{name: empty}, states={})
+        call(object(), torch.zeros(1, 12), **{name: full}, states={state: torch.randn(1, 2, 16, 16)})
+        call(object(), torch.zeros(1, 1), **{name: full}, states={})
     with pytest.warns(RuntimeWarning, match=f"several tokens after a cached state, and its layers call {op} "
                                             "without it"):
-        call(object(), torch.zeros(1, 12), past_key_values=full, states={})
+        call(object(), torch.zeros(1, 12), **{name: full}, states={})
 
 
 def everything() -> dict[Any, Any]:
