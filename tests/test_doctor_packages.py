@@ -139,10 +139,10 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.23.0"), dict(transformers="5.23.0", kernels="0.17.2", on=NO_GPU)]),
     "fla-cache-swallowed": (dict(transformers="5.24.0", fla="0.6.0"), [
         dict(transformers="5.23.0", fla="0.6.0"), dict(transformers="5.24.0")]),
-    "fla-beams": (dict(fla="0.5.2"), [dict(fla="0.6.0"), dict(transformers="5.23.0")]),
     "fla-prompt-dropped": (dict(transformers="5.23.0", fla="0.5.2"), [
         dict(transformers="5.24.0", fla="0.5.2"), dict(transformers="5.0.0", fla="0.5.2"),
         dict(transformers="5.23.0", fla="0.6.0"), dict(transformers="5.23.0")]),
+    "fla-beams": (dict(fla="0.5.2"), [dict(fla="0.6.0"), dict(transformers="5.23.0")]),
     "cuda-weights-only": (dict(transformers="5.14.1", models=split("mamba2", "torch")), [
         dict(transformers="5.15.0", models=split("mamba2", "torch")),
         dict(transformers="4.57.6", models=split("mamba2", "torch")),
