@@ -202,7 +202,7 @@ def simple_gla_dk(
 def dstate_at(
     dstates,  # [slots, H, K, V], one for each chunk, or, with SIDE, dq [rows, H, K]
     rest,  # with SIDE dk [rows, H, K]
-    tails,  # with SIDE [N, H, K, V rounded up to SIDE]
+    tails,  # with SIDE [N, V rounded up to SIDE, H, K]
     n,  # the chunk's sequence
     first,  # the sequence's, or its part's, first row
     t0,  # the chunk's first token
@@ -235,14 +235,12 @@ def dstate_at(
         rows = (k % SIDE)[:, None] + (v // SIDE * SIDE)[None, :]
         columns = (k // SIDE * SIDE)[:, None] + (v % SIDE)[None, :]
         whole = t0 + BT <= length
-        row = tl.where(whole, (first + t0 + v0 % BT // SIDE * SIDE) * H + i_h,
-                       (n.to(tl.int64) * H + i_h) * TALL + v0 // SIDE * SIDE)
-        begin = row * K + k0
+        row = tl.where(whole, first + t0 + v0 % BT // SIDE * SIDE, n.to(tl.int64) * TALL + v0 // SIDE * SIDE)
+        begin = (row * H + i_h) * K + k0
         if BV < SIDE:
             begin += v0 % SIDE // BV * BV  # a compiler has to see how far that is aligned
         home = tl.where(whole, tl.where(v0 < BT, dstates, rest), tails)
-        offsets = rows * tl.where(whole, H * K, K) + columns
-        return home + begin + offsets, (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
+        return home + begin + (rows * (H * K) + columns), (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -739,14 +737,12 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         scanned = dict(constants, GAPS=batch.gaps)
         entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         if gated and whole:
-            sizes = {"states": (part["slots"], V)}
+            table = part["slots"], H, K, V
+            beside = {"tails": (n, -(-V // side) * side, H, K)} if side else {"dstates": table}
+            for name, size in {"states": table, **beside}.items():
+                part[name] = torch.empty(size, dtype=x.q.dtype, device=batch.device)
             if side:
                 part.update(dstates=part["dq"], rest=part["dk"])
-                sizes["tails"] = n, -(-V // side) * side
-            else:
-                sizes["dstates"] = sizes["states"]
-            for name, (many, columns) in sizes.items():
-                part[name] = torch.empty(many, H, K, columns, dtype=x.q.dtype, device=batch.device)
             rebuilding = plan.launch("simple_gla_states")
             start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
                   part)
