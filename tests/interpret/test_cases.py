@@ -79,8 +79,7 @@ ONLY = {
 # Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py
 # has a card of one multiprocessor), segments of the usual length (test_hgrn.py has short ones).
 SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256",
-        "chunk_simple_gla-wide", "chunk_simple_gla-narrow-strips-tail", "chunk_retention-wide",
-        "chunk_linear_attn-wide", "chunk_hgrn-segments",
+        "chunk_simple_gla-wide", "chunk_retention-wide", "chunk_linear_attn-wide", "chunk_hgrn-segments",
         "chunk_hgrn-segments-packed", "selective_state_update-real", "selective_state_update-real-one-group")
 
 

@@ -32,9 +32,9 @@ def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
     (HOPPER, {"K": 64, "V": 72}, 64),
     (HOPPER, {"B": 8, "N": 8, "T": 1024, "H": 8, "K": 64, "V": 64}, 64),  # in narrow strips
     (HOPPER, {"B": 1, "N": 1, "T": 8192, "H": 2}, 64),  # and in parts
-    # a chunk without all of its tokens; more than dq and dk hold; strips that do not fill them; sums of heads
-    (HOPPER, {"T": 4097}, 0), (HOPPER, {"B": 1, "T": 16384, "varlen": True}, 0), (HOPPER, {"V": 136}, 0),
-    (HOPPER, {"dtype": "float32"}, 0), (BLACKWELL, {}, 0), (HOPPER, {"K": 104}, 0),
+    (HOPPER, {"T": 4097}, 64), (HOPPER, {"B": 1, "T": 16384, "varlen": True}, 64),
+    # more than dq and dk hold; strips that do not fill them; sums of heads
+    (HOPPER, {"V": 136}, 0), (HOPPER, {"dtype": "float32"}, 0), (BLACKWELL, {}, 0), (HOPPER, {"K": 104}, 0),
     (HOPPER, {"options": ("g", "gva")}, 0)])
 def test_where(machine: str, facts: dict[str, Any], side: int) -> None:
     launches = planned(machine, **facts)

@@ -202,8 +202,11 @@ def simple_gla_dk(
 def dstate_at(
     dstates,  # [slots, H, K, V], one for each chunk, or, with SIDE, dq [rows, H, K]
     rest,  # with SIDE dk [rows, H, K]
-    slot,  # of the chunk and head in the table
-    row,  # the chunk's first
+    tails,  # with SIDE [N, V rounded up to SIDE, H, K]
+    n,  # the chunk's sequence
+    first,  # the sequence's, or its part's, first row
+    t0,  # the chunk's first token
+    length,  # the sequence's, or its part's, length
     i_h,  # the head
     H,  # heads
     k0,  # first row of the tile, a multiple of SIDE
@@ -219,20 +222,24 @@ def dstate_at(
 
     With SIDE it lies in the chunk's 2 BT rows of dq and dk. Whoever writes SIDE columns of these has read
     SIDE rows of the gradient before, which therefore lie there: in blocks of [SIDE, SIDE], as they are, one
-    below the other.
+    below the other. A sequence's last chunk may have too few rows, so there is a place beside for that one.
     """
     if SIDE == 0:
-        at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
-        return dstates + at, whole
+        slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+        at, inside = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+        return dstates + at, inside
     else:
+        TALL: tl.constexpr = (V + SIDE - 1) // SIDE * SIDE
         k = tl.arange(0, BK)
         v = tl.arange(0, BV)
         rows = (k % SIDE)[:, None] + (v // SIDE * SIDE)[None, :]
         columns = (k // SIDE * SIDE)[:, None] + (v % SIDE)[None, :]
-        begin = ((row + v0 % BT // SIDE * SIDE) * H + i_h) * K + k0
+        whole = t0 + BT <= length
+        row = tl.where(whole, first + t0 + v0 % BT // SIDE * SIDE, n.to(tl.int64) * TALL + v0 // SIDE * SIDE)
+        begin = (row * H + i_h) * K + k0
         if BV < SIDE:
             begin += v0 % SIDE // BV * BV  # a compiler has to see how far that is aligned
-        home = tl.where(v0 < BT, dstates, rest)
+        home = tl.where(whole, tl.where(v0 < BT, dstates, rest), tails)
         return home + begin + (rows * (H * K) + columns), (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
 
 
@@ -248,6 +255,7 @@ def simple_gla_dv(
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     dstates,  # see dstate_at, or None
     rest,  # see dstate_at
+    tails,  # see dstate_at
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -298,9 +306,8 @@ def simple_gla_dv(
         D, total = decays(G, gamma, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=DECAY)
         b_dh = dh.to(b_k.dtype)
         if dstates is not None:
-            slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
-            to, whole = dstate_at(dstates, rest, slot, first + t0, i_h, H, 0, v0, K, V=V, BT=BT, BK=BK, BV=BV,
-                                  SIDE=SIDE)
+            to, whole = dstate_at(dstates, rest, tails, n, first, t0, length, i_h, H, k0=0, v0=v0, K=K, V=V,
+                                  BT=BT, BK=BK, BV=BV, SIDE=SIDE)
             tl.store(to, b_dh, mask=whole)
         s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
         b_dv = tl.dot(b_k, b_dh, input_precision=PRECISION)
@@ -381,6 +388,7 @@ def grads_of_chunk(
     states,  # [slots, H, K, V], one for each chunk
     dstates,  # see dstate_at
     rest,  # see dstate_at
+    tails,  # see dstate_at
     dq,  # [rows, H, K]
     dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -423,8 +431,8 @@ def grads_of_chunk(
         for v0 in range(0, V, BV):
             at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
             h = tl.load(states + at, mask=whole, other=0.0)
-            leaving, there = dstate_at(dstates, rest, slot, first + t0, i_h, H, k0, v0, K, V=V, BT=BT, BK=BK,
-                                       BV=BV, SIDE=SIDE)
+            leaving, there = dstate_at(dstates, rest, tails, n, first, t0, length, i_h, H, k0=k0, v0=v0, K=K,
+                                       V=V, BT=BT, BK=BK, BV=BV, SIDE=SIDE)
             dh = tl.load(leaving, mask=there, other=0.0)
             b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
             b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
@@ -459,6 +467,7 @@ def simple_gla_grads(
     states,  # [slots, H, K, V], one for each chunk
     dstates,  # see dstate_at
     rest,  # see dstate_at
+    tails,  # see dstate_at
     dq,  # [rows, H, K]
     dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -495,14 +504,14 @@ def simple_gla_grads(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_of_chunk(
-                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, dq=dq, dk=dk, dg=dg,
-                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT,
-                BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
+                q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, tails=tails, dq=dq,
+                dk=dk, dg=dg, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K,
+                V=V, BT=BT, BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
-            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, dq=dq, dk=dk, dg=dg,
-            scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K, V=V, BT=BT,
-            BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
+            q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, tails=tails, dq=dq,
+            dk=dk, dg=dg, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K,
+            V=V, BT=BT, BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
 @triton.jit
@@ -707,8 +716,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     shared = gated and group > 1
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
-    inside = "SIDE" in dict(walking.tile)  # whether dstates lies in dq and dk
-    own = {} if inside else {"SIDE": 0}
+    side = dict(walking.tile).get("SIDE", 0)  # dstates lies in dq and dk where there is one
+    own = {} if side else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
     # what has to be added up yet stays as it is
     dq, dk = (batch.new(K, dtype=x.q.dtype if shares == 1 else torch.float32, heads=batch.H * shares)
@@ -721,17 +730,19 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
         n, rows, numbered = part["N"], part["rows"], part["parts"] * H
-        part.update(dict.fromkeys(("states", "dstates", "rest")), R=rows,
+        part.update(dict.fromkeys(("states", "dstates", "rest", "tails")), R=rows,
                     G=summed(plan, part["g"], part["bounds"], n))
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         scanned = dict(constants, GAPS=batch.gaps)
         entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         if gated and whole:
-            if inside:
+            table = part["slots"], H, K, V
+            beside = {"tails": (n, -(-V // side) * side, H, K)} if side else {"dstates": table}
+            for name, size in {"states": table, **beside}.items():
+                part[name] = torch.empty(size, dtype=x.q.dtype, device=batch.device)
+            if side:
                 part.update(dstates=part["dq"], rest=part["dk"])
-            for name in ("states",) if inside else ("states", "dstates"):
-                part[name] = torch.empty(part["slots"], H, K, V, dtype=x.q.dtype, device=batch.device)
             rebuilding = plan.launch("simple_gla_states")
             start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
                   part)

@@ -103,9 +103,7 @@ def _family(case: Op) -> list[Case]:
     if case.name == "chunk_simple_gla":
         cases += [case("narrow", K=64, V=32, T=70),
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
-                  case("every-other", gate="every-other", K=32, V=32, T=128, B=1),
-                  # narrow-strips has whole chunks
-                  case("narrow-strips-tail", gate=sequences.SLOW, B=2, T=1030, H=2, K=64, V=64)]
+                  case("every-other", gate="every-other", K=32, V=32, T=128, B=1)]
     if case.name.startswith("chunk_"):
         cases.append(case("whole-chunks", K=128, V=128, T=192))
         cases += [case(name, gate=sequences.SLOW if gated else "random", **facts)
