@@ -172,8 +172,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="fla-cache-swallowed", package="transformers", since="5.24.0", beside=(("fla", None),),
         mended_by=("fla",),
         effect="if a model of fla generates with its cache, it gets that as cache=, and its own is called "
-               "past_key_values: fla 0.6.0 swallows it and from the second new token on goes on from one token "
-               "alone, 0.5.2 reads everything again for each token",
+               "past_key_values: fla 0.6.0 swallows it and from the second new token on goes on from one "
+               "token alone, 0.5.2 reads everything again for each token",
         remedy='flashlin.patch("fla"), or pip install "transformers<5.24", or generate(..., use_cache=False)',
         symptoms=("FutureWarning: Both `past_key_values` and `cache` are set for",),
         source="tried with transformers 5.24.0, fla 0.6.0 and 0.5.2"),
@@ -181,7 +181,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="fla-prompt-dropped", package="transformers", since="5.5.0", fixed_in="5.24.0",
         beside=(("fla", "0.6.0"),), mended_by=("fla",),
         effect="if a model of fla before 0.6 generates with its cache, it waits for cache_position, which "
-               "transformers hands on no more: many read nothing of the prompt but its last token, without a word",
+               "transformers hands on no more: many read nothing of the prompt but its last token, in silence",
         remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6", or '
                "generate(..., use_cache=False)",
         source="tried with fla 0.5.2 and transformers 5.0.0 to 5.24.0"),

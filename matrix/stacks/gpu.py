@@ -6,9 +6,9 @@ Needs fla, and transformers for the models. First ``--warm`` processes fill Trit
 (``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
 ``--device cpu --small`` tries the script itself.
 
-Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``--inputs`` draws, since
-one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2. Times:
-medians of CUDA events, raw and patched in turn. Every backward has inputs of its own, since fla's RWKV-7
+Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``--inputs`` draws,
+since one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2.
+Times: medians of CUDA events, raw and patched in turn. Every backward has inputs of its own, since fla's RWKV-7
 writes to them.
 """
 from __future__ import annotations
@@ -267,8 +267,8 @@ def main() -> int:
                          help="so many processes fill Triton's cache before")
     options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
     options.add_argument("--inputs", type=int, default=INPUTS, metavar="N",
-                         help=f"errors are over so many draws (default {INPUTS}); more where a ratio is a little "
-                         "above what is allowed and may be chance")
+                         help=f"errors are over so many draws (default {INPUTS}); more where a ratio is a "
+                         "little above what is allowed and may be chance")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
