@@ -123,7 +123,6 @@ LEAKS: dict[tuple[str, str], str] = {
     ("LinearAttention", "packed: cu_seqlens"): "its forward drops cu_seqlens before the layers",
     ("Mamba", "packed: cu_seqlens"): _KEPT,
     ("Mamba2", "packed: cu_seqlens"): _KEPT,
-    ("Mom", "greedy"): "with its cache it writes other tokens than without, also where that is past_key_values",
     ("Mom", "padding"): _CUT,
     ("Mom", "packed: cu_seqlens"): _CUT}
 
