@@ -163,6 +163,7 @@ def test_a_record_grows_and_becomes_a_table(tmp_path: Path) -> None:
     assert any(line.startswith("| raises: E: no | pieces |") for line in lines)
     assert table.table(tmp_path / "none") == []
     assert table._figure("agrees fp32 1.3e+00/2e+00 at dw itself 2.5e-06/9e-06") == "2.5e-06"
+    assert table._figure("agrees fp32 2.5e-01/2.5e-01 at tokens") == ""
 
 
 def test_a_row_that_is_not_renewed_keeps_its_day(tmp_path: Path) -> None:
