@@ -174,7 +174,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect="if a model of fla generates with its cache, it gets that as cache=, and its own is called "
                "past_key_values: fla 0.6.0 swallows it and from the second new token on goes on from one "
                "token alone, 0.5.2 reads everything again for each token",
-        remedy='flashlin.patch("fla"), or pip install "transformers<5.24", or generate(..., use_cache=False)',
+        remedy='flashlin.patch("fla"), or generate(..., use_cache=False)',
         symptoms=("FutureWarning: Both `past_key_values` and `cache` are set for",),
         source="tried with transformers 5.24.0, fla 0.6.0 and 0.5.2"),
     Flaw(
@@ -211,8 +211,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="fla-mom-sees-ahead", package="fla",
         effect="if the model Mom trains, its convolutions run from one memory, row or document into the "
                "next: what a token gets depends on later ones, on the rows beside it and on other documents",
-        remedy="train it in eval(), where its convolutions know where a memory begins (before fla 0.6.0 rows "
-               "of more than 64 tokens)",
+        remedy="train it in eval() (before fla 0.6.0 with rows of more than 64 tokens)",
         source="tried with fla 0.6.0, on an H200, too, read in 0.4.2 and 0.5.2"),
     Flaw(
         id="fla-mom-order", package="fla", mended_by=("fla",),

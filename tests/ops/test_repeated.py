@@ -78,14 +78,17 @@ class Memory(Driver):
         return ctypes.string_at(address, 8) if address else "no address"
 
     def launched(self, one: Started) -> None:
+        described = {at: x for at, x in enumerate(one.arguments) if hasattr(x, "base")}  # descriptors
         kinds = map(str, one.compiled.signature.values())
         given = enumerate(zip(kinds, one.arguments, strict=True))
-        places = {at: value if isinstance(value, int) else value.data_ptr()
-                  for at, (kind, value) in given if kind[0] == "*"}
+        pointers = {at: x for at, (kind, x) in given if kind[0] == "*"} | {
+            at: x.base for at, x in described.items()}
+        places = {at: x if isinstance(x, int) else x.data_ptr() for at, x in pointers.items()}
         new = self.new[len(self.read)] if len(self.read) < len(self.new) else set()
         seen = tuple("nothing" if at in new else self.found(places[at]) if at in places else repr(value)
                      for at, value in enumerate(one.arguments))
-        self.read.append((one.compiled.fn.__name__, id(one.compiled), one.grid, one.stream, seen))
+        sizes = repr([(list(x.shape), list(x.strides)) for x in described.values()])
+        self.read.append((one.compiled.fn.__name__, id(one.compiled), one.grid, one.stream, seen, sizes))
         for at, address in places.items():
             self.names[address] = hash((self.read[-1], at))
 
