@@ -51,7 +51,8 @@ def scan_us(call: Callable[[], Any]) -> float:
     marks: list[tuple[Any, Any]] = []
 
     def start(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+                      for _ in range(2))
         begin.record()
         kernel[(programs,)](*door.in_order(launch, kernel, arguments), num_warps=launch.num_warps,
                             num_stages=launch.num_stages)

@@ -131,9 +131,9 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
 
 def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
     """The same two with the gradients of states in the memory of dq and dk (``dstate_at`` in backward.py),
-    where these hold them: in blocks as wide as the strips that grads reads and then writes. It takes no time,
-    so memory is saved wherever it can be, unless it is known to fail or to be slow. Heads that share q and k
-    have not enough of dq and dk."""
+    where these hold them: in blocks as wide as the strips that grads reads and then writes. By count it takes
+    no time (benchmarks/NOTES.md; no card has been asked), so memory is saved wherever it can be, unless it is
+    known to fail or to be slow. Heads that share q and k have not enough of dq and dk."""
     BT, side = dv.block("BT"), grads.block("BK")
     if ("gva" in problem.options or problem.V > 2 * BT or problem.K % side
             or any(BT % size for size in (side, dv.block("BV"), grads.block("BV")))):
