@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.calls import OPS, Op, Shape, cases, floor, runs
+from benchmarks.calls import OPS, Op, Shape, cases, floor, inputs, runs
 from benchmarks.first import CHUNKED
 from benchmarks.winners import Winners
 from flashlin.compat import target
@@ -75,7 +75,8 @@ def stop_refusing() -> bool:
 def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> dict[str, Any]:
     """A row. speed: bytes a second of a copy."""
     found = sides(op, shape)
-    calls = {name: runs(function, op, shape, device) for name, function in found.items()
+    given = inputs(op, shape, device)
+    calls = {name: runs(function, op, shape, device, given) for name, function in found.items()
              if not isinstance(function, str)}
     floors = {what: 1e3 * size / speed for what, size in floor(op, shape).items()}
     row: dict[str, Any] = {"op": op.name, "shape": str(shape), **shape._asdict(), "arguments": op.arguments}

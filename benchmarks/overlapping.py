@@ -61,7 +61,7 @@ def scan_us(call: Callable[[], Any]) -> float:
             marks.append((begin, end))
     door.replace_starter(start)
     for _ in range(STARTS):
-        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead
         call()
     door.replace_starter(None)
     torch.cuda.synchronize()
