@@ -1,6 +1,6 @@
 """The scans whose loads, products and stores overlap (``kernels/*/overlapping.py``), beside those that plain
-Triton makes: milliseconds of the card, forward and with backward, microseconds of the scan alone, and how far
-apart the outputs are.
+Triton makes: milliseconds of the card, forward and with backward, microseconds of the scan alone and of the
+reverse one, and how far apart the outputs are.
 
     python -m benchmarks.overlapping [--family delta] --out benchmarks/results
 
@@ -35,7 +35,9 @@ FAMILIES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "scan": {"chunk_simple_gla": SCALAR, "chunk_retention": SCALAR,
              "mamba_chunk_scan_combined": find("mamba_chunk_scan_combined").shapes},
     "delta": {"chunk_delta_rule": (MAIN, SMALL, LONG), "chunk_gated_delta_rule": (MAIN, SMALL, LONG)}}
-COLUMNS = {"forward": "ms forward", "both": "ms with backward", "scan_us": "us of the scan"}
+COLUMNS = {"forward": "ms forward", "both": "ms with backward", "scan_us": "us of the scan",
+           "reverse_us": "us of the reverse"}
+NAMED = {"forward": ("scan_us", ("_scan", "_overlapped")), "both": ("reverse_us", ("_reverse", "_back"))}
 HEAD = " ".join([f"{'op':24}", f"{'shape':14}", *(f"{title:>20}" for title in COLUMNS.values()), " distance"])
 
 
@@ -46,9 +48,9 @@ def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
     return call()
 
 
-def scan_us(call: Callable[[], Any]) -> float:
-    """Microseconds of the card that the forward scan of a call takes, alone."""
-    marks: list[tuple[Any, Any]] = []
+def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
+    """Microseconds of the card that a call's last kernel whose name ends so takes, alone; None without one."""
+    marks: list[list[tuple[Any, Any]]] = []
 
     def start(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
@@ -57,15 +59,17 @@ def scan_us(call: Callable[[], Any]) -> float:
         kernel[(programs,)](*door.in_order(launch, kernel, arguments), num_warps=launch.num_warps,
                             num_stages=launch.num_stages)
         end.record()
-        if launch.kernel.endswith(("_scan", "_overlapped")):
-            marks.append((begin, end))
+        if launch.kernel.endswith(ends):
+            marks[-1].append((begin, end))
     door.replace_starter(start)
     for _ in range(STARTS):
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead
+        marks.append([])
         call()
     door.replace_starter(None)
     torch.cuda.synchronize()
-    return float(round(1e3 * median(begin.elapsed_time(end) for begin, end in marks), 1))
+    taken = [begin.elapsed_time(end) for *_, (begin, end) in filter(None, marks)]
+    return float(round(1e3 * median(taken), 1)) if taken else None
 
 
 def row(name: str, shape: Shape) -> dict[str, Any]:
@@ -77,7 +81,8 @@ def row(name: str, shape: Shape) -> dict[str, Any]:
         if what == "forward":
             right, other = (output(way()).float() for way in ways.values())
             found["distance"] = float(f"{float((other - right).norm() / right.norm()):.2g}")
-            found["scan_us"] = {way: scan_us(one) for way, one in ways.items()}
+        column, ends = NAMED[what]
+        found[column] = {way: scan_us(one, ends) for way, one in ways.items()}
         taken = timing.compared(ways, ROUNDS)
         found[what] = {way: one.get("failed") or one["device_ms"]["median"] for way, one in taken.items()}
     return found

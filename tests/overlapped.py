@@ -1,4 +1,4 @@
-"""Calls whose forward scan may overlap: of every kind of decay, state, head and dtype that it knows.
+"""Calls whose scans may overlap: of every kind of decay, state, head and dtype that these know.
 
 ``python -m tests.overlapped`` makes those it is given on a GPU, in a process of its own since a wrong barrier
 hangs, and says how far they are from plain Triton's.
@@ -49,10 +49,11 @@ def mamba2(device: torch.device) -> list[torch.Tensor]:
 
 def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4, gated: bool = True,
           state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
-          shift: int = 0, long_keys: bool = False, oracle: bool = False) -> list[torch.Tensor]:
-    """o and, if there is a state, the final one, of a delta rule. shift: as in sequences. long_keys: of the
-    first head they multiply what is along them by -2.2 a token, but nothing is written until the last tokens,
-    so that it cannot be split. oracle: what float64 has, on the CPU."""
+          shift: int = 0, long_keys: bool = False, gradients: bool = False,
+          oracle: bool = False) -> list[torch.Tensor]:
+    """o and, if there is a state, the final one, of a delta rule; or the gradients of its inputs. shift: as in
+    sequences. long_keys: of the first head they multiply what is along them by -2.2 a token, but nothing is
+    written until the last tokens, so that it cannot be split. oracle: what float64 has, on the CPU."""
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:
@@ -64,18 +65,26 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     x = {name: tensor.to(dtype) for name, tensor in x.items()}
     if gated:
         x["g"] = F.logsigmoid(drawn(HV) + 2)
-    h0 = torch.randn(2, HV, D, V, generator=draw) if state else None
-    if oracle:
-        o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")), h0, scale=D ** -0.5)
-        return [o, ht.mT if v_first else ht] if state else [o]
+    if state:
+        h0 = torch.randn(2, HV, D, V, generator=draw)
+        x["initial_state"] = h0.mT.contiguous() if v_first else h0
+    pulls = [drawn(HV, V).to(dtype), *([torch.randn(x["initial_state"].shape, generator=draw)] if state else [])]
     x = {name: torch.cat([tensor.new_zeros(shift), tensor.flatten()]).to(device)[shift:].view(tensor.shape)
-         for name, tensor in x.items()}
-    if h0 is not None:
-        x["initial_state"] = (h0.mT.contiguous() if v_first else h0).to(device)
-    if v_first:
-        x["state_v_first"] = True
-    op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
-    return [y for y in op(**x, output_final_state=state) if y is not None]
+         .requires_grad_(gradients) for name, tensor in x.items()}
+    with torch.set_grad_enabled(gradients):
+        if oracle:
+            h0 = x.get("initial_state")
+            o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")),
+                               h0.mT if h0 is not None and v_first else h0, scale=D ** -0.5)
+            made = [o, ht.mT if v_first else ht] if state else [o]
+        else:
+            op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
+            facts = {"state_v_first": True} if v_first else {}
+            made = [y for y in op(**x, output_final_state=state, **facts) if y is not None]
+        if not gradients:
+            return made
+        return [*torch.autograd.grad(made, [*x.values()],
+                                     [pull.to(y) for pull, y in zip(pulls, made, strict=True)])]
 
 
 Call = Callable[[torch.device], list[torch.Tensor]]
@@ -100,15 +109,25 @@ DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
     "gated delta, groups": partial(delta, state=True, HV=8),
     "gated delta, 64 beside 128": partial(delta, state=True, V=64),
     "gated delta, 256 beside 64": partial(delta, state=True, D=64, V=256)}
-KERNELS = {**dict.fromkeys(CALLS, "simple_gla_overlapped"), **dict.fromkeys(DELTA, "delta_overlapped")}
-ALL: dict[str, Call] = {**CALLS, **DELTA}
+BACK = {f"{name}, gradients": partial(call, gradients=True) for name, call in DELTA.items()}
+ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
 # Of kernels that these have, too.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "many chunks, an odd address": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
                                            shift=1),
     "gated delta, many chunks, an odd address": partial(delta, T=4096, state=True, shift=1),
     "delta, many chunks": partial(delta, T=4096, gated=False),
-    "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True)}
+    "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),
+    "delta, a head that is not split, gradients": partial(delta, T=384, gated=False, long_keys=True,
+                                                          gradients=True),
+    "gated delta, many chunks, an odd address, gradients": partial(delta, T=1024, state=True, shift=1,
+                                                                   gradients=True)}
+
+
+def kernel_of(name: str) -> str:
+    """The scan that a call is to start."""
+    back = "_back" if "gradients" in name else ""
+    return ("delta" if "delta" in name else "simple_gla") + "_overlapped" + back
 
 
 def far(ours: torch.Tensor, right: torch.Tensor) -> float:
@@ -134,8 +153,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
         plans: list[flashlin.Plan] = []
         with dispatch.watching(plans.append):
             found.append(call(torch.device("cuda")))
-        kernels.append(any(launch.kernel.endswith("_overlapped")
-                           for plan in plans for launch in plan.launches))
+        kernels.append(any(launch.kernel == kernel_of(name) for plan in plans for launch in plan.launches))
     plain, ours, *again = found
     told: dict[str, Any] = {
         "planned": kernels == [False, True, True, True, True],

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix of the kernel's ``rows``,
-# and rows and columns of the block that is moved at a time.
-Block = Callable[[Mapping[str, Any]], tuple[int, int, int]]
+# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix, and rows and columns of the
+# block that is moved at a time; rows of the matrix, if they are not the kernel's ``rows``.
+Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 def described(**blocks: Block) -> Callable[[Any], Described]:
@@ -53,8 +53,9 @@ class Described:
         addresses."""
         given, lent = dict(zip(self.kernel.arg_names, values, strict=True)), [*values]
         for at, name in self.places:
-            x, (columns, _, _) = values[at], self.blocks[name](given)
-            lent[at] = Lent(Address(x) if type(x) is int else x, [given["rows"], columns], [columns, 1])
+            x, (columns, _, _, *rows) = values[at], self.blocks[name](given)
+            lent[at] = Lent(Address(x) if type(x) is int else x, [*(rows or [given["rows"]]), columns],
+                            [columns, 1])
         return lent
 
     def _described(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
@@ -62,9 +63,10 @@ class Described:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
         given, described = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}, [*values]
         for at, name in self.places:
-            x, (columns, *block) = values[at], self.blocks[name](given)
+            x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
-            columns = max(columns, block[1])  # where sizes are made up, to compile
-            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-            described[at] = TensorDescriptor(x, [given["rows"], columns], [columns, 1], block, layout)
+            columns = max(columns, wide)  # where sizes are made up, to compile
+            layout = gl.NVMMASharedLayout.get_default_for([tall, wide], dtype)
+            described[at] = TensorDescriptor(x, [*(rows or [given["rows"]]), columns], [columns, 1],
+                                             [tall, wide], layout)
         return described

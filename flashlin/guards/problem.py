@@ -169,6 +169,10 @@ class Plan(NamedTuple):
                 return launch
         raise KeyError(f"{self.asked.op}: no launch of {kernel} is planned")
 
+    def either(self, kernel: str, other: str) -> Launch:
+        """The launch of a kernel or, if there is none, of the other."""
+        return self.launch(kernel if any(launch.kernel == kernel for launch in self.launches) else other)
+
     @property
     def part(self) -> int:
         """Tokens of the parts that sequences are split into, 0 where they are not."""

@@ -277,16 +277,16 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 
 def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],
                shared: int) -> Launch | None:
-    """A family's forward scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128.
-    What waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run.
-    tile: BT, BK, which is K, and BV; GROUPS, if a program has several times BV columns."""
+    """A family's scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
+    waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run. tile: BT,
+    BK, which is K, BV and STAGES; GROUPS, if a program has several times BV columns."""
     columns = tile["BV"] * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
             or problem.max_warps < 4 or problem.varlen or problem.invariant or problem.T % tile["BT"]
             or not problem.T or tile["BK"] not in (64, 128) or problem.V % columns):
         return None
     grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
-    launch = Launch(kernel, (grid,), 4, 1, (*tile.items(), ("STAGES", STAGES)), shared,
+    launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared,
                     span * max(problem.K, problem.V),
                     frozenset({OVERLAPPED}) | dot_traits(problem) & {"bf16"}, part)
     good = problem.T >= BUSY and proven.has_run(launch.config, (problem.op,), problem.dtype, target)

@@ -18,12 +18,14 @@ The gate's gradient as in simple_gla: whatever passes from before t to t or late
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import OVERLAPPED, Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
@@ -31,6 +33,7 @@ from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of
 from flashlin.kernels.pieces import (
     Batch,
+    aligned,
     decay_of,
     decays,
     first_slot,
@@ -349,8 +352,8 @@ def run(
     state. Those of beta, g and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
-    rebuilding, reversing, finishing = (plan.launch(f"delta_{name}")
-                                        for name in ("states", "reverse", "grads"))
+    rebuilding, finishing = plan.launch("delta_states"), plan.launch("delta_grads")
+    reversing = plan.either("delta_overlapped_back", "delta_reverse")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dbeta = batch.new(V, dtype=x.v.dtype), batch.new(dtype=torch.float32)
     dg = None if x.g is None else batch.new(dtype=torch.float32)
@@ -358,7 +361,7 @@ def run(
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
-    strips = -(-V // reversing.block("BV"))
+    strips = -(-V // rebuilding.block("BV"))
     for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
                             dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
         n, (part["betas"], part["G"]) = part["N"], columns(lines, part)
@@ -371,9 +374,22 @@ def run(
             start(rebuilding, delta_states, part["parts"] * HV * strips,
                   dict(scanned, HAS_H0=part["h0"] is not None), part)
         back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
-        start(reversing, delta_reverse, part["parts"] * HV * strips, dict(
-            reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
+        states = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None)
+        programs = part["parts"] * HV * -(-V // reversing.block("BV"))
+        if OVERLAPPED in reversing.traits:
+            start_overlapped(reversing, programs, scanned | states, part)
+        else:
+            start(reversing, delta_reverse, programs, dict(reverse, **states, ALONE=False), part)
         if batch.T and whole:
             start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, beta=dbeta, g=dg, h0=dh0)
+
+
+def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:
+    """``overlapping_back.py``'s scan in place of delta_reverse. strips: of BV columns, in all."""
+    from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
+    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "HAS_DHT", "HAS_DH0")}
+    do = part["do"].to(part["q"].dtype)
+    start(launch, delta_overlapped_back, strips // launch.block("GROUPS"), own,
+          {**part, **{name: aligned(part[name]) for name in "qk"}, "do": aligned(do)})

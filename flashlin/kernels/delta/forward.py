@@ -383,9 +383,8 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     g, fp32. Starts the plan's launches."""
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    overlapped = any(OVERLAPPED in launch.traits for launch in plan.launches)
-    inverting = plan.launch("delta_inverse")
-    scanning = plan.launch("delta_overlapped" if overlapped else "delta_scan")
+    scanning = plan.either("delta_overlapped", "delta_scan")
+    overlapped, inverting = OVERLAPPED in scanning.traits, plan.launch("delta_inverse")
     BT, strips = scanning.block("BT"), -(-V // scanning.block("BV"))
     o, ht = batch.new(V, dtype=how.out_dtype), batch.final_state(how.has_ht, how.state_v_first)
     # rows of BT, packed: a compiler's fake tensors know no BT

@@ -30,6 +30,8 @@ from flashlin.kernels.scans import (
     tf32_copies,
 )
 
+STAGES_BACK = 2  # chunks under way in the reverse scan in Gluon, whose chunks have more to them
+
 
 @calm
 @recurrent.or_token_by_token
@@ -83,20 +85,25 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                              finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
                  for strip, num_stages in ways]
         fits = [launch for launch in grads if launch.shared <= target.shared]
-        kernels += [state_launch("delta_states", states, problem, shared(states), dots, part=part),
-                  state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots, part=part),
-                  least_spilled(fits or grads[-1:], target)]
+        back = _overlapped(problem, target, part, back=True)
+        kernels.append(state_launch("delta_states", states, problem, shared(states), dots, part=part))
+        if part or not back:  # which of parts alone makes their gradients
+            kernels.append(state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots,
+                                        part=part))
+        kernels += [*([back] if back else []), least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
 
 
-def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
-    """The forward scan in Gluon, where it is to be taken."""
+def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
+    """The forward scan in Gluon or, going back, the reverse one, where it is to be taken."""
     K, BT, BV = problem.K, BLOCK, 64
     groups = 1 if problem.V % (2 * BV) else 2
-    slot = 2 * BT * (2 * K + BT + groups * BV) + 4 * BT * 5
-    shared = scans.STAGES * slot + groups * (2 * BT * BT + 4 * BT * BV) + 1024
-    return overlapped("delta_overlapped", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups}, shared)
+    slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
+    written = 2 * BV * (BT + K) if back else 4 * BT * BV
+    stages = STAGES_BACK if back else scans.STAGES
+    shared = stages * slot + groups * (2 * BT * BT + written) + 1024
+    return overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
+                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:

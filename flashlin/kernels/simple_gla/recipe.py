@@ -110,7 +110,8 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     """The forward scan in Gluon, where it is to be taken."""
     K, BT, BV = problem.K, BLOCK, 64
     shared = 2 * (scans.STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
-    return overlapped("simple_gla_overlapped", problem, target, part, {"BT": BT, "BK": K, "BV": BV}, shared)
+    return overlapped("simple_gla_overlapped", problem, target, part,
+                      {"BT": BT, "BK": K, "BV": BV, "STAGES": scans.STAGES}, shared)
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:

@@ -1,0 +1,253 @@
+"""The reverse scan of ``backward.py`` for Hopper, as ``overlapping.py`` is the forward one: everything is
+transposed, so that each product leaves in registers what the next one takes from there.
+
+    du^T = dh^T k^T e^{G_L - G} + do^T s
+    dy^T = du^T A, of which neither side loses what rounding it would lose
+    dh^T = e^{G_L} dh^T + (do^T scale e^G) q - (dy^T beta e^G) k
+
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. The state that leaves a chunk is written while its
+products run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlin.compat.described import described
+from flashlin.kernels.delta.overlapping import barrier, state_tile
+from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+
+
+@gluon.jit
+def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty, line,
+              row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+              GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads, as in ``overlapping.py``, from the last chunk to the first."""
+    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
+    for i in range(chunks):
+        slot = i % STAGES
+        row = row0 + (chunks - 1 - i) * BT
+        at = line + (chunks - 1 - i) * BT
+        beta = gl.load(betas + at + tokens)
+        if DECAY == 2:
+            sums = gl.load(G + at + tokens)
+            total = gl.load(G + at + BT - 1 + 0 * tokens)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * BT * (2 * BK + 2 * BT + GROUPS * BV))
+        async_load(k, [row, qk_column], bar, ring_k.index(slot))
+        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        for group in gl.static_range(GROUPS):
+            async_load(do, [row, v_column + group * BV], bar, ring_do.index(slot * GROUPS + group))
+        async_load(A, [row, A_column], bar, ring_A.index(slot))
+        async_load(A_low, [row, A_column], bar, ring_low.index(slot))
+        first = slot * LINES
+        lines.index(first).store(beta)
+        if DECAY == 2:
+            lines.index(first + 1).store(sums)
+            lines.index(first + 2).store(gl.exp2(sums))
+            lines.index(first + 3).store(gl.exp2(total - sums))
+            lines.index(first + 4).store(gl.exp2(total))
+        barrier()
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights_of, dy_of,
+                  states_of, full, empty, entering, leaving, row0, table, step, v0, v_column,
+                  group: gl.constexpr, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
+                  BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
+                  HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """A group: four warps, which multiply. table: the row of dstates where the first chunk's state begins,
+    step: how far the next chunk's is. leaving: the number of dh0's state, negative where there is none."""
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    dtype: gl.constexpr = ring_k.dtype
+    s_weights, s_dy, s_state = weights_of.index(group), dy_of.index(group), states_of.index(group)
+    v0 += group * BV
+    v_column += group * BV
+    causal = gl.arange(0, BT, a_row)[:, None] >= gl.arange(0, BT, a_column)[None, :]
+    if HAS_DHT:
+        dh = gl.load(state_tile(dht, entering, v0, 0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        dh = gl.zeros([BV, BK], gl.float32, of_state)
+    none = gl.zeros([BT, BT], gl.float32, of_chunk)
+    nothing = gl.zeros([BV, BT], gl.float32, of_chunk)
+    for i in range(chunks):
+        slot = i % STAGES
+        at = chunks - 1 - i
+        b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
+        b_A = ring_A.index(slot)
+        entered = dh.to(dtype)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        du = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
+                           is_async=True)
+        tma.store_wait(1)  # the state before this one has been read; dy of the chunk before may still be
+        s_state.permute((1, 0)).store(entered)
+        fence_async_shared()
+        async_store(dstates, [table + at * step, v0], s_state)
+        scores = warpgroup_mma_wait(1, [scores])
+        if DECAY == 0:
+            weights = gl.where(causal, scores * scale, 0.0)
+        else:
+            of_row = lines.index(line + 1).load(a_row)
+            of_column = lines.index(line + 1).load(a_column)
+            apart = gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))
+            weights = scores * (gl.exp2(apart) * scale)
+        s_weights.store(weights.to(dtype))
+        fence_async_shared()
+        b_do = ring_do.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk)
+        du = warpgroup_mma_wait(0, [du])
+        if DECAY == 2:
+            du = du * lines.index(line + 3).load(a_column)[None, :]
+        du = warpgroup_mma(gl.convert_layout(b_do, left), s_weights, du, is_async=True)
+        if DECAY == 0:
+            w = b_do.to(gl.float32) * scale
+        else:
+            w = b_do.to(gl.float32) * (lines.index(line + 2).load(a_column) * scale)[None, :]
+            dh = dh * lines.index(line + 4).load(gl.SliceLayout(1, of_state))[:, None]
+        dh = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_q, dh, is_async=True)
+        du = warpgroup_mma_wait(1, [du])
+        high = du.to(dtype)
+        low = gl.convert_layout((du - high.to(gl.float32)).to(dtype), left)
+        high = gl.convert_layout(high, left)
+        out = warpgroup_mma(high, b_A, nothing, use_acc=False, is_async=True)
+        out = warpgroup_mma(low, b_A, out, is_async=True)
+        out = warpgroup_mma(high, ring_low.index(slot), out, is_async=True)
+        dh, out = warpgroup_mma_wait(0, [dh, out])
+        dv = out * lines.index(line).load(a_column)[None, :]
+        if DECAY == 2:
+            dv = dv * lines.index(line + 2).load(a_column)[None, :]
+        dh = warpgroup_mma(gl.convert_layout((-dv).to(dtype), left_of_state), b_k, dh, is_async=True)
+        tma.store_wait(1)  # dy of the chunk before has been read; this chunk's state may still be
+        s_dy.permute((1, 0)).store(out.to(dtype))
+        fence_async_shared()
+        async_store(dy, [row0 + at * BT, v_column], s_dy)
+        dh = warpgroup_mma_wait(0, [dh])
+        barrier()  # all warps have read the slot before one thread says so
+        mbarrier.arrive(empty.index(slot), count=1)
+    tma.store_wait(0)
+    if HAS_DH0:
+        if leaving >= 0:
+            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in dht till here
+            gl.store(state_tile(dh0, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), dh)
+
+
+@described(
+    q=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    k=lambda x: (x["H"] * x["BK"], x["BT"], x["BK"]),
+    do=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    A=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
+    A_low=lambda x: (x["HV"] * x["BT"], x["BT"], x["BT"]),
+    dy=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]),
+    dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
+def delta_overlapped_back(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    do,  # [rows, HV, V], of q's dtype
+    A,  # [rows, HV, BT]
+    A_low,  # [rows, HV, BT]
+    betas,  # lines [HV, R], fp32
+    G,  # lines [HV, R], fp32
+    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    dy,  # [rows, HV, V]
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
+    dstates,  # [slots, HV, K, V], one for each chunk
+    undivided,  # [N, HV], int32, or None
+    scale,
+    T,  # tokens of a sequence, a multiple of BT
+    H,  # heads of q and k
+    HV,  # heads of v
+    R,  # elements of a line
+    L,  # tokens of a part
+    rows,  # of the batch
+    slots,  # of dstates
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DECAY: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    HAS_DH0: gl.constexpr,
+    V_FIRST: gl.constexpr,
+):
+    """dy, dstates and dh0, as delta_reverse; BK is K. A program: GROUPS, one or two, times BV columns of one
+    head's state."""
+    NV: gl.constexpr = V // (GROUPS * BV)
+    LINES: gl.constexpr = 5 if DECAY == 2 else 1
+    dtype: gl.constexpr = q.dtype
+    program = gl.program_id(0)
+    v0 = program % NV * (GROUPS * BV)
+    own = program // NV
+    i_h = own % HV
+    i_p = own // HV
+    parts = gl.maximum((T - 1) // L + 1, 1)
+    n = i_p // parts
+    i_part = i_p % parts
+    row0 = n * T + i_part * L
+    length = gl.minimum(T - i_part * L, L)
+    entered = i_p
+    if undivided is not None:  # such a head is one part, its first
+        whole = gl.load(undivided + n * HV + i_h) != 0
+        length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
+        entered = gl.where(whole & (i_part == 0), i_p + parts - 1, i_p)
+    chunks = length // BT
+    leaving = gl.where(i_part == 0, n * HV + i_h, -1)
+    line = i_h.to(gl.int64) * R + row0
+    table = ((row0 // BT + n) * HV + i_h) * BK
+    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_do = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], do.layout)
+    ring_A = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A.layout)
+    ring_low = gl.allocate_shared_memory(dtype, [STAGES, BT, BT], A_low.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], A.layout)
+    written = gl.allocate_shared_memory(dtype, [GROUPS, BT, BV], dy.layout)
+    leaves = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], dstates.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(empty.index(slot), count=GROUPS)
+    fence_async_shared()
+    qk_column = i_h // (HV // H) * BK
+    v_column = i_h * V + v0
+    entering, step = entered * HV + i_h, HV * BK
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
+                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
+                              0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
+                              STAGES)),
+             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full,
+                          empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES,
+                          DECAY, STAGES))],
+            [1], [40])
+    else:
+        gl.warp_specialize(
+            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
+                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
+                              0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
+                              STAGES)),
+             (multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
+                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
+                              1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
+                              STAGES)),
+             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full,
+                          empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES,
+                          DECAY, STAGES))],
+            [4, 1], [232, 40])
