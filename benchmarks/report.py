@@ -81,6 +81,29 @@ def _of_ranks(figures: Record | None) -> tuple[str, ...]:
         NONE if "failed" in both else f"{both['peak_mib']:,}")
 
 
+def of_invariance(folder: Path = RESULTS) -> str:
+    """A table of each record of benchmarks/invariant.py."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("invariant-*.json")):
+        of = json.loads(path.read_text(encoding="utf-8"))
+        shapes = list(dict.fromkeys(row["shape"] for row in of["rows"]))
+        ways = {(row["op"], row["shape"]): row for row in of["rows"]}
+        columns = ("op", *(f"{shape}: {words}" for shape in shapes for words in NAMES.values()))
+        lines += ["Milliseconds of the card, bfloat16, B x T x H x D: by default -> with `invariant=True`; "
+                  f"{of['device']}, Triton {of['triton']}, torch {of['torch']}, {of['date']}:", "",
+                  *markdown.table(columns, [
+                      (f"`{op}`", *(_changed(ways.get((op, shape), {}).get(what))
+                                    for shape in shapes for what in NAMES))
+                      for op in dict.fromkeys(row["op"] for row in of["rows"])]), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _changed(figures: Record | None) -> str:
+    if figures is None:
+        return NONE
+    return " -> ".join(one if isinstance(one, str) else f"{one:.3g}" for one in figures.values())
+
+
 COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floor", "host",
            "with backward, ms", "ratio", "of the floor", "host", "memory, MB")
 

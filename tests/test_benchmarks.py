@@ -287,6 +287,18 @@ def test_several_gpus_stand_beside_one(tmp_path: Path) -> None:
         "| `mamba` | 1.0 | 4.0 | 1,800 | 3.0 | 12.0 | 1,800 | - | - | - |"]
 
 
+def test_what_invariance_costs_is_a_table(tmp_path: Path) -> None:
+    assert report.of_invariance(tmp_path) == ""
+    rows = [{"op": "chunk_gla", "shape": "1x64x2x64", "forward": {"default": 0.12345, "invariant": 1.5},
+             "both": {"default": 0.5, "invariant": "no memory"}},
+            {"op": "chunk_gla", "shape": "2x64x2x64", "forward": {"default": 2, "invariant": 2}}]
+    facts = {**RECORD, "date": "today", "rows": rows}
+    (tmp_path / "invariant-card.json").write_text(json.dumps(facts))
+    lines = report.of_invariance(tmp_path).splitlines()
+    assert "A card, Triton 3.6.0, torch 2.11, today:" in lines[0]
+    assert lines[4:] == ["| `chunk_gla` | 0.123 -> 1.5 | 0.5 -> no memory | 2 -> 2 | - |"]
+
+
 def test_curves_are_means_of_the_newest_record(tmp_path: Path) -> None:
     assert report.curves(tmp_path) == ""
     facts = {**RECORD, "steps": 41, "refused": True}

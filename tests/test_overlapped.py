@@ -1,5 +1,5 @@
-"""The scan whose loads, products and stores overlap: when it is planned, and that every kind of it compiles
-for Hopper. tests/gpu/test_overlapped.py runs it."""
+"""The scans whose loads, products and stores overlap: when they are planned, and that every kind compiles for
+Hopper. tests/gpu/test_overlapped.py runs it."""
 from __future__ import annotations
 
 from collections.abc import Callable

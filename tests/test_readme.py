@@ -157,7 +157,8 @@ def earlier_speed() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
-                                           "speed": speed, "ranks": report.over_ranks}
+                                           "speed": speed, "ranks": report.over_ranks,
+                                           "invariance": report.of_invariance}
 
 
 def between_markers(name: str) -> re.Pattern[str]:

@@ -20,9 +20,11 @@ LIMIT, CHILDREN = 240, 3
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[tuple[int, str], dict[str, Any]]:
-    """By parts and call what tests.overlapped says."""
-    left, found = [(parts, name) for name in (*ALL, *LONG) for parts in PARTS], {}
+def verdicts(request: pytest.FixtureRequest) -> dict[tuple[int, str], dict[str, Any]]:
+    """By parts and call what tests.overlapped says; of those that are asked for."""
+    every = [item.callspec.params for item in request.session.items
+             if isinstance(item, pytest.Function) and item.module is request.module]
+    left, found = [(one["parts"], one["name"]) for one in every], {}
     for _ in range(CHILDREN):
         done = child("tests.overlapped", *(str(word) for one in left for word in one), seconds=LIMIT)
         for told in done.said:
