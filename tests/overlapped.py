@@ -23,8 +23,9 @@ from flashlin.kernels.delta.reference import recurrence
 
 def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
               state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
-              shift: int = 0) -> list[torch.Tensor]:
-    """shift: elements that q begins behind an address that a descriptor can have."""
+              shift: int = 0, gradients: bool = False) -> list[torch.Tensor]:
+    """o and, if there is a state, the final one, or the gradients of the inputs. shift: elements that q begins
+    behind an address that a descriptor can have."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2 * T * 4 * D + shift, device=device, dtype=dtype)[shift:].view(2, T, 4, D)
                for _ in "qkv")
@@ -35,16 +36,32 @@ def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gate
         x |= {"initial_state": torch.randn(2, 4, D, D, device=device), "state_v_first": v_first}
     if op == "chunk_linear_attn":
         x["normalize"] = False
-    return [y for y in getattr(flashlin, op)(**x, output_final_state=state) if y is not None]
+
+    def call() -> list[torch.Tensor]:
+        return [y for y in getattr(flashlin, op)(**x, output_final_state=state) if y is not None]
+    return pulled(call, [*x.values()]) if gradients else call()
 
 
-def mamba2(device: torch.device) -> list[torch.Tensor]:
+def pulled(call: Callable[[], list[torch.Tensor]], given: list[Any]) -> list[torch.Tensor]:
+    """The gradients of the tensors among what is given, for random ones of what the call returns."""
+    leaves = [x.requires_grad_() for x in given if isinstance(x, torch.Tensor)]
+    draw = torch.Generator().manual_seed(1)
+    with torch.enable_grad():
+        made = call()
+        pulls = [torch.randn(y.shape, generator=draw).to(y) for y in made]
+        return [*torch.autograd.grad(made, leaves, pulls)]
+
+
+def mamba2(device: torch.device, gradients: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(0)
     b, T, H, G, P, N = 2, 192, 4, 2, 64, 128
     x, B, C = (torch.randn(b, T, heads, size, device=device, dtype=torch.bfloat16)
                for heads, size in ((H, P), (G, N), (G, N)))
     dt, A = torch.rand(b, T, H, device=device), -torch.rand(H, device=device)
-    return list(flashlin.mamba_chunk_scan_combined(x, dt, A, B, C, 64, return_final_states=True))
+
+    def call() -> list[torch.Tensor]:
+        return list(flashlin.mamba_chunk_scan_combined(x, dt, A, B, C, 64, return_final_states=True))
+    return pulled(call, [x, dt, A, B, C]) if gradients else call()
 
 
 def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: int = 4, gated: bool = True,
@@ -68,27 +85,23 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     if state:
         h0 = torch.randn(2, HV, D, V, generator=draw)
         x["initial_state"] = h0.mT.contiguous() if v_first else h0
-    pulls = [drawn(HV, V).to(dtype), *([torch.randn(x["initial_state"].shape, generator=draw)] if state else [])]
     x = {name: torch.cat([tensor.new_zeros(shift), tensor.flatten()]).to(device)[shift:].view(tensor.shape)
-         .requires_grad_(gradients) for name, tensor in x.items()}
-    with torch.set_grad_enabled(gradients):
+         for name, tensor in x.items()}
+
+    def call() -> list[torch.Tensor]:
         if oracle:
             h0 = x.get("initial_state")
             o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")),
                                h0.mT if h0 is not None and v_first else h0, scale=D ** -0.5)
-            made = [o, ht.mT if v_first else ht] if state else [o]
-        else:
-            op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
-            facts = {"state_v_first": True} if v_first else {}
-            made = [y for y in op(**x, output_final_state=state, **facts) if y is not None]
-        if not gradients:
-            return made
-        return [*torch.autograd.grad(made, [*x.values()],
-                                     [pull.to(y) for pull, y in zip(pulls, made, strict=True)])]
+            return [o, ht.mT if v_first else ht] if state else [o]
+        op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
+        facts = {"state_v_first": True} if v_first else {}
+        return [y for y in op(**x, output_final_state=state, **facts) if y is not None]
+    return pulled(call, [*x.values()]) if gradients else call()
 
 
 Call = Callable[[torch.device], list[torch.Tensor]]
-CALLS: dict[str, Call] = {
+CALLS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "no decay": partial(sequences, "chunk_linear_attn"),
     "a decay a head": partial(sequences, "chunk_retention"),
     "a decay a token": partial(sequences, "chunk_simple_gla", gated=True),
@@ -109,12 +122,14 @@ DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
     "gated delta, groups": partial(delta, state=True, HV=8),
     "gated delta, 64 beside 128": partial(delta, state=True, V=64),
     "gated delta, 256 beside 64": partial(delta, state=True, D=64, V=256)}
-BACK = {f"{name}, gradients": partial(call, gradients=True) for name, call in DELTA.items()}
+BACK = {f"{name}, gradients": partial(call, gradients=True) for name, call in {**CALLS, **DELTA}.items()}
 ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
 # Of kernels that these have, too.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "many chunks, an odd address": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
                                            shift=1),
+    "many chunks, an odd address, gradients": partial(sequences, "chunk_simple_gla", T=1024, gated=True,
+                                                      state=True, shift=1, gradients=True),
     "gated delta, many chunks, an odd address": partial(delta, T=4096, state=True, shift=1),
     "delta, many chunks": partial(delta, T=4096, gated=False),
     "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),

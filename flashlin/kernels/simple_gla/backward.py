@@ -29,16 +29,19 @@ The gradient of the state leaving a chunk has as many elements as the chunk's ro
 twice its tokens. So it may lie in these until its only reader writes them (SIDE), and takes no memory.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.problem import OVERLAPPED, Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
     Batch,
+    aligned,
     decay_of,
     decays,
     first_slot,
@@ -711,7 +714,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     its final state. Those of g and h0 are fp32."""
     batch, whole, gated = Batch(plan, x), needs != STATE_ALONE, x.g is not None
     H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
-    walking = plan.launch("simple_gla_dv")
+    walking = plan.either("simple_gla_overlapped_back", "simple_gla_dv")
     finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
     shared = gated and group > 1
     NK = -(-K // finishing.block("BK"))
@@ -746,8 +749,11 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             rebuilding = plan.launch("simple_gla_states")
             start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
                   part)
-        start(walking, simple_gla_dv, numbered * -(-V // walking.block("BV")),
-              scanned | handed | own | dict(HAS_DH0=dh0 is not None), part)
+        programs, scanned_back = numbered * -(-V // walking.block("BV")), handed | dict(HAS_DH0=dh0 is not None)
+        if OVERLAPPED in walking.traits:
+            start_overlapped(walking, programs, constants | scanned_back, part)
+        else:
+            start(walking, simple_gla_dv, programs, scanned | scanned_back | own, part)
         if not (whole and batch.T):
             continue
         of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
@@ -763,3 +769,15 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         dg = dg.unflatten(2, (H, strips)).sum(3)
     zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)
+
+
+def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:
+    """``overlapping_back.py``'s scan in place of simple_gla_dv. strips: of BV columns, in all."""
+    from flashlin.kernels.simple_gla.overlapping_back import simple_gla_overlapped_back
+    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP", "HAS_DHT", "HAS_DH0")}
+    leaving = part["dstates"]
+    start(launch, simple_gla_overlapped_back, strips // launch.block("GROUPS"),
+          dict(own, STATES=leaving is not None),
+          {**part, **{name: aligned(part[name]) for name in "qk"}, "do": aligned(part["do"].to(part["q"].dtype)),
+           "dstates": part["dv"] if leaving is None else leaving,
+           "rest": next(x for x in (part["rest"], leaving, part["dv"]) if x is not None)})

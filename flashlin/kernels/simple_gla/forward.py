@@ -120,8 +120,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
         o, ht, _ = recurrent.run(plan, TokenByToken(**x._asdict()), ("v_first",) if how.state_v_first else (),
                                  how.scale, how.has_ht, how.out_dtype)
         return o, ht
-    overlapped = any(OVERLAPPED in launch.traits for launch in plan.launches)
-    batch, launch = Batch(plan, x), plan.launch("simple_gla_overlapped" if overlapped else "simple_gla_scan")
+    batch, launch = Batch(plan, x), plan.either("simple_gla_overlapped", "simple_gla_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
@@ -131,7 +130,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
-        if overlapped:
+        if OVERLAPPED in launch.traits:
             start_overlapped(launch, part["parts"] * batch.HV * strips, constants, how.has_ht, part)
         else:
             start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(

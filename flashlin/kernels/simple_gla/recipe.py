@@ -97,10 +97,12 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                                for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
         dv = state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
         grads = _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})
-        kernels += [scan("simple_gla_states", wide), *_without_table(problem, target, dv, grads)]
+        dv, grads = _without_table(problem, target, dv, grads)
+        kernels += [scan("simple_gla_states", wide), _overlapped_back(problem, target, dv, part) or dv, grads]
     elif problem.needs_grad:
-        tall = fitting(over_k(*size, target), shared, problem, target)
-        kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall), scan("simple_gla_dv", wide)]
+        tall, dv = fitting(over_k(*size, target), shared, problem, target), scan("simple_gla_dv", wide)
+        kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall),
+                    _overlapped_back(problem, target, dv, part) or dv]
     if gated and (problem.needs_grad or problem.mode == "chunk"):
         kernels.insert(0, cumsum_launch(problem))
     return tuple(kernels)
@@ -112,6 +114,19 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     shared = 2 * (scans.STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
     return overlapped("simple_gla_overlapped", problem, target, part,
                       {"BT": BT, "BK": K, "BV": BV, "STAGES": scans.STAGES}, shared)
+
+
+def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) -> Launch | None:
+    """The scan of dv in Gluon, where it is to be taken in place of this one."""
+    K, BT, BV, side = problem.K, BLOCK, 64, {"SIDE": dict(dv.tile).get("SIDE", 0)}
+    if side["SIDE"] not in (0, BT):
+        return None
+    groups = 1 if problem.V % (2 * BV) else 2
+    stages = scans.STAGES if groups > 1 else 2  # so that two programs share a multiprocessor
+    slot = 2 * BT * (2 * K + groups * BV) + 4 * BT * 5
+    return overlapped("simple_gla_overlapped_back", problem, target, part,
+                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **side},
+                      stages * slot + groups * 2 * (BT * BT + K * BV) + 1024)
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
@@ -132,8 +147,8 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
 
 def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
     """The same two with the gradients of states in the memory of dq and dk (``dstate_at`` in backward.py),
-    where these hold them: in blocks as wide as the strips that grads reads and then writes. By count it takes
-    no time (benchmarks/NOTES.md; no card has been asked), so memory is saved wherever it can be, unless it is
+    where these hold them: in blocks as wide as the strips that grads reads and then writes. It takes no
+    time (benchmarks/NOTES.md), so memory is saved wherever it can be, unless it is
     known to fail or to be slow. Heads that share q and k have not enough of dq and dk."""
     BT, side = dv.block("BT"), grads.block("BK")
     if ("gva" in problem.options or problem.V > 2 * BT or problem.K % side

@@ -1,0 +1,252 @@
+"""The reverse scan of ``backward.py`` for Hopper, in which loads, products and stores overlap, as in the delta
+rules' (``delta/overlapping_back.py``): transposed, so that each product leaves in registers what the next one
+takes from there.
+
+    dv^T = dh^T k^T e^{G_L - G} + do^T s
+    dh^T = e^{G_L} dh^T + (do^T scale e^G) q
+
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. Four warps multiply for each 64 of a program's columns of
+v; they share q and k. A warp of its own loads the chunks before (TMA, a ring of STAGES), and writes what their
+decays come to, a line each. It takes whole chunks of dense sequences (``recipe.py``).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashlin.compat.described import described
+from flashlin.kernels.delta.overlapping import barrier, state_tile
+from flashlin.kernels.simple_gla.overlapping import async_load, async_store
+
+
+@gluon.jit
+def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column, v_column,
+              chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+              LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads, from the last chunk to the first: one goes to slot i % STAGES, once every group has
+    left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2, G_i,
+    scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i with scale >= 0 in it. line: where in G the program's rows begin; rate: its head's decay,
+    to base 2."""
+    tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
+    for i in range(chunks):
+        slot = i % STAGES
+        row = row0 + (chunks - 1 - i) * BT
+        if DECAY == 2:
+            at = line + (chunks - 1 - i) * BT
+            sums = gl.load(G + at + tokens)
+            total = gl.load(G + at + BT - 1 + 0 * tokens)
+        if DECAY == 1:
+            sums = rate * (tokens + 1).to(gl.float32)
+            total = rate * (0 * tokens + BT).to(gl.float32)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, 2 * BT * (2 * BK + GROUPS * BV))
+        async_load(k, [row, qk_column], bar, ring_k.index(slot))
+        async_load(q, [row, qk_column], bar, ring_q.index(slot))
+        for group in gl.static_range(GROUPS):
+            async_load(do, [row, v_column + group * BV], bar, ring_do.index(slot * GROUPS + group))
+        if DECAY > 0:
+            first = slot * LINES
+            lines.index(first).store(sums)
+            lines.index(first + 1).store(gl.exp2(sums) * scale)
+            lines.index(first + 2).store(gl.exp2(total - sums))
+            lines.index(first + 3).store(gl.exp2(total))
+            lines.index(first + 4).store(sums + gl.log2(scale))
+        barrier()  # all lanes have written before one says so
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states_of, full, empty, entering,
+                  leaving, row0, table, step, column, v0, v_column, group: gl.constexpr, chunks, scale,
+                  BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, LINES: gl.constexpr,
+                  GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr,
+                  HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """A group: four warps, which multiply. leaves: where the state that leaves a chunk goes, the first chunk's
+    to row table, the next one's step rows below, from column on, with SIDE in blocks beside each other.
+    leaving: the number of dh0's state, negative where there is none."""
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
+    a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
+    dtype: gl.constexpr = ring_k.dtype
+    BLOCKS: gl.constexpr = BK // SIDE if SIDE > 0 else 1  # of a state, stored one by one
+    STORES: gl.constexpr = BLOCKS if STATES else 0
+    square, s_state = squares.index(group), states_of.index(group)
+    v0 += group * BV
+    v_column += group * BV
+    causal = gl.arange(0, BT, a_row)[:, None] >= gl.arange(0, BT, a_column)[None, :]
+    if HAS_DHT:
+        dh = gl.load(state_tile(dht, entering, v0, 0, of_state, BK, V, BV, V_FIRST)).to(gl.float32)
+    else:
+        dh = gl.zeros([BV, BK], gl.float32, of_state)
+    none = gl.zeros([BT, BT], gl.float32, of_chunk)
+    nothing = gl.zeros([BV, BT], gl.float32, of_chunk)
+    for i in range(chunks):
+        slot = i % STAGES
+        at = chunks - 1 - i
+        b_q, b_k, line = ring_q.index(slot), ring_k.index(slot), slot * LINES
+        entered = dh.to(dtype)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
+        out = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
+                            is_async=True)
+        if STATES:
+            tma.store_wait(1)  # the state before this one has been read; dv of the chunk before may still be
+            s_state.permute((1, 0)).store(entered)
+            fence_async_shared()
+            for block in gl.static_range(BLOCKS):
+                if SIDE > 0:
+                    async_store(leaves, [table + at * step, column + block * SIDE],
+                                s_state.slice(block * SIDE, SIDE))
+                else:
+                    async_store(leaves, [table + at * step, column], s_state)
+        scores = warpgroup_mma_wait(1, [scores])
+        if DECAY == 0:
+            weights = gl.where(causal, scores * scale, 0.0)
+        else:
+            of_row = lines.index(line + 4).load(a_row)
+            of_column = lines.index(line).load(a_column)
+            weights = scores * gl.exp2(gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf")))
+        tma.store_wait(STORES)  # dv of the chunk before has been read, which lay in the same square
+        square.store(weights.to(dtype))
+        fence_async_shared()
+        b_do = ring_do.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk)
+        out = warpgroup_mma_wait(0, [out])
+        if DECAY > 0:
+            out = out * lines.index(line + 2).load(a_column)[None, :]
+        out = warpgroup_mma(gl.convert_layout(b_do, left), square, out, is_async=True)
+        if DECAY == 0:
+            w = b_do.to(gl.float32) * scale
+        else:
+            w = b_do.to(gl.float32) * lines.index(line + 1).load(a_column)[None, :]
+            dh = dh * lines.index(line + 3).load(gl.SliceLayout(1, of_state))[:, None]
+        dh = warpgroup_mma(gl.convert_layout(w.to(dtype), left_of_state), b_q, dh, is_async=True)
+        dh, out = warpgroup_mma_wait(0, [dh, out])
+        barrier()  # all warps have read the slot and the weights
+        mbarrier.arrive(empty.index(slot), count=1)
+        square.permute((1, 0)).store(out.to(dtype))
+        fence_async_shared()
+        async_store(dv, [row0 + at * BT, v_column], square)
+    tma.store_wait(0)
+    if HAS_DH0:
+        if leaving >= 0:
+            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in dht till here
+            gl.store(state_tile(dh0, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), dh)
+
+
+def _leaving(x):
+    """The block of what a state that leaves a chunk goes to; where it goes nowhere, dv stands there."""
+    if not x["STATES"]:
+        return x["H"] * x["V"], x["BT"], x["BV"]
+    if x["SIDE"]:
+        return x["H"] * x["BK"], x["SIDE"], x["SIDE"]
+    return x["V"], x["BK"], x["BV"], x["slots"] * x["H"] * x["BK"]
+
+
+@described(
+    q=lambda x: (x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]),
+    k=lambda x: (x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]),
+    do=lambda x: (x["H"] * x["V"], x["BT"], x["BV"]),
+    dv=lambda x: (x["H"] * x["V"], x["BT"], x["BV"]),
+    dstates=_leaving,
+    rest=_leaving)
+@gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
+def simple_gla_overlapped_back(
+    q,  # [rows, H // GROUP, K]
+    k,  # [rows, H // GROUP, K]
+    do,  # [rows, H, V], of q's dtype
+    G,  # [H, R], fp32
+    gamma,  # [H]
+    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    dv,  # [rows, H, V], of q's dtype
+    dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
+    dstates,  # with STATES, see dstate_at
+    rest,  # with SIDE, see dstate_at
+    scale,
+    T,  # tokens of a sequence, a multiple of BT
+    H,  # heads
+    R,  # elements of a line
+    L,  # tokens of a part
+    rows,  # of the batch
+    slots,  # of dstates without SIDE
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIDE: gl.constexpr,
+    STATES: gl.constexpr,
+    DECAY: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    HAS_DH0: gl.constexpr,
+    V_FIRST: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """dv, dh0 and with STATES the gradients of the states that leave chunks, as simple_gla_dv; BK is K. A
+    program: GROUPS, one or two, times BV columns of one head's state; with SIDE all of them."""
+    NV: gl.constexpr = V // (GROUPS * BV)
+    LINES: gl.constexpr = 5 if DECAY > 0 else 1
+    dtype: gl.constexpr = q.dtype
+    program = gl.program_id(0)
+    v0 = program % NV * (GROUPS * BV)
+    own = program // NV
+    i_h = own % H
+    i_p = own // H
+    parts = gl.maximum((T - 1) // L + 1, 1)
+    n = i_p // parts
+    i_part = i_p % parts
+    row0 = n * T + i_part * L
+    chunks = gl.minimum(T - i_part * L, L) // BT
+    leaving = gl.where(i_part == 0, n * H + i_h, -1)
+    line = i_h.to(gl.int64) * R + row0
+    rate = 0.0
+    if DECAY == 1:
+        rate = gl.load(gamma + i_h).to(gl.float32) * 1.4426950408889634
+    ring_q = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], q.layout)
+    ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
+    ring_do = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, BT, BV], do.layout)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES * LINES, BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    squares = gl.allocate_shared_memory(dtype, [GROUPS, BT, BT], dv.layout)  # weights, then dv; BV is BT
+    states = gl.allocate_shared_memory(dtype, [GROUPS, BK, BV], dstates.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(empty.index(slot), count=GROUPS)
+    fence_async_shared()
+    qk_column = i_h // GROUP * BK
+    v_column = i_h * V + v0
+    if SIDE > 0:
+        table, step, column, next_column = row0, BT, i_h * BK, i_h * BK
+    else:
+        table, step, column, next_column = ((row0 // BT + n) * H + i_h) * BK, H * BK, v0, v0 + BV
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
+                              own, leaving, row0, table, step, column, v0, v_column, 0, chunks, scale, BT, BK, V,
+                              BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
+                          v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [1], [40])
+    else:
+        gl.warp_specialize(
+            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
+                              own, leaving, row0, table, step, column, v0, v_column, 0, chunks, scale, BT, BK, V,
+                              BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
+             (multiply_back, (dv, rest, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
+                              own, leaving, row0, table, step, next_column, v0, v_column, 1, chunks, scale, BT,
+                              BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
+                              STAGES)),
+             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
+                          v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [4, 1], [232, 40])
