@@ -749,11 +749,11 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             rebuilding = plan.launch("simple_gla_states")
             start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
                   part)
-        programs, scanned_back = numbered * -(-V // walking.block("BV")), handed | dict(HAS_DH0=dh0 is not None)
+        programs, initial = numbered * -(-V // walking.block("BV")), dict(HAS_DH0=dh0 is not None)
         if OVERLAPPED in walking.traits:
-            start_overlapped(walking, programs, constants | scanned_back, part)
+            start_overlapped(walking, programs, constants | handed | initial, part)
         else:
-            start(walking, simple_gla_dv, programs, scanned | scanned_back | own, part)
+            start(walking, simple_gla_dv, programs, scanned | handed | own | initial, part)
         if not (whole and batch.T):
             continue
         of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
