@@ -49,7 +49,8 @@ def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
 
 
 def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
-    """Microseconds of the card that a call's last kernel whose name ends so takes, alone; None without one."""
+    """Microseconds of the card that a call's last kernel whose name ends so takes, alone; None if it has
+    none."""
     marks: list[list[tuple[Any, Any]]] = []
 
     def start(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from flashlin.kernels.delta.reference import recurrence
 def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
               state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
               shift: int = 0, gradients: bool = False) -> list[torch.Tensor]:
-    """o and, if there is a state, the final one, or the gradients of the inputs. shift: elements that q begins
-    behind an address that a descriptor can have."""
+    """o and, if there is a state, the final one, or the gradients of the inputs. shift: elements that q
+    begins behind an address that a descriptor can have."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2 * T * 4 * D + shift, device=device, dtype=dtype)[shift:].view(2, T, 4, D)
                for _ in "qkv")
@@ -68,9 +68,9 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
           state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
           shift: int = 0, long_keys: bool = False, gradients: bool = False,
           oracle: bool = False) -> list[torch.Tensor]:
-    """o and, if there is a state, the final one, of a delta rule; or the gradients of its inputs. shift: as in
-    sequences. long_keys: of the first head they multiply what is along them by -2.2 a token, but nothing is
-    written until the last tokens, so that it cannot be split. oracle: what float64 has, on the CPU."""
+    """o and, if there is a state, the final one, of a delta rule; or the gradients of its inputs. shift: as
+    in sequences. long_keys: of the first head they multiply what is along them by -2.2 a token, but nothing
+    is written until the last tokens, so that it cannot be split. oracle: what float64 has, on the CPU."""
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:

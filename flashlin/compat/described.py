@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix, and rows and columns of the
-# block that is moved at a time; rows of the matrix, if they are not the kernel's ``rows``.
+# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix, and rows and columns of
+# the block that is moved at a time; rows of the matrix, if they are not the kernel's ``rows``.
 Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 

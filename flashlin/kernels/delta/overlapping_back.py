@@ -25,9 +25,10 @@ from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 
 
 @gluon.jit
-def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty, line,
-              row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-              GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full, empty,
+              line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr,
+              BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
+              STAGES: gl.constexpr):
     """The warp that loads, as in ``overlapping.py``, from the last chunk to the first."""
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
@@ -59,8 +60,8 @@ def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, rin
 
 
 @gluon.jit
-def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights_of, dy_of,
-                  states_of, full, empty, entering, leaving, row0, table, step, v0, v_column,
+def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights_of,
+                  dy_of, states_of, full, empty, entering, leaving, row0, table, step, v0, v_column,
                   group: gl.constexpr, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
                   BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
                   HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
@@ -229,25 +230,25 @@ def delta_overlapped_back(
     entering, step = entered * HV + i_h, HV * BK
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
-                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
-                              0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
-                              STAGES)),
-             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full,
-                          empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES,
-                          DECAY, STAGES))],
+            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
+                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
+                              v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
+                              HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
+                          full, empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV,
+                          GROUPS, LINES, DECAY, STAGES))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
-                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
-                              0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
-                              STAGES)),
-             (multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines, weights,
-                              written, leaves, full, empty, entering, leaving, row0, table, step, v0, v_column,
-                              1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
-                              STAGES)),
-             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines, full,
-                          empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV, GROUPS, LINES,
-                          DECAY, STAGES))],
+            [(multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
+                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
+                              v0, v_column, 0, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
+                              HAS_DH0, V_FIRST, STAGES)),
+             (multiply_back, (dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
+                              weights, written, leaves, full, empty, entering, leaving, row0, table, step,
+                              v0, v_column, 1, chunks, scale, BT, BK, V, BV, GROUPS, LINES, DECAY, HAS_DHT,
+                              HAS_DH0, V_FIRST, STAGES)),
+             (load_back, (q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, ring_low, lines,
+                          full, empty, line, row0, qk_column, v_column, i_h * BT, chunks, BT, BK, BV,
+                          GROUPS, LINES, DECAY, STAGES))],
             [4, 1], [232, 40])

@@ -778,6 +778,7 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], par
     leaving = part["dstates"]
     start(launch, simple_gla_overlapped_back, strips // launch.block("GROUPS"),
           dict(own, STATES=leaving is not None),
-          {**part, **{name: aligned(part[name]) for name in "qk"}, "do": aligned(part["do"].to(part["q"].dtype)),
+          {**part, **{name: aligned(part[name]) for name in "qk"},
+           "do": aligned(part["do"].to(part["q"].dtype)),
            "dstates": part["dv"] if leaving is None else leaving,
            "rest": next(x for x in (part["rest"], leaving, part["dv"]) if x is not None)})

@@ -1,13 +1,13 @@
-"""The reverse scan of ``backward.py`` for Hopper, in which loads, products and stores overlap, as in the delta
-rules' (``delta/overlapping_back.py``): transposed, so that each product leaves in registers what the next one
-takes from there.
+"""The reverse scan of ``backward.py`` for Hopper, in which loads, products and stores overlap, as in the
+delta rules' (``delta/overlapping_back.py``): transposed, so that each product leaves in registers what the
+next one takes from there.
 
     dv^T = dh^T k^T e^{G_L - G} + do^T s
     dh^T = e^{G_L} dh^T + (do^T scale e^G) q
 
-with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. Four warps multiply for each 64 of a program's columns of
-v; they share q and k. A warp of its own loads the chunks before (TMA, a ring of STAGES), and writes what their
-decays come to, a line each. It takes whole chunks of dense sequences (``recipe.py``).
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. Four warps multiply for each 64 of a program's columns
+of v; they share q and k. A warp of its own loads the chunks before (TMA, a ring of STAGES), and writes what
+their decays come to, a line each. It takes whole chunks of dense sequences (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -26,13 +26,13 @@ from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 
 
 @gluon.jit
-def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column, v_column,
-              chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
-              LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that loads, from the last chunk to the first: one goes to slot i % STAGES, once every group has
-    left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2, G_i,
-    scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i with scale >= 0 in it. line: where in G the program's rows begin; rate: its head's decay,
-    to base 2."""
+def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
+              v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+              GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads, from the last chunk to the first: one goes to slot i % STAGES, once every group
+    has left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2,
+    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i with scale >= 0 in it. line: where in G the program's
+    rows begin; rate: its head's decay, to base 2."""
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -63,14 +63,15 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
 
 
 @gluon.jit
-def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states_of, full, empty, entering,
-                  leaving, row0, table, step, column, v0, v_column, group: gl.constexpr, chunks, scale,
-                  BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, LINES: gl.constexpr,
-                  GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr,
-                  HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """A group: four warps, which multiply. leaves: where the state that leaves a chunk goes, the first chunk's
-    to row table, the next one's step rows below, from column on, with SIDE in blocks beside each other.
-    leaving: the number of dh0's state, negative where there is none."""
+def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states_of, full, empty,
+                  entering, leaving, row0, table, step, column, v0, v_column, group: gl.constexpr, chunks,
+                  scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
+                  LINES: gl.constexpr, GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr,
+                  DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr,
+                  STAGES: gl.constexpr):
+    """A group: four warps, which multiply. leaves: where the state that leaves a chunk goes, the first
+    chunk's to row table, the next one's step rows below, from column on, with SIDE in blocks beside each
+    other. leaving: the number of dh0's state, negative where there is none."""
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
@@ -232,21 +233,23 @@ def simple_gla_overlapped_back(
         table, step, column, next_column = ((row0 // BT + n) * H + i_h) * BK, H * BK, v0, v0 + BV
     if GROUPS == 1:
         gl.warp_specialize(
-            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
-                              own, leaving, row0, table, step, column, v0, v_column, 0, chunks, scale, BT, BK, V,
-                              BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
-             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
-                          v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
+                              empty, own, leaving, row0, table, step, column, v0, v_column, 0, chunks,
+                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
+                              V_FIRST, STAGES)),
+             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0,
+                          qk_column, v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
             [1], [40])
     else:
         gl.warp_specialize(
-            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
-                              own, leaving, row0, table, step, column, v0, v_column, 0, chunks, scale, BT, BK, V,
-                              BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST, STAGES)),
-             (multiply_back, (dv, rest, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full, empty,
-                              own, leaving, row0, table, step, next_column, v0, v_column, 1, chunks, scale, BT,
-                              BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0, V_FIRST,
-                              STAGES)),
-             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
-                          v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
+            [(multiply_back, (dv, dstates, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
+                              empty, own, leaving, row0, table, step, column, v0, v_column, 0, chunks,
+                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
+                              V_FIRST, STAGES)),
+             (multiply_back, (dv, rest, dht, dh0, ring_q, ring_k, ring_do, lines, squares, states, full,
+                              empty, own, leaving, row0, table, step, next_column, v0, v_column, 1, chunks,
+                              scale, BT, BK, V, BV, LINES, GROUPS, SIDE, STATES, DECAY, HAS_DHT, HAS_DH0,
+                              V_FIRST, STAGES)),
+             (load_back, (q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0,
+                          qk_column, v_column, chunks, scale, BT, BK, BV, GROUPS, LINES, DECAY, STAGES))],
             [4, 1], [232, 40])
