@@ -12,6 +12,7 @@ from flashlin import dispatch
 from flashlin.compat.target import parse
 from flashlin.guards import proven
 from flashlin.guards.problem import Launch
+from flashlin.kernels import scans
 from flashlin.policy import Policy
 
 HOPPER, AMPERE, BLACKWELL = (f"triton=3.6.0,sm={sm},sms=132" for sm in (90, 80, 100))
@@ -19,12 +20,20 @@ KERNELS = ("simple_gla_dv", "simple_gla_grads")
 FIELDS = {"B": 4, "T": 4096, "H": 32, "K": 128, "V": 128, "N": 4, "dtype": "bfloat16", "options": ("g",),
           "needs_grad": True}
 
+IN_GLUON = "simple_gla_overlapped_back"
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were no scans in Gluon, which trials would take."""
+    monkeypatch.setattr(scans, "OVERLAPS", (99, 0))
+
 
 def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
     """The two launches by kernel; of dv alone where heads share q and k."""
     found = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", **{**FIELDS, **facts})
     launches = dispatch.plan(found, parse(machine), Policy(canary="trial")).launches
-    return {launch.kernel: launch for launch in launches if launch.kernel in KERNELS}
+    return {launch.kernel: launch for launch in launches if launch.kernel in (*KERNELS, IN_GLUON)}
 
 
 @pytest.mark.parametrize(("machine", "facts", "side"), [
@@ -36,6 +45,7 @@ def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
     # more than dq and dk hold; strips that do not fill them; sums of heads
     (HOPPER, {"V": 136}, 0), (HOPPER, {"dtype": "float32"}, 0), (BLACKWELL, {}, 0), (HOPPER, {"K": 104}, 0),
     (HOPPER, {"options": ("g", "gva")}, 0)])
+@pytest.mark.usefixtures("plain")
 def test_where(machine: str, facts: dict[str, Any], side: int) -> None:
     launches = planned(machine, **facts)
     assert {dict(launch.tile).get("SIDE", 0) for launch in launches.values()} == {side}
@@ -43,6 +53,14 @@ def test_where(machine: str, facts: dict[str, Any], side: int) -> None:
         assert launches["simple_gla_grads"].block("BK") == side
 
 
+def test_a_scan_in_gluon_takes_the_place_that_plain_triton_would() -> None:
+    assert {name: dict(launch.tile)["SIDE"] for name, launch in planned().items()} == {
+        IN_GLUON: 64, "simple_gla_grads": 64}
+    shared = planned(options=("g", "gva"))
+    assert {name: dict(launch.tile)["SIDE"] for name, launch in shared.items()} == {IN_GLUON: 0}
+
+
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("record", [{"failed": "sm90"}, {"slow": {"sm90": [5000, 32]}}], ids=str)
 def test_not_where_it_is_known_to_fail_or_to_be_slow(
