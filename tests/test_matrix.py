@@ -216,11 +216,10 @@ def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(
     assert support.failures(SMALL, found) and support.launch_table([found], tmp_path) == "{\n\n}\n"
 
 
-@pytest.mark.parametrize("kind, told",
-                         [("gate", ["sm90 triton 3.6.0: 6 of 6 kernels not tried: no room"]), ("report", [])])
+@pytest.mark.parametrize("kind", ["gate", "report"])
 def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call],
                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                           kind: Any, told: list[str]) -> None:
+                                                           kind: Any) -> None:
     """The first of a card speaks for the others: no linker for it, no room for any. Another card's are
     tried."""
     seen: list[Job] = []
@@ -229,10 +228,11 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
                                  seen))
     card, other = CARD.model_copy(update={"kind": kind}), Card(name="sm80", example="A100", kind="gate")
     found = matrix.run(CELL, (card, other), tmp_path)
-    assert found.untried == {"sm90": "6 of 6 kernels not tried: no room"} and [job.sm
-                                                                               for job in seen].count(90) == 1
+    every = re.fullmatch(r"(\d+) of \1 kernels not tried: no room", found.untried["sm90"])
+    assert every and [*found.untried] == ["sm90"] and [job.sm for job in seen].count(90) == 1
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80"}
     both = Matrix(card=(card, other), cell=(CELL,))
+    told = [f"sm90 triton 3.6.0: {every[0]}"] if kind == "gate" else []
     assert support.failures(both,
                             found) == told and [one.status for one in squares([found], {})] == ["not run",
                                                                                                 "compiled"]
@@ -240,7 +240,7 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
     assert not matrix.run(CELL, (card, other),
                           tmp_path).untried and [job.sm
                                                  for job
-                                                 in seen].count(90) == 1 + 6, "and tried the next time"
+                                                 in seen].count(90) == 1 + int(every[1]), "and tried the next time"
     matrix.run(CELL, (other,), tmp_path)
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80",
                                                                                                      "sm90"}, "the other's stay"
@@ -254,8 +254,8 @@ def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.
         lambda job: Result(NOT_TRIED, "SIGKILL") if job.launch.kernel == "simple_gla_states" else fine(job),
         seen))
     found = matrix.run(CELL, (CARD,), tmp_path)
-    assert found.untried == {"sm90": "1 of 6 kernels not tried: SIGKILL"} and len(seen) == len(
-        found.result.launches) + 1
+    every = len(found.result.launches) + 1
+    assert found.untried == {"sm90": f"1 of {every} kernels not tried: SIGKILL"} and len(seen) == every
 
 
 def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheless(
