@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from flashlin.testing.environments import NotInstallable, cache_folder, installe
 PIP = """
 import os, sys, time
 from pathlib import Path
+from typing import Any
 target = Path(sys.argv[sys.argv.index("--target") + 1])
 Path(os.environ["TMPDIR"], "wheel").write_bytes(bytes(3_000_000))
 time.sleep({sleep})
@@ -71,3 +73,17 @@ def test_the_cache_is_the_users_and_not_the_projects(monkeypatch: pytest.MonkeyP
         raise RuntimeError("Could not determine home directory.")
     monkeypatch.setattr(Path, "home", homeless)
     assert cache_folder().parts[-2:] == ("flashlin", "tritons")
+
+
+def test_a_folder_that_goes_while_its_size_is_told_counts_nothing(monkeypatch: pytest.MonkeyPatch,
+                                                                  tmp_path: Path) -> None:
+    (tmp_path / "unpacking").mkdir()
+    (tmp_path / "wheel").write_bytes(bytes(7))
+    scan = os.scandir
+
+    def gone(path: str) -> Any:
+        if Path(path).name == "unpacking":
+            Path(path).rmdir()
+        return scan(path)
+    monkeypatch.setattr(os, "scandir", gone)
+    assert environments._written(tmp_path) == 7

@@ -17,6 +17,7 @@ from flashlin.compat import launch
 from flashlin.compat.described import Lent
 from flashlin.compat.target import parse, pretend
 from flashlin.guards import proven
+from flashlin.guards.problem import Launch
 from flashlin.policy import Policy
 from flashlin.testing.compile import Job, compile_launches
 from flashlin.testing.record import Recorded, recording
@@ -116,7 +117,17 @@ def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: p
     assert [[one[at] for at in numbers] for one in later] == 3 * [[first[at] for at in numbers]]
 
 
-def test_descriptors_begin_at_16_bytes() -> None:
-    from flashlin.kernels.pieces import aligned
-    x = torch.randn(65)
-    assert aligned(x[1:]).data_ptr() % 16 == 0 and torch.equal(aligned(x[1:]), x[1:]) and aligned(x) is x
+def test_kernels_get_tensors_that_begin_at_16_bytes() -> None:
+    """In forward and in backward, whatever begins elsewhere: inputs, and gradients that come back."""
+    begins: list[int] = []
+
+    def look(one: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        begins.extend(x.data_ptr() % 16 for x in arguments.values() if isinstance(x, torch.Tensor) and x.numel())
+    q, k, v, pull = (torch.zeros(2 * 64 * 2 * 16 + 1)[1:].view(2, 64, 2, 16).requires_grad_() for _ in "qkvo")
+    assert q.data_ptr() % 16
+    pretend(parse(f"triton={triton.__version__},sm=90,sms=132"))
+    launch.replace_starter(look)
+    for op in (flashlin.chunk_linear_attn, flashlin.chunk_delta_rule):
+        beside = {"beta": torch.zeros(2, 64, 2)} if op is flashlin.chunk_delta_rule else {"normalize": False}
+        torch.autograd.grad(op(q, k, v, **beside)[0], (q, k, v), pull)
+    assert len(begins) > 40 and not any(begins)

@@ -246,11 +246,6 @@ def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:
     return TOKEN_DECAY if g is not None else HEAD_DECAY if gamma is not None else NO_DECAY
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of what does not begin where a descriptor can."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 class Batch:
     """The sizes of a call over sequences, and its launches, each with its part of the sequences.
 

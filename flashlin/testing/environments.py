@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from flashlin.compat.child import python
@@ -165,9 +166,8 @@ def _written(*folders: Path) -> int:
     """Bytes of what is in them while somebody else writes there."""
     size = 0
     for folder in folders:
-        for path in folder.rglob("*"):
-            try:
-                size += path.lstat().st_size
-            except OSError:  # gone meanwhile
-                continue
+        for parent, _, files in os.walk(folder):  # which passes by a folder that is gone meanwhile
+            for name in files:
+                with suppress(OSError):
+                    size += os.lstat(os.path.join(parent, name)).st_size
     return size

@@ -33,7 +33,6 @@ from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of
 from flashlin.kernels.pieces import (
     Batch,
-    aligned,
     decay_of,
     decays,
     first_slot,
@@ -390,6 +389,5 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], par
     """``overlapping_back.py``'s scan in place of delta_reverse. strips: of BV columns, in all."""
     from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "HAS_DHT", "HAS_DH0")}
-    do = part["do"].to(part["q"].dtype)
     start(launch, delta_overlapped_back, strips // launch.block("GROUPS"), own,
-          {**part, **{name: aligned(part[name]) for name in "qk"}, "do": aligned(do)})
+          {**part, "do": part["do"].to(part["q"].dtype)})

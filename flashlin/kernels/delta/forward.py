@@ -30,7 +30,6 @@ from flashlin.kernels.delta.steps import rows_of, written
 from flashlin.kernels.inverse import lower_blocks, merge, merging, product, substitute
 from flashlin.kernels.pieces import (
     Batch,
-    aligned,
     decay_of,
     decays,
     first_slot,
@@ -415,9 +414,8 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], has
     """``overlapping.py``'s scan in place of delta_scan. strips: of BV columns, in all."""
     from flashlin.kernels.delta.overlapping import delta_overlapped
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST")}
-    start(launch, delta_overlapped, strips // launch.block("GROUPS"), dict(
-        own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
-        {**part, **{name: aligned(part[name]) for name in "qkv"}})
+    start(launch, delta_overlapped, strips // launch.block("GROUPS"),
+          dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht), part)
 
 
 def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:

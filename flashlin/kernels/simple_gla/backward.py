@@ -41,7 +41,6 @@ from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
     Batch,
-    aligned,
     decay_of,
     decays,
     first_slot,
@@ -778,7 +777,6 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], par
     leaving = part["dstates"]
     start(launch, simple_gla_overlapped_back, strips // launch.block("GROUPS"),
           dict(own, STATES=leaving is not None),
-          {**part, **{name: aligned(part[name]) for name in "qk"},
-           "do": aligned(part["do"].to(part["q"].dtype)),
+          {**part, "do": part["do"].to(part["q"].dtype),
            "dstates": part["dv"] if leaving is None else leaving,
            "rest": next(x for x in (part["rest"], leaving, part["dv"]) if x is not None)})

@@ -22,7 +22,6 @@ from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (
     Batch,
-    aligned,
     decay_of,
     decays,
     precision,
@@ -144,4 +143,4 @@ def start_overlapped(launch: Launch, programs: int, constants: dict[str, Any], h
     from flashlin.kernels.simple_gla.overlapping import simple_gla_overlapped
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP")}
     start(launch, simple_gla_overlapped, programs, dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
-          {**part, **{name: aligned(part[name]) for name in "qkv"}})
+          part)

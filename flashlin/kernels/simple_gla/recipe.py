@@ -76,7 +76,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
-    if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
+    scans_alone = gated or not problem.needs_grad  # backward without a gate is three scans, which gain by parts
+    if problem.T <= WHOLE and scans_alone and not scans.forced_parts and _overlapped(problem, target, 0):
         part = 0
     if narrow and can_be_narrow(wide, problem):
         wide = deepest(wide._replace(BV=NARROW), shared, target)

@@ -107,6 +107,7 @@ class Chunked:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
     def forward(self, plan: Plan, x: Any, how: Scalars, known: Seen | None = None) -> Any:
+        x = sequences.aligned(x)
         return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how), self.operator, known)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,7 @@ class Chunked:
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
-        do, dht = sequences.contiguous(grads, x.v)
+        x, (do, dht) = sequences.aligned(x), sequences.aligned(sequences.contiguous(grads, x.v))
         gradients: Gradients = repeated.run(
             kernels(self.name, "backward").run, plan, (*x, do, dht, *y[2:]), (how, wanted),
             (x, how, do, dht, wanted, *y[2:]), own=len(y) - 2)

@@ -5,7 +5,9 @@ beside them, how, have call, needs_grad, has_ht and out_dtype."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from flashlin.ops._common.planned import (
     planned,
     suspect_layout,
 )
+
+Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
+ALIGNED = 16  # bytes
 
 
 def problem_of(
@@ -87,3 +92,14 @@ def contiguous(grads: Any, v: Tensor) -> tuple[Tensor, Tensor | None]:
     """The gradients of o, zeros like v for None, and of the final state, as kernels load them."""
     return (torch.zeros_like(v) if grads.o is None else grads.o.contiguous(),
             None if grads.ht is None else grads.ht.contiguous())
+
+
+def aligned(x: Tensors) -> Tensors:
+    """The same tensors, copies of those that begin at an odd address: descriptors cannot begin there, and
+    plain Triton compiles other code for them, in which no load is on its way beside a product, which faults
+    where states are narrow (hopper-narrow-state)."""
+    if not reduce(or_, [0 if y is None else y.data_ptr() for y in x], 0) % ALIGNED:
+        return x
+    make: Any = x._make if hasattr(x, "_make") else tuple
+    copied: Tensors = make([y.clone() if y is not None and y.data_ptr() % ALIGNED else y for y in x])
+    return copied
