@@ -199,10 +199,11 @@ def beside(x: torch.Tensor) -> torch.Tensor:
 
 def test_other_facts_are_another_run(card: Memory, again: list[Any]) -> None:
     assert runs(again) == 2
-    for change in (leaves(T=41), leaves(torch.float16), {"v": beside(leaves()["v"])}, {"scale": 0.5},
+    for change in (leaves(T=41), leaves(torch.float16), {"scale": 0.5},
                    {"output_final_state": True}, {"initial_state": torch.zeros(2, 2, 16, 16)}):
         assert [runs(again, 1, **change) for _ in range(3)] == [0, 0, 1], change.keys()
     assert runs(again) == 4
+    assert runs(again, v=beside(leaves()["v"])) == 4, "what begins at an odd address is copied"
 
 
 def test_a_tensor_given_twice_is_another_call(card: Memory, again: list[Any]) -> None:

@@ -711,7 +711,10 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, H, V], dht like
     its final state. Those of g and h0 are fp32."""
-    batch, whole, gated = Batch(plan, x), needs != STATE_ALONE, x.g is not None
+    given, gated = x, any(launch.kernel == "gate_cumsum" for launch in plan.launches)
+    if gated and x.g is None:
+        x = x._replace(g=as_gate(x), gamma=None)
+    batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
     walking = plan.either("simple_gla_overlapped_back", "simple_gla_dv")
     finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
@@ -766,8 +769,16 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)
     if dg is not None and strips > 1:
         dg = dg.unflatten(2, (H, strips)).sum(3)
-    zero_forgotten(dg, x.g)
-    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, gamma=None, h0=dh0)
+    zero_forgotten(dg, given.g)
+    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=None if given.g is None else dg,
+                gamma=None, h0=dh0)
+
+
+def as_gate(x: Inputs) -> torch.Tensor:
+    """A head's decay, or none, as one for each token."""
+    B, T, H, _ = x.v.shape
+    g = torch.empty(B, T, H, dtype=torch.float32, device=x.v.device)
+    return g.zero_() if x.gamma is None else g.copy_(x.gamma)
 
 
 def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:

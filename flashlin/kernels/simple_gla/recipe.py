@@ -52,6 +52,10 @@ ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and thr
 # Up to so many tokens the scan in Gluon is faster whole, where memory is less, too: 25 us of the card beside
 # 30 in 4 parts at 8x1024x8x64 (benchmarks/results/parts-*).
 WHOLE = 1024
+# Without a gate backward is three scans, one after the other, which leave most of a card idle where there are few
+# heads; as with one it is two, and a kernel of all chunks. From so many tokens, since whoever tries all cases is
+# to try three scans, too.
+SHORT = 512
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -76,9 +80,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     size = problem.K, problem.V, bytes_each, problem.max_warps
     wide = fitting(over_v(*size, target), shared, problem, target)
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
-    scans_alone = gated or not problem.needs_grad  # backward without a gate is three scans, which gain by parts
-    if problem.T <= WHOLE and scans_alone and not scans.forced_parts and _overlapped(problem, target, 0):
+    if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
         part = 0
+    by_chunk = gated or not part and _short(problem, target, -(-problem.V // wide.BV))
     if narrow and can_be_narrow(wide, problem):
         wide = deepest(wide._replace(BV=NARROW), shared, target)
 
@@ -89,7 +93,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         kernels = [recurrent.forward(problem, target), *(split if problem.needs_grad else ())]
     else:
         kernels = [*split, _overlapped(problem, target, part) or scan("simple_gla_scan", wide)]
-    if problem.needs_grad and gated:
+    if problem.needs_grad and by_chunk:
         # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
         walking = wide
         if bytes_each == 2 and not is_hopper(target):
@@ -104,9 +108,15 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         tall, dv = fitting(over_k(*size, target), shared, problem, target), scan("simple_gla_dv", wide)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall),
                     _overlapped_back(problem, target, dv, part) or dv]
-    if gated and (problem.needs_grad or problem.mode == "chunk"):
+    if (by_chunk and problem.needs_grad) or (gated and problem.mode == "chunk"):
         kernels.insert(0, cumsum_launch(problem))
     return tuple(kernels)
+
+
+def _short(problem: Problem, target: Target, strips: int) -> bool:
+    """Whether backward without a gate goes as with one."""
+    return (is_hopper(target) and SHORT <= problem.T <= WHOLE and not problem.invariant
+            and problem.N * problem.H * strips <= target.sms)
 
 
 def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
