@@ -96,3 +96,16 @@ def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple
     [launch] = found.launches
     assert found.path == "triton"
     assert (launch.tile_text.split()[-1], launch.num_warps) == tile
+
+
+@pytest.mark.parametrize(("facts", "as_gated"), [
+    ({}, True), ({"T": 512}, True), ({"T": 511}, False), ({"T": 1025}, False), ({"B": 17, "N": 17}, False),
+    ({"invariant": True}, False)])
+def test_short_sequences_of_few_heads_go_backward_as_with_a_gate(facts: dict[str, Any], as_gated: bool) -> None:
+    given: dict[str, Any] = {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "N": 8, "dtype": "bfloat16",
+                             "needs_grad": True, **facts}
+    policy = Policy(canary="trial", invariant=given.pop("invariant", False))
+    found = flashlin.Problem("chunk_retention", "simple_gla", "chunk", **given)
+    kernels = {launch.kernel for launch in dispatch.plan(found, parse(HOPPER), policy).launches}
+    assert ("simple_gla_grads" in kernels) == ("gate_cumsum" in kernels) == as_gated
+    assert ("simple_gla_dq" in kernels) != as_gated
