@@ -37,7 +37,8 @@ FAMILIES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "delta": {"chunk_delta_rule": (MAIN, SMALL, LONG), "chunk_gated_delta_rule": (MAIN, SMALL, LONG)}}
 COLUMNS = {"forward": "ms forward", "both": "ms with backward", "scan_us": "us of the scan",
            "reverse_us": "us of the reverse"}
-NAMED = {"forward": ("scan_us", ("_scan", "_overlapped")), "both": ("reverse_us", ("_reverse", "_dv", "_back"))}
+NAMED = {"forward": ("scan_us", ("_scan", "_overlapped")),
+         "both": ("reverse_us", ("_reverse", "_dv", "_back"))}
 HEAD = " ".join([f"{'op':24}", f"{'shape':14}", *(f"{title:>20}" for title in COLUMNS.values()), " distance"])
 
 

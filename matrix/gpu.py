@@ -24,7 +24,7 @@ from flashlin.compat import blame
 from flashlin.compat import launch as door
 from flashlin.testing import cases, compare
 from flashlin.testing.compare import Case
-from flashlin.testing.record import recording, source_hash
+from flashlin.testing.record import is_current, recording, source_hash
 from matrix import record
 from matrix.results import RIGHT, load_gpu
 from matrix.workload import as_in_a_case
@@ -138,6 +138,11 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
             "rows": [row for _, row in sorted(every.items())]}
 
 
+def of_today(configs: dict[str, str]) -> dict[str, str]:
+    """Those of kernels that are as they were when a record was made."""
+    return {config: source for config, source in configs.items() if is_current(source, config.partition(" ")[0])}
+
+
 def brief(row: dict[str, Any]) -> dict[str, Any] | list[Any]:
     """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
     rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
@@ -173,6 +178,7 @@ def main() -> int:
         before = load_gpu(place)
     if not record.made_by(card).items() <= before.items():
         before = {}
+    before["configs"] = of_today(before.get("configs", {}))
     tried = collect(arguments.jobs, arguments.op, arguments.seconds,
                     place if before and arguments.missing else None)
     rows, untried = [[row for row in tried if ("not tried" in row) == aside] for aside in (False, True)]

@@ -13,6 +13,7 @@ from flashlin import settings
 from flashlin.compat import target
 from flashlin.compat.target import parse
 from flashlin.testing import cases
+from flashlin.testing.record import source_hash
 from matrix import gpu, record
 
 
@@ -91,3 +92,9 @@ def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(
         monkeypatch.setattr(record, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
         [row] = gpu.collect(1, [], seconds)
         assert row["op"] == "op" and why in row[name] and not row["ok"]
+
+
+def test_configurations_of_kernels_that_have_changed_leave_a_record() -> None:
+    source = source_hash("flashlin.kernels.simple_gla.forward", "simple_gla_scan")
+    assert gpu.of_today({"simple_gla_scan BT=64": source, "simple_gla_scan BT=32": source[:-1] + "-",
+                         "simple_gla_gone BT=64": source}) == {"simple_gla_scan BT=64": source}

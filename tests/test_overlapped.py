@@ -122,7 +122,8 @@ def test_kernels_get_tensors_that_begin_at_16_bytes() -> None:
     begins: list[int] = []
 
     def look(one: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        begins.extend(x.data_ptr() % 16 for x in arguments.values() if isinstance(x, torch.Tensor) and x.numel())
+        begins.extend(x.data_ptr() % 16 for x in arguments.values()
+                      if isinstance(x, torch.Tensor) and x.numel())
     q, k, v, pull = (torch.zeros(2 * 64 * 2 * 16 + 1)[1:].view(2, 64, 2, 16).requires_grad_() for _ in "qkvo")
     assert q.data_ptr() % 16
     pretend(parse(f"triton={triton.__version__},sm=90,sms=132"))

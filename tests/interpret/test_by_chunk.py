@@ -1,5 +1,5 @@
-"""Backward of a decay a head, or none, by the kernels of a decay a token, as short sequences of few heads have
-it."""
+"""Backward of a decay a head, or none, by the kernels of a decay a token: as short sequences of few heads
+have it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from flashlin.kernels.simple_gla import recipe
 from flashlin.testing import cases, compare
 
 CASES = [case for case in cases.CASES if case.op in ("chunk_retention", "chunk_linear_attn")
-         and case.name in ("random", "no-state", "packed", "odd", "one-token")]
+         and case.id in ("random", "no-state", "packed", "odd", "one-token")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_is_as_exact(case: compare.Case, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
+def test_it_is_as_exact(case: compare.Case, monkeypatch: pytest.MonkeyPatch,
+                        fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(recipe, "_short", lambda problem, target, strips: True)
     fresh()
     plans: list[Plan] = []

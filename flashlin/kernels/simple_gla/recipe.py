@@ -52,9 +52,9 @@ ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and thr
 # Up to so many tokens the scan in Gluon is faster whole, where memory is less, too: 25 us of the card beside
 # 30 in 4 parts at 8x1024x8x64 (benchmarks/results/parts-*).
 WHOLE = 1024
-# Without a gate backward is three scans, one after the other, which leave most of a card idle where there are few
-# heads; as with one it is two, and a kernel of all chunks. From so many tokens, since whoever tries all cases is
-# to try three scans, too.
+# Without a gate backward is three scans, one after the other, which leave most of a card idle where heads are
+# few; as with one it is two, and a kernel of all chunks. From so many tokens, since whoever tries all cases
+# is to try three scans, too.
 SHORT = 512
 HEADS = 16  # whose dq and dk a program adds up at most
 
@@ -82,7 +82,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
     if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
         part = 0
-    by_chunk = gated or not part and _short(problem, target, -(-problem.V // wide.BV))
+    by_chunk = gated or (not part and _short(problem, target, -(-problem.V // wide.BV)))
     if narrow and can_be_narrow(wide, problem):
         wide = deepest(wide._replace(BV=NARROW), shared, target)
 
