@@ -1,7 +1,7 @@
 """One op of flashlin beside fla, mamba_ssm and FlashQLA, on the same work in one process, in turn.
 
     python -m benchmarks.compare --op gated_delta_rule --out benchmarks/results [--warm-fla 16]
-    python -m benchmarks.compare --op gla --shape 1x32768x8x128
+    python -m benchmarks.compare --op gla --op rwkv6 --shape 1x32768x8x128
     python -m benchmarks.compare --op gla --device cpu --small        tries the script itself
 
 Forward, and forward with backward, at the shapes of benchmarks/calls.py: see benchmarks/timing.py for what is
@@ -146,7 +146,8 @@ def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
 
 def parsed() -> argparse.Namespace:
     options = record.parser(__doc__)
-    options.add_argument("--op", required=True, choices=OPS)
+    options.add_argument("--op", required=True, action="append", choices=OPS,
+                         help="(repeatable: a process has its start and the copy's speed to measure once)")
     options.add_argument("--shape", action="append", default=[],
                          help="only this one, as in the table: 1x32768x8x128 (repeatable)")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -160,10 +161,12 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
-    known = dict.fromkeys(str(shape) for _, shape in cases(given.op, given.small).values())
+    known = dict.fromkeys(str(shape) for op in given.op for _, shape in cases(op, given.small).values())
     for shape in given.shape:
         if shape not in known:
             options.error(f"--shape: got {shape}, need one of {', '.join(known)}")
+    if len(peers := {OPS[op][0].peer for op in given.op}) > 1:
+        options.error(f"--op: got ops beside {' and '.join(sorted(peers))}, need one package at a time")
     return given
 
 
@@ -171,40 +174,44 @@ def main() -> None:
     given = parsed()
     os.environ.update(DOORS)
     warming.hurry()
-    chosen = cases(given.op, given.small, given.shape)
+    families = {family: cases(family, given.small, given.shape) for family in given.op}
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     versions = {package: record.version(name) for package, name in (
         ("fla", "fla-core"), ("mamba_ssm", "mamba_ssm"), ("FlashQLA", "flash-qla"))}
-    peer = OPS[given.op][0].peer
+    peer = OPS[given.op[0]][0].peer
     file = given.winners or record.place(given.out or RESULTS, f"{peer}-winners", card)
     winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
                              peer: versions[peer]}, (peer,))
     refused = stop_refusing()
     if given.fill:
-        warming.walk(list(chosen), given.fill, lambda name: called(*chosen[name], given.device))
+        every = {name: case for chosen in families.values() for name, case in chosen.items()}
+        warming.walk(list(every), given.fill, lambda name: called(*every[name], given.device))
         return
     if given.warm_fla:
-        arguments = ["--op", given.op, *(f"--shape={shape}" for shape in given.shape),
+        arguments = [*(f"--op={op}" for op in given.op), *(f"--shape={shape}" for shape in given.shape),
                      "--device", given.device, "--winners", str(file),
                      *(["--small"] if given.small else [])]
         print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
                            seconds=given.warm_seconds), flush=True)
-    kind, speed = f"speed-{given.op}", timing.bandwidth(given.device)
-    before = kept(record.place(given.out, kind, card), {peer: versions[peer]}) if given.out else {}
-    waits = before.get("first", [])
-    if given.first:
-        waits = [first(op, given.device) for op in OPS[given.op] if op.name in CHUNKED]
-        print("first result:", *waits, flush=True)
-    rows = {row["name"]: row for row in before.get("rows", [])}
-    for name, (op, shape) in chosen.items():
-        rows[name] = {"name": name, "date": datetime.date.today().isoformat(),
-                      "refused": refused and op.refused, **measured(op, shape, given.device, given.rounds, speed)}
-        print(told(rows[name]), flush=True)
-        if given.out:  # after each, since a card is lent for a time
-            in_order = [rows[name] for name in cases(given.op, given.small) if name in rows]
-            record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), first=waits,
-                         rows=in_order)
-            winners.write()
+    speed = timing.bandwidth(given.device)
+    for family, chosen in families.items():
+        kind = f"speed-{family}"
+        before = kept(record.place(given.out, kind, card), {peer: versions[peer]}) if given.out else {}
+        waits = before.get("first", [])
+        if given.first:
+            waits = [first(op, given.device) for op in OPS[family] if op.name in CHUNKED]
+            print("first result:", *waits, flush=True)
+        rows = {row["name"]: row for row in before.get("rows", [])}
+        for name, (op, shape) in chosen.items():
+            rows[name] = {"name": name, "date": datetime.date.today().isoformat(),
+                          "refused": refused and op.refused,
+                          **measured(op, shape, given.device, given.rounds, speed)}
+            print(told(rows[name]), flush=True)
+            if given.out:  # after each, since a card is lent for a time
+                in_order = [rows[name] for name in cases(family, given.small) if name in rows]
+                record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), first=waits,
+                             rows=in_order)
+                winners.write()
 
 
 if __name__ == "__main__":

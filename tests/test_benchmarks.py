@@ -214,9 +214,17 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     waits = {"op": "chunk_simple_gla", "empty": {"forward": 2.22, "both": 6.0},
              "full": {"forward": "its time was up"}}
     monkeypatch.setattr(compare, "first", lambda op, device: waits)
-    for more in (["--first"], ["--shape", "1x66x2x16"]):
+    for more in (["--first"], ["--shape", "1x66x2x16", "--op", "retention"]):
         monkeypatch.setattr("sys.argv", arguments + more)
         compare.main()
+    beside = json.loads(next(tmp_path.glob("speed-retention-*.json")).read_text())
+    assert [row["op"] for row in beside["rows"]] == ["chunk_retention"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--op", "mamba2"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "got ops beside fla and mamba_ssm, need one package at a time" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", arguments)
+    compare.main()
     record = json.loads(next(tmp_path.glob("speed-simple_gla-*.json")).read_text())
     assert [row["op"] for row in record["rows"]] == ["chunk_simple_gla", "fused_recurrent_simple_gla"]
     assert [row["refused"] for row in record["rows"]] == [True, False]
