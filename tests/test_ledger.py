@@ -227,5 +227,5 @@ def test_a_checkout_is_small() -> None:
         files = [path for path in ROOT.rglob("*")
                  if not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)]
     sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in files if path.is_file()}
-    assert len(sizes) > 100 and sum(sizes.values()) <= 8_500_000, sorted(sizes.items(),
+    assert len(sizes) > 100 and sum(sizes.values()) <= 8_600_000, sorted(sizes.items(),
                                                                          key=lambda one: -one[1])[:10]
