@@ -2,13 +2,17 @@
 first GPU (gloo), or have one each (NCCL). A test starts its own processes: `-n 8` compiles side by side."""
 from __future__ import annotations
 
+import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import flashlin
 from flashlin import dispatch
 from tests.ranks import Job, as_exact_as_one, computed, divided, made, model_equals_one, of_rank, run_jobs
 
@@ -64,3 +68,23 @@ def test_three_ranks_share_a_gpu(op: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", (*OPS, *MODELS))
 def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
     _hold(_jobs(op, 2), tmp_path, "nccl")
+
+
+def dies(group: Any) -> None:
+    """Rank 1, between forward and backward; rank 0 goes on."""
+    call = of_rank(made("chunk_kda", 3, 3072, None, K=64, dtype=torch.bfloat16, device="cuda"), group)
+    leaves = {name: x.requires_grad_() for name, x in call.tokens.items()}
+    o, _ = flashlin.chunk_kda(**leaves, process_group=group)
+    torch.cuda.synchronize()
+    if dist.get_rank(group) == 1:
+        os._exit(1)
+    o.sum().backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
+def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
+    """It raises, or NCCL ends its process, once the group's timeout is over."""
+    began = time.monotonic()
+    said = run_jobs({"dies": (2, dies)}, tmp_path, "nccl", 240)["dies"]
+    assert said[0] and time.monotonic() - began < 200, said
