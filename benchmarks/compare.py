@@ -1,4 +1,4 @@
-"""One op of flashlin beside fla, mamba_ssm and FlashQLA, on the same work in one process, in turn.
+"""Ops of flashlin beside fla, mamba_ssm and FlashQLA, on the same work in one process, in turn.
 
     python -m benchmarks.compare --op gated_delta_rule --out benchmarks/results [--warm-fla 16]
     python -m benchmarks.compare --op gla --op rwkv6 --shape 1x32768x8x128
@@ -161,10 +161,10 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
-    known = dict.fromkeys(str(shape) for op in given.op for _, shape in cases(op, given.small).values())
-    for shape in given.shape:
-        if shape not in known:
-            options.error(f"--shape: got {shape}, need one of {', '.join(known)}")
+    for op in given.op:
+        known = dict.fromkeys(str(shape) for _, shape in cases(op, given.small).values())
+        if other := set(given.shape) - known.keys():
+            options.error(f"--shape: got {', '.join(sorted(other))}, need one of {op}'s, {', '.join(known)}")
     if len(peers := {OPS[op][0].peer for op in given.op}) > 1:
         options.error(f"--op: got ops beside {' and '.join(sorted(peers))}, need one package at a time")
     return given

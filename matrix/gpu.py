@@ -178,7 +178,8 @@ def main() -> int:
         before = load_gpu(place)
     if not record.made_by(card).items() <= before.items():
         before = {}
-    before["configs"] = of_today(before.get("configs", {}))
+    if before:
+        before["configs"] = of_today(before["configs"])
     tried = collect(arguments.jobs, arguments.op, arguments.seconds,
                     place if before and arguments.missing else None)
     rows, untried = [[row for row in tried if ("not tried" in row) == aside] for aside in (False, True)]

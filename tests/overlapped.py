@@ -126,16 +126,16 @@ BACK = {f"{name}, gradients": partial(call, gradients=True) for name, call in {*
 ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
 # Of kernels that these have, too.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
-    "many chunks, an odd address": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
+    "many chunks, not aligned": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
                                            shift=1),
-    "many chunks, an odd address, gradients": partial(sequences, "chunk_simple_gla", T=1024, gated=True,
+    "many chunks, not aligned, gradients": partial(sequences, "chunk_simple_gla", T=1024, gated=True,
                                                       state=True, shift=1, gradients=True),
-    "gated delta, many chunks, an odd address": partial(delta, T=4096, state=True, shift=1),
+    "gated delta, many chunks, not aligned": partial(delta, T=4096, state=True, shift=1),
     "delta, many chunks": partial(delta, T=4096, gated=False),
     "delta, a head that is not split": partial(delta, T=384, gated=False, long_keys=True),
     "delta, a head that is not split, gradients": partial(delta, T=384, gated=False, long_keys=True,
                                                           gradients=True),
-    "gated delta, many chunks, an odd address, gradients": partial(delta, T=1024, state=True, shift=1,
+    "gated delta, many chunks, not aligned, gradients": partial(delta, T=1024, state=True, shift=1,
                                                                    gradients=True)}
 
 

@@ -15,7 +15,6 @@ from flashlin.testing.environments import NotInstallable, cache_folder, installe
 PIP = """
 import os, sys, time
 from pathlib import Path
-from typing import Any
 target = Path(sys.argv[sys.argv.index("--target") + 1])
 Path(os.environ["TMPDIR"], "wheel").write_bytes(bytes(3_000_000))
 time.sleep({sleep})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ def test_a_full_card_a_killed_worker_and_the_end_of_the_time_are_no_verdicts(
         monkeypatch.setattr(record, "python", lambda *arguments, how=how: [sys.executable, "-c", begin + how])
         [row] = gpu.collect(1, [], seconds)
         assert row["op"] == "op" and why in row[name] and not row["ok"]
+
+
+def test_a_record_of_other_versions_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known: list[Path | None] = []
+
+    def collect(jobs: int, ops: list[str], seconds: float, earlier: Path | None) -> list[dict[str, Any]]:
+        known.append(earlier)
+        return [{**row("random", True), **dict.fromkeys(gpu.RIGHT, 0.0)} | row("random", True)]
+    monkeypatch.setattr(gpu, "collect", collect)
+    monkeypatch.setattr(record, "this_card", lambda: HERE)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--missing", "--out", str(tmp_path)])
+    place = record.place(tmp_path, "gpu", HERE)
+    for _ in range(2):  # there is none; there is one
+        assert gpu.main() == 0
+    place.write_text(json.dumps({**json.loads(place.read_text()), "ptxas": "another"}))
+    assert gpu.main() == 0 and known == [None, place, None]
 
 
 def test_configurations_of_kernels_that_have_changed_leave_a_record() -> None:

@@ -218,7 +218,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
                "columns, with one stage, or rows, with two; or columns with any, where a tensor does not "
-               "begin at 16 bytes, since nothing is on its way then (the chunk ops copy such tensors)",
+               "begin at a multiple of 16 bytes, since nothing is on its way then (the chunk ops copy these)",
         symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
         min_warps=4,

@@ -70,14 +70,15 @@ def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
     _hold(_jobs(op, 2), tmp_path, "nccl")
 
 
-def dies(group: Any) -> None:
-    """Rank 1, between forward and backward; rank 0 goes on."""
+def dies(begun: Path, group: Any) -> None:
+    """Rank 1, between forward and backward; rank 0 goes on, and notes that it does."""
     call = of_rank(made("chunk_kda", 3, 3072, None, K=64, dtype=torch.bfloat16, device="cuda"), group)
     leaves = {name: x.requires_grad_() for name, x in call.tokens.items()}
     o, _ = flashlin.chunk_kda(**leaves, process_group=group)
     torch.cuda.synchronize()
     if dist.get_rank(group) == 1:
         os._exit(1)
+    begun.touch()
     o.sum().backward()
     torch.cuda.synchronize()
 
@@ -85,6 +86,7 @@ def dies(group: Any) -> None:
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
 def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
     """It raises, or NCCL ends its process, once the group's timeout is over."""
-    began = time.monotonic()
-    said = run_jobs({"dies": (2, dies)}, tmp_path, "nccl", 240)["dies"]
-    assert said[0] and time.monotonic() - began < 200, said
+    began, begun = time.monotonic(), tmp_path / "backward"
+    said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 240)["dies"]
+    assert begun.exists() and time.monotonic() - began < 200, said
+    assert said[0] and said[1] == "the process was gone", said

@@ -63,18 +63,29 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
             yield fake
 
 
-def forward(op: Op, shape: Shape = SMALL) -> Callable[[], Any]:
-    """Calls it; what is returned goes backward."""
+def forward(op: Op, shape: Shape = SMALL, apart: bool = False) -> Callable[[], Any]:
+    """Calls it; what is returned goes backward. apart: q's address is no multiple of 16."""
     given = inputs(op, shape, "cpu")
+    if apart:
+        q = given["q"]
+        moved = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q.detach())
+        given["q"] = moved.requires_grad_()
     made = getattr(flashlin, op.name)(**given)
     o = made[0] if isinstance(made, tuple) else made
     leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     return lambda: torch.autograd.grad(o, leaves, torch.ones_like(o))
 
 
-@pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
-def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, card: Card) -> None:
-    backward = forward(op)
+RETENTION = next(op for op in CHUNKED if op.name == "chunk_retention")
+
+
+@pytest.mark.parametrize(("op", "shape", "apart"), [
+    *[pytest.param(op, SMALL, False, id=op.name) for op in CHUNKED],
+    pytest.param(RETENTION, SMALL, True, id="not aligned"),
+    pytest.param(RETENTION, Shape(1, 576, 1, 64), False, id="backward as with a gate")])
+def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, shape: Shape, apart: bool,
+                                                         card: Card) -> None:
+    backward = forward(op, shape, apart)
     for thread in ahead._compiling.values():
         thread.join()
     known, started = len(card.compiled), len(card.started)

@@ -203,7 +203,18 @@ def test_other_facts_are_another_run(card: Memory, again: list[Any]) -> None:
                    {"output_final_state": True}, {"initial_state": torch.zeros(2, 2, 16, 16)}):
         assert [runs(again, 1, **change) for _ in range(3)] == [0, 0, 1], change.keys()
     assert runs(again) == 4
-    assert runs(again, v=beside(leaves()["v"])) == 4, "what begins at an odd address is copied"
+    assert runs(again, v=beside(leaves()["v"])) == 4, "what is not aligned is copied"
+
+
+def test_token_by_token_tensors_that_are_not_aligned_are_another_run(card: Memory, again: list[Any]) -> None:
+    """Kernels read them where they lie."""
+    def made_again(v: torch.Tensor) -> int:
+        again.clear()
+        flashlin.fused_recurrent_gated_delta_rule(**{**leaves(), "v": v})
+        return len(again)
+    v = leaves()["v"].detach()
+    assert [made_again(v) for _ in range(3)] == [0, 0, 1]
+    assert [made_again(beside(v)) for _ in range(3)] == [0, 0, 1]
 
 
 def test_a_tensor_given_twice_is_another_call(card: Memory, again: list[Any]) -> None:

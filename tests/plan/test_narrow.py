@@ -99,7 +99,8 @@ def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple
 
 
 @pytest.mark.parametrize(("facts", "as_gated"), [
-    ({}, True), ({"T": 512}, True), ({"T": 511}, False), ({"T": 1025}, False), ({"B": 17, "N": 17}, False),
+    ({}, True), ({"T": 512}, True), ({"T": 511}, False),
+    ({"T": 1025, "B": 16, "N": 16}, False), ({"B": 17, "N": 17}, False), ({"dtype": "float32"}, False),
     ({"invariant": True}, False)])
 def test_short_sequences_of_few_heads_go_back_as_with_a_gate(facts: dict[str, Any], as_gated: bool) -> None:
     given: dict[str, Any] = {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "N": 8, "dtype": "bfloat16",

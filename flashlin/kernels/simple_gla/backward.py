@@ -14,11 +14,11 @@ Nothing here is the difference of two large sums: pairs i = j, which cancel on p
 and under strong decays dwarf everything else, are left out of a and b; and every chunk starts anew from <h,
 dh>, so rounding does not add up along the sequence.
 
-A decay that is the same for every token, or none, has no gradient: then there are three scans, each split so
-that nothing is a partial sum. dq needs the state and dk its gradient, both contracted over V: those two split
-K. dv contracts over K: it splits V. A gate takes a scan that stores the state entering each chunk, the scan
-of dv, which stores the gradient of the state leaving it, and then a program for each chunk, in which
-everything else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs
+A decay that is the same for every token, or none, has no gradient. Unless the plan has it go as a gate, there
+are three scans then, each split so that nothing is a partial sum. dq needs the state and dk its gradient,
+both contracted over V: those two split K. dv contracts over K: it splits V. A gate takes a scan that stores
+the state entering each chunk, the scan of dv, which stores the gradient of the state leaving it, and then a
+program for each chunk, in which everything else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs
 are one product then, of the sum of ds over heads; and what the gate wants of one head is taken from the
 scores q_i . k_j, which all of them have in common, and from products with the state on the narrower side:
     a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)

@@ -62,8 +62,8 @@ HEADS = 16  # whose dq and dk a program adds up at most
 @calm
 @narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
-    """Forward's launches, then backward's if gradients are wanted; backward of the token kernel is the
-    chunked one."""
+    """The sums of decays where there are some, forward's launches, then backward's if gradients are wanted;
+    backward of the token kernel is the chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)
@@ -114,8 +114,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _short(problem: Problem, target: Target, strips: int) -> bool:
-    """Whether backward without a gate goes as with one."""
-    return (is_hopper(target) and SHORT <= problem.T <= WHOLE and not problem.invariant
+    """Whether backward without a gate goes as with one (timed in 16 bits only)."""
+    return (is_hopper(target) and operand_bytes(problem) == 2 and SHORT <= problem.T <= WHOLE
+            and not problem.invariant
             and problem.N * problem.H * strips <= target.sms)
 
 

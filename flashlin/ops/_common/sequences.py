@@ -95,11 +95,13 @@ def contiguous(grads: Any, v: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def aligned(x: Tensors) -> Tensors:
-    """The same tensors, copies of those that begin at an odd address: descriptors cannot begin there, and
-    plain Triton compiles other code for them, in which no load is on its way beside a product, which faults
-    where states are narrow (hopper-narrow-state)."""
+    """The same tensors, copies of those whose address is no multiple of 16: descriptors cannot begin there,
+    and plain Triton compiles other code for them, in which no load is on its way beside a product, which faults
+    where states are narrow (hopper-narrow-state). Copies tell, too, whether a gradient is wanted, by which
+    backward's kernels are foreseen (ahead.py)."""
     if not reduce(or_, [0 if y is None else y.data_ptr() for y in x], 0) % ALIGNED:
         return x
     make: Any = x._make if hasattr(x, "_make") else tuple
-    copied: Tensors = make([y.clone() if y is not None and y.data_ptr() % ALIGNED else y for y in x])
+    copied: Tensors = make([y if y is None or not y.data_ptr() % ALIGNED else
+                            y.clone().requires_grad_(y.requires_grad) for y in x])
     return copied
