@@ -370,6 +370,9 @@ def _written() -> Iterator[Call]:
     yield _sequences("chunk_kda", BF16, 128, "HV=8, gates in kernel", **INSIDE_KDA)
     yield _sequences("fused_recurrent_kda", BF16, 128, "decoding, HV=8, gates in kernel", T=1,
                      lower_bound=-5.0, **INSIDE_KDA)
+    yield _sequences("fused_recurrent_gdn2", BF16, 128, "decoding, HV=8, gates in kernel", T=1, HV=8,
+                     gates=("g_vector", "b", "w", "A_log", "dt_bias_vector"), use_qk_l2norm_in_kernel=True,
+                     use_gate_in_kernel=True)
     yield from served()
     yield _sequences("fused_recurrent_gla", BF16, 128, "gk gv", gates=("gk", "gv"))
     yield _sequences("fused_recurrent_delta_rule", FP32, 64, "headwise beta", gates=("beta_headwise",))

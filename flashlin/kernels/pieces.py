@@ -135,6 +135,13 @@ def tile(
 
 
 @triton.jit
+def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
+    """[BT] of beta [rows, HV], zeros past the end."""
+    rows = tl.arange(0, BT)
+    return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
+
+
+@triton.jit
 def put(
     x,  # [rows, H, D]
     value,  # [BT, BD]

@@ -1,12 +1,13 @@
 """Comba, a gated delta rule that is fed back with a vector of its own; mirrors ``fla.ops.comba``.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T        o_t = scale S_t^T q_t
-p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). Composed: the DPLR delta rule
-(dplr_delta_rule.py) that reads with -beta p and writes to k.
+p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). Chunk by chunk, and where
+gradients are wanted, it is composed: the DPLR delta rule (dplr_delta_rule.py) that reads with -beta p and
+writes to k. Token by token without gradients it is one launch.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +16,7 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request
-from flashlin.ops._common.planned import common_dtype
-from flashlin.ops._common.preprocess import by_value_head, wide
+from flashlin.ops._common.preprocess import by_value_head
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.norm import l2norm
 
@@ -73,12 +73,22 @@ def chunk_comba(
     fla's kernels, its naive_chunk_comba and the paper before.)
     """
     no_unknown("chunk_comba", unknown)
-    x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    check_qkv(q, k, v, grouped=True)
+    B, T, HV = v.shape[:3]
+    if p is not None:
+        need_tensor("p", p, tuple(k.shape), "[B, T, H, K]", q.device)
+    need_tensor("g", g, (B, T, HV), "[B, T, HV]", q.device)
+    if beta is not None:
+        need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", q.device)
+    if use_qk_l2norm_in_kernel:
+        q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
+    x = recurrent.as_dplr(Inputs(q, k, v, beta, g, a=p), erase=False)
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    decays = x.g[..., None].expand(x.a.shape)
     # two writing vectors have no kernels for several value heads to a head
-    return chunked.run(FAMILY, request, (by_value_head(x.q, v), x.b, x.v, decays, x.a, x.b, None))
+    tensors = (by_value_head(q, v), x.b, x.v, g[..., None].expand(*g.shape, q.shape[3]), x.a, x.b, None)
+    return chunked.run(FAMILY, request, tensors)
 
 
 def fused_recurrent_comba(
@@ -96,47 +106,18 @@ def fused_recurrent_comba(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.comba.fused_recurrent_comba``. Composed: the DPLR delta rule, as ``chunk_comba``.
+    ``fla.ops.comba.fused_recurrent_comba``.
 
     Arguments, returns and errors as ``chunk_comba``, but, as in fla, p comes before v. A beta for each value
-    channel, [B, T, HV, V], which fla's kernel takes without saying so, is an error.
+    channel, [B, T, HV, V], which fla's kernel takes without saying so, is an error. Without gradients all of
+    it is one launch; with gradients norms and beta come first, in torch.
 
     Differs from fla where fla fails: has a backward (q, k, v, p, g, beta and initial_state get gradients,
     through o and through the final state), several value heads without beta, checked shapes and cu_seqlens,
     CPU tensors.
     """
     no_unknown("fused_recurrent_comba", unknown)
-    x = _as_dplr(q, k, v, p, g, beta, use_qk_l2norm_in_kernel)
-    inputs = Inputs(x.q, x.k, x.v, g=x.g, a=x.a, b=x.b, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run("fused_recurrent_comba", inputs, (), scale, output_final_state)
-
-
-class _Dplr(NamedTuple):
-    """g [B, T, HV]; a, b [B, T, HV, K]. The rest as ``kernels/dplr/inputs.py``."""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    a: Tensor
-    b: Tensor
-
-
-def _as_dplr(q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta: Tensor | None,
-             l2: bool) -> _Dplr:
-    """The call as one of the DPLR delta rule, checked, after the norms."""
-    scalars.flags(use_qk_l2norm_in_kernel=l2)
-    check_qkv(q, k, v, grouped=True)
-    B, T, HV = v.shape[:3]
-    if p is not None:
-        need_tensor("p", p, tuple(k.shape), "[B, T, H, K]", q.device)
-    need_tensor("g", g, (B, T, HV), "[B, T, HV]", q.device)
-    if beta is not None:
-        need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", q.device)
-    if l2:
-        q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
-    dtype = common_dtype(q, k, v, p)
-    written, read = by_value_head(k, v), by_value_head(k if p is None else p, v)
-    if beta is None:
-        return _Dplr(q, k, v, g, -read, written)
-    rate = wide(beta)[..., None]
-    return _Dplr(q, k, (rate * v).to(v.dtype), g, (-rate * read).to(dtype), written)
+    flags = recurrent.flags("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)
+    called = {"g": "g"} if p is None else {"g": "g", "a": "p"}
+    return recurrent.run("fused_recurrent_comba", inputs, flags, scale, output_final_state, called=called)

@@ -2,12 +2,13 @@
 each value channel; mirrors ``fla.ops.gdn2``.
 
     S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
-With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Composed:
-the DPLR delta rule (dplr_delta_rule.py), which reads the state before it decays, so with -b k e^g there.
+With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Chunk by
+chunk, and where gradients are wanted, it is composed: the DPLR delta rule (dplr_delta_rule.py), which reads
+the state before it decays, so with -b k e^g there. Token by token without gradients it is one launch.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
-from flashlin.ops._common.planned import common_dtype
 from flashlin.ops._common.preprocess import by_value_head, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
@@ -108,10 +108,20 @@ def chunk_gdn2(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
-    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
+    scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    check_qkv(q, k, v, grouped=True)
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    for name, y in (("g", g), ("b", b)):
+        need_tensor(name, y, (B, T, HV, K), "[B, T, HV, K]", q.device)
+    need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
+    A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
+    if A_log is not None:
+        g = fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    x = recurrent.as_dplr(Inputs(q, k, v, w, gk=g, a=b), erase=True)
     # two writing vectors have no kernels for several value heads to a head
-    tensors = (by_value_head(x.q, v), x.b, x.v, x.gk, x.a, x.b, None)
+    tensors = (by_value_head(q, v), x.b, x.v, g, x.a, x.b, None)
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
     return chunked.run(FAMILY, request, tensors)
@@ -139,63 +149,30 @@ def fused_recurrent_gdn2(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet 2, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.gdn2.fused_recurrent_gdn2``. Composed: the DPLR delta rule, as ``chunk_gdn2``.
+    ``fla.ops.gdn2.fused_recurrent_gdn2``.
 
-    Arguments, returns and errors as ``chunk_gdn2``.
+    Arguments, returns and errors as ``chunk_gdn2``. Without gradients all of it is one launch, the gate
+    included; with gradients gates, norms and rates come first, in torch.
 
     Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does,
     through o and through the final state. A gate without A_log and without a lower_bound is an error (fla
-    takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword. The gates and
-    norms are passes of torch before the one launch.
+    takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword.
     """
     op = "fused_recurrent_gdn2"
     no_unknown(op, unknown)
-    gate = Gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    x = _as_dplr(op, Given(q, k, v, g, b, w), use_qk_l2norm_in_kernel, gate)
-    flags = recurrent.flags(state_v_first=v_first(op, state_v_first, transpose_state_layout))
-    return recurrent.run(op, x._replace(h0=initial_state, bounds=cu_seqlens), flags, scale,
-                         output_final_state)
+    A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    bounded = () if bound is None else (f"bound:{bound}",)
+    flags = recurrent.flags("delta", "erase", *bounded, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+    inputs = Inputs(q, k, v, w, gk=g, a=b, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
+    return recurrent.run(op, inputs, flags, scale, output_final_state,
+                         called={"gk": "g", "a": "b", "beta": "w"})
 
 
-class Given(NamedTuple):
-    """The tensors, shaped as in ``chunk_gdn2``."""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    b: Tensor
-    w: Tensor
-
-
-class Gate(NamedTuple):
-    """What makes decays of a raw g, where ``inside`` says that it is raw."""
-    inside: bool
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    lower_bound: float | None
-    safe: bool = False
-
-
-def _as_dplr(op: str, given: Given, l2: bool, gate: Gate) -> Inputs:
-    """The call as one of the DPLR delta rule, checked, after norms and gates."""
-    q, k, v, g, b, w = given
-    scalars.flags(use_qk_l2norm_in_kernel=l2)
-    check_qkv(q, k, v, grouped=True)
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    for name, x in (("g", g), ("b", b)):
-        need_tensor(name, x, (B, T, HV, K), "[B, T, HV, K]", q.device)
-    need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
-    g = _decay(op, g, gate)
-    if l2:
-        q, k = l2norm(q), l2norm(k)
-    written = by_value_head(k, v)
-    read = (-wide(b) * written * wide(g).exp()).to(common_dtype(q, k, v))
-    return Inputs(q, k, (wide(w) * v).to(v.dtype), gk=g, a=read, b=written)
-
-
-def _decay(op: str, g: Tensor, gate: Gate) -> Tensor:
-    """g, or the decays that a raw one becomes."""
-    inside, A_log, dt_bias, bound, safe = gate
+def _parameters(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
+                bound: float | None, safe: bool = False) -> tuple[Tensor | None, Tensor | None, float | None]:
+    """Of a raw g, which it is with the gate ``inside``: A_log [HV], dt_bias [HV, K] or None, and the lower
+    bound or None, checked. Of decays: nothing."""
     scalars.flags(use_gate_in_kernel=inside)
     if bound is not None:
         bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
@@ -204,12 +181,11 @@ def _decay(op: str, g: Tensor, gate: Gate) -> Tensor:
         if A_log is not None or dt_bias is not None:
             raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without "
                              "use_gate_in_kernel, which alone reads it")
-        return g
+        return None, None, None
     if safe and (bound is None or bound < -5):
         raise ValueError(f"lower_bound: got {bound}, need -5 <= lower_bound < 0 with safe_gate and "
                          "use_gate_in_kernel")
     if A_log is None and bound is None:
         raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
                          "lower_bound")
-    A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-    return fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)
+    return *gate_parameters(g, A_log, dt_bias), bound

@@ -12,6 +12,7 @@ the angles' running sums and the rotation are torch, and what D and Z do is Mamb
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from flashlin.ops._common.planned import common_dtype
 from flashlin.ops._common.pointwise import check_rows, scaled, skipped
 
 TURN = 2 * math.pi
+BLOCK = 64  # rows that one thread adds up
 
 
 class States(NamedTuple):
@@ -108,32 +110,32 @@ def mamba3_siso_combined(
     dtype, tensors = common_dtype(Q, K, V), (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
     doubles = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wide = torch.float64 if doubles else torch.float32
-    rows = _rows(b, T, bounds, Q.device)
+    packed = None if bounds is None else _packed(T, bounds, Q.device)
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     share = trap.sigmoid()
-    turns = (math.pi * Angles.to(wide).tanh() * step[..., None]).view(b * T, *Angles.shape[2:]).double()
-    of_angle = None if states is None else states.angle.double()
-    angle = rows.running_sum(turns, of_angle).remainder(TURN).to(wide)
-    cos, sin = (x.view(Angles.shape) for x in (angle.cos(), angle.sin()))
-    q, k = (_turned(x, bias, cos, sin).to(dtype) for x, bias in ((Q, Q_bias), (K, K_bias)))
+    of_angle, of_k, of_v = (None, None, None) if states is None else (
+        states.angle.double(), states.k.to(dtype), states.v.to(V.dtype))
+    angle = _angles(Angles.to(wide).tanh() * (math.pi * step)[..., None], of_angle, packed)
+    # Traced, the compiler makes one kernel of the rotation, but not of complex numbers.
+    turned = _turned if torch.compiler.is_compiling() else _Turned.apply
+    q, k = turned(angle, dtype, Q, Q_bias, K, K_bias)
 
-    k_rows, v_rows = k.reshape(b * T, *k.shape[2:]), V.reshape(b * T, *V.shape[2:])
-    of_k = None if states is None else states.k.to(dtype)
-    of_v = None if states is None else states.v.to(V.dtype)
-    k_before, v_before = rows.before(k_rows, of_k).view(k.shape), rows.before(v_rows, of_v).view(V.shape)
-    own, _ = scaled(op, V, step * share, dtype)
-    earlier, _ = scaled(op, v_before, step * (1 - share) * decay.exp(), dtype)
     request = chunked.Request(op, 1.0, None if states is None else states.ssm, return_final_states, bounds,
                               state_v_first=True)
+    own, _ = scaled(op, V, step * share, dtype)
     y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, own, decay, None), out_dtype=wide)
+    del own
+    earlier, _ = scaled(op, _before(V, of_v, packed), step * (1 - share) * decay.exp(), dtype)
     y_before, ssm_before = chunked.run(simple_gla.FAMILY, request._replace(h0=None),
-                                       (q, k_before, earlier, decay, None), out_dtype=wide)
-    y = y + y_before
+                                       (q, _before(k, of_k, packed), earlier, decay, None), out_dtype=wide)
+    del q, earlier
+    y += y_before
+    del y_before
     y = y.to(V.dtype) if D is None and Z is None else skipped(op, y, V, D, Z, V.dtype)
     if ssm is None or ssm_before is None:
         return y
-    last_angle = rows.last(angle, None if of_angle is None else of_angle.remainder(TURN).to(wide))
-    return y, last_angle, ssm + ssm_before, rows.last(k_rows, of_k), rows.last(v_rows, of_v)
+    last_angle = _last(angle, None if of_angle is None else of_angle.remainder(TURN).to(wide), packed)
+    return y, last_angle, ssm + ssm_before, _last(k, of_k, packed), _last(V, of_v, packed)
 
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
@@ -176,81 +178,181 @@ def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Ten
     return States(*given)
 
 
-def _turned(x: Tensor, bias: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, T, G, N] + bias [H, N] for each head, its first pairs turned by angles [b, T, H, R]."""
+class _Turned(torch.autograd.Function):
+    """What _turned gives, in fewer passes over memory, forward and backward, and keeping little."""
+
+    @staticmethod
+    def forward(ctx: Any, angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(angle, *given)
+        turn, R = torch.polar(angle.new_ones(()), angle), angle.shape[3]
+        turned = []
+        for x, bias in _with_biases(given):
+            heads = _heads(x, bias, angle).contiguous()
+            torch.view_as_complex(heads[..., :2 * R].unflatten(-1, (R, 2))).mul_(turn)
+            turned.append(heads.to(dtype))
+        return tuple(turned)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Turned back, a gradient is that of the sum with the bias."""
+        angle, *given = ctx.saved_tensors
+        (b, T, H, R), of_angle, of_given = angle.shape, None, []
+        back = _Turned.apply(-angle, angle.dtype, *[x for dx in gradients for x in (dx, None)])
+        for (x, bias), of_heads in zip(_with_biases(given), back, strict=True):
+            G, N = x.shape[2:]
+            of_groups = of_heads.view(b, T, G, H // max(G, 1), N)
+            of_given += [of_groups.sum_to_size(b, T, G, 1, N).squeeze(3),
+                         None if bias is None else of_heads.sum((0, 1))]
+            of_angle = _crossed(_heads(x, bias, angle), of_heads, R, of_angle)
+        return of_angle, None, *of_given
+
+
+def _crossed(x: Tensor, y: Tensor, R: int, known: Tensor | None) -> Tensor:
+    """The cross products [..., R] of the first pairs of both, added to what is known."""
+    (even, odd), (to_even, to_odd) = ((z[..., :2 * R:2], z[..., 1:2 * R:2]) for z in (x, y))
+    product = even * to_odd if known is None else torch.addcmul(known, even, to_odd)
+    return torch.addcmul(product, odd, to_even, value=-1)
+
+
+def _turned(angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
+    """x [b, T, G, N] + bias [H, N] for each head, its first pairs turned by angles [b, T, H, R]; given: x,
+    bias, then the next x and its bias."""
+    (cos, sin), R = (angle.cos(), angle.sin()), angle.shape[3]
+    turned = []
+    for x, bias in _with_biases(given):
+        turning, rest = _heads(x, bias, angle).tensor_split([2 * R], -1)
+        even, odd = turning[..., ::2], turning[..., 1::2]
+        pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        turned.append(torch.cat([pairs, rest], -1).to(dtype))
+    return tuple(turned)
+
+
+def _with_biases(given: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(given[::2], given[1::2], strict=True)
+
+
+def _heads(x: Tensor, bias: Tensor | None, angle: Tensor) -> Tensor:
+    """x [b, T, G, N] + bias [H, N] for each head, in memory of its own and the dtype of angles."""
+    if bias is None:  # x has a row for each head
+        return x.to(angle.dtype, copy=True)
     H, N = bias.shape
-    G, R = x.shape[2], cos.shape[3]
-    heads = (x.to(cos.dtype)[:, :, :, None] + bias.to(cos.dtype).view(G, H // max(G, 1), N)).flatten(2, 3)
-    turning, rest = heads.split([2 * R, N - 2 * R], -1)
-    even, odd = turning[..., ::2], turning[..., 1::2]
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    return torch.cat([turned, rest], -1)
+    G = x.shape[2]
+    return (x[:, :, :, None] + bias.to(angle.dtype).view(G, H // max(G, 1), N)).flatten(2, 3)
 
 
-class _Rows(NamedTuple):
-    """Where the rows [b T] of all sequences lie. sequence: of each row; first, end: its sequence's first row
-    and the one after its last (a row of no sequence is one of its own). begins, ends: of each sequence."""
+class _Packed(NamedTuple):
+    """Where sequences lie that are packed along T. sequence: of each row; first, end: its sequence's first
+    row and the one after its last (a row of no sequence is one of its own). begins, ends: of each
+    sequence."""
     sequence: Tensor
     first: Tensor
     end: Tensor
     begins: Tensor
     ends: Tensor
 
-    def running_sum(self, x: Tensor, start: Tensor | None) -> Tensor:
-        """Sums [b T, ...] of the rows of a sequence up to each, start [n, ...] included."""
-        if start is not None and len(x):
-            kept = (self.ends > self.begins).view(-1, *[1] * (start.ndim - 1))
-            x = x.index_add(0, self.begins.clamp(max=len(x) - 1), torch.where(kept, start, 0))
-        total: Tensor = _RunningSum.apply(x, self.first, self.end)
-        return total
 
-    def before(self, x: Tensor, start: Tensor | None) -> Tensor:
-        """The row before each in its sequence; before the first start [n, ...], or zeros."""
-        at = torch.arange(len(x), device=x.device)
-        return self._joined(x, start).index_select(
-            0, torch.where(at > self.first, len(self.begins) + at - 1, self.sequence))
-
-    def last(self, x: Tensor, start: Tensor | None) -> Tensor:
-        """The last row of each sequence; of one without rows start [n, ...], or zeros."""
-        n = torch.arange(len(self.begins), device=x.device)
-        return self._joined(x, start).index_select(
-            0, torch.where(self.ends > self.begins, len(self.begins) + self.ends - 1, n))
-
-    def _joined(self, x: Tensor, start: Tensor | None) -> Tensor:
-        return torch.cat([x.new_zeros(len(self.begins), *x.shape[1:]) if start is None else start, x])
-
-
-def _rows(b: int, T: int, bounds: Tensor | None, device: torch.device) -> _Rows:
-    at = torch.arange(b * T, device=device)
-    if bounds is None:
-        sequence, begins = at // max(T, 1), torch.arange(b, device=device) * T
-        return _Rows(sequence, sequence * T, sequence * T + T, begins, begins + T)
-    edges = bounds.long()
+def _packed(T: int, bounds: Tensor, device: torch.device) -> _Packed:
+    at, edges = torch.arange(T, device=device), bounds.long()
     begins, ends = edges[:-1].contiguous(), edges[1:].contiguous()
     sequence = torch.searchsorted(ends, at, right=True).clamp(max=len(begins) - 1)
     first, end = begins[sequence], ends[sequence]
     covered = (first <= at) & (at < end)
-    return _Rows(sequence, torch.where(covered, first, at), torch.where(covered, end, at + 1), begins, ends)
+    return _Packed(sequence, torch.where(covered, first, at), torch.where(covered, end, at + 1), begins, ends)
+
+
+def _before(x: Tensor, start: Tensor | None, packed: _Packed | None) -> Tensor:
+    """The row of x [b, T, ...] before each in its sequence; before the first start [n, ...], or zeros."""
+    T, n = x.shape[1], x.shape[0] if packed is None else len(packed.begins)
+    start = x.new_zeros(n, *x.shape[2:]) if start is None else start
+    if packed is None:
+        return torch.cat([start[:, None], x[:, :-1]], 1)[:, :T]
+    at = torch.arange(T, device=x.device)
+    return torch.cat([start, x[0]]).index_select(
+        0, torch.where(at > packed.first, n + at - 1, packed.sequence))[None]
+
+
+def _last(x: Tensor, start: Tensor | None, packed: _Packed | None) -> Tensor:
+    """The last row of each sequence of x [b, T, ...]; of one without rows start [n, ...], or zeros."""
+    n = x.shape[0] if packed is None else len(packed.begins)
+    if x.shape[1] == 0:
+        return x.new_zeros(n, *x.shape[2:]) if start is None else start.clone()
+    if packed is None:
+        return x[:, -1].clone()
+    rows = x[0].index_select(0, (packed.ends - 1).clamp(min=0))
+    return torch.where(_any_rows(packed, rows), rows, 0 if start is None else start)
+
+
+def _any_rows(packed: _Packed, like: Tensor) -> Tensor:
+    """Whether a sequence has any, [n, 1, ...]."""
+    return (packed.ends > packed.begins).view(-1, *[1] * (like.ndim - 1))
+
+
+def _angles(turns: Tensor, start: Tensor | None, packed: _Packed | None) -> Tensor:
+    """Sums of the turns [b, T, H, R] of a sequence up to each, start [n, H, R] included, in 0 .. 2 pi."""
+    if turns.shape[1] == 0:
+        return turns
+    where: tuple[Any, ...] = (None, None, None)
+    if packed is not None:
+        where = packed.begins.clamp(max=turns.shape[1] - 1), packed.first, packed.end
+        start = None if start is None else torch.where(_any_rows(packed, start), start, 0)
+    angle: Tensor = _RunningSum.apply(turns, start, *where, TURN)
+    return angle
 
 
 class _RunningSum(torch.autograd.Function):
-    """Of rows x [rows, ...]: x[first[t]] + ... + x[t] for each t. What is not finite stays in its sequence,
-    and so do gradients: a sum over all rows less that of the rows before a sequence would be NaN."""
+    """Of rows x [b, T, ...]: the sums of those of its sequence up to each in float64, rounded to x's dtype;
+    with turn what is left of them beyond whole turns. start [n, ...] is added to the rows ``at``, those of a
+    batch to its first; first, end: as of _Packed, None for a batch. What is not finite stays in its sequence,
+    and so do gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, end: Tensor) -> Tensor:
-        ctx.save_for_backward(first, end)
-        broken = ~x.isfinite()
-        row_before = (*[0] * (2 * x.ndim - 2), 1, 0)  # of zeros
-        sums = F.pad(torch.where(broken, 0, x).cumsum(0), row_before)
-        counts = F.pad(broken.cumsum(0, dtype=torch.int32), row_before)
-        total = sums[1:] - sums.index_select(0, first)
-        return torch.where(counts[1:] > counts.index_select(0, first), torch.nan, total)
+    def forward(ctx: Any, x: Tensor, start: Tensor | None, at: Tensor | None, first: Tensor | None,
+                end: Tensor | None, turn: float | None) -> Tensor:
+        ctx.save_for_backward(at, first, end)
+        rows = x.to(torch.float64, copy=True)
+        if start is not None:
+            if at is None:
+                rows[:, 0] += start
+            else:
+                rows[0].index_add_(0, at, start)
+        sums = _prefix(rows) if first is None else _prefix_from(rows, first)
+        # rounded as it is written, which saves a pass
+        return sums.to(x.dtype) if turn is None else torch.remainder(sums, turn, out=x.new_empty(x.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """The same from the end: each row is in the sums up to its sequence's end."""
-        first, end = ctx.saved_tensors
-        rows = len(first)
-        back = _RunningSum.apply(gradient.flip(0), (rows - end).flip(0), (rows - first).flip(0))
-        return back.flip(0), None, None
+        at, first, end = ctx.saved_tensors
+        T, edges = gradient.shape[1], (None, None)
+        if first is not None:
+            edges = (T - end).flip(0), (T - first).flip(0)
+        back = _RunningSum.apply(gradient.flip(1), None, None, *edges, None).flip(1)
+        of_start = None
+        if ctx.needs_input_grad[1]:
+            of_start = back[:, 0] if at is None else back[0].index_select(0, at)
+        return back, of_start, None, None, None, None
+
+
+def _prefix(x: Tensor) -> Tensor:
+    """Sums of the rows of x [b, T, ...] up to each, by blocks; x may be overwritten. On CUDA one thread walks
+    all of a column unless that is the innermost dimension, and to copy x for that takes longer than to sum
+    blocks. A compiler has its own scans, and one graph of those serves all lengths."""
+    T = x.shape[1]
+    if torch.compiler.is_compiling() or T <= BLOCK:
+        return x.cumsum(1, dtype=x.dtype)
+    whole: Tensor = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, -T % BLOCK)) if T % BLOCK else x
+    blocks = whole.unflatten(1, (-1, BLOCK))
+    blocks[:, 1:, 0] += _prefix(blocks.sum(2, dtype=x.dtype))[:, :-1]
+    sums: Tensor = blocks.cumsum(2, dtype=x.dtype)
+    return sums.flatten(1, 2)[:, :T]
+
+
+def _prefix_from(x: Tensor, first: Tensor) -> Tensor:
+    """Those from x[0, first[t]] on. A difference of sums over all rows would be NaN after a sequence with
+    something that is not finite, which is counted instead; x is overwritten."""
+    row_before = (*[0] * (2 * x.ndim - 4), 1, 0)  # of zeros
+    broken = ~(x.abs() < math.inf)
+    sums, counts = (F.pad(_prefix(y), row_before) for y in (x.masked_fill_(broken, 0), broken.int()))
+    total = sums[:, 1:] - sums.index_select(1, first)
+    spoiled: Tensor = counts[:, 1:] > counts.index_select(1, first)
+    return total.masked_fill_(spoiled, torch.nan)

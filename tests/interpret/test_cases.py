@@ -69,7 +69,8 @@ ONLY = {
     "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
     "chunk_iplr_delta_rule": "random", "chunk_gdn2": "grouped", "chunk_comba": "resets",
     "chunk_gated_delta_product": "three", "fused_recurrent_gated_delta_product": "packed",
-    "fused_recurrent_gdn2": "packed", "fused_recurrent_kda": "random resets layer bounded inference pool",
+    "fused_recurrent_gdn2": "packed decoding inference inference-packed",
+    "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
     # simple GLA's kernels
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",

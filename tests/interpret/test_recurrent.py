@@ -17,6 +17,7 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.recurrent import backward, forward, recipe
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import recurrent
+from flashlin.testing.cases import CASES as EVERY_CASE
 from flashlin.testing.cases.recurrent import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
 
@@ -331,9 +332,11 @@ def test_decoding_from_a_pool_in_a_graph(T: int, starts: list[Any]) -> None:
     assert torch.equal(got, step(other, where, *tensors)) and torch.equal(pool, other)
 
 
-DECODING = [case for case in CASES if str(case) in (
+DECODING = [case for case in EVERY_CASE if str(case) in (
     "fused_recurrent_kda-inference", "fused_recurrent_kda-pool", "fused_mul_recurrent_rwkv7-inference",
-    "fused_recurrent_rwkv6-decoding")]
+    "fused_recurrent_rwkv6-decoding", "fused_recurrent_gdn2-inference",
+    "fused_recurrent_gdn2-inference-packed", "fused_recurrent_comba-inference",
+    "fused_recurrent_comba-inference-bare")]
 
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
@@ -342,7 +345,7 @@ def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]
     def again() -> Tensors:
         return case.make(torch.float32, torch.Generator().manual_seed(0))
     eager = case.call(**again())
-    assert len(starts) == 1 and len(DECODING) == 4
+    assert len(starts) == 1 and len(DECODING) == 8
     compiled = torch.compile(case.call, fullgraph=True, backend="aot_eager")(**again())
     assert len(starts) == 2
     assert_equal(compiled, eager)

@@ -32,14 +32,16 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.dplr.forward import beta_of, prepare
+from flashlin.kernels.dplr.forward import few, prepare
 from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.backward import rows_beside, summed_before
 from flashlin.kernels.gla.forward import halves, sums_at, sums_read
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
+    beta_of,
     first_slot,
     precision,
     put,
@@ -490,14 +492,72 @@ def dplr_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
 
 
+@triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
+def dplr_grads_rest(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, HV, V]
+    beta,  # [rows, HV]
+    do,  # [rows, HV, V]
+    x,  # [rows, HV, V]
+    dy,  # [rows, HV, V]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    states,  # [slots, HV, K, V], one for each chunk
+    dstates,  # [slots, HV, K, V], one for each chunk
+    dq,  # [rows, HV, K]
+    dk,  # [rows, HV, K]
+    dv,  # [rows, HV, V]
+    dbeta,  # [rows, HV], fp32
+    dg,  # [rows, HV, K], fp32
+    served,  # [slots, HV], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    shares,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``dplr_grads`` of the chunks that ``dplr_grads_one`` has left, and zeros in the rows of no sequence."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    share = program // HV % shares
+    n = program // HV // shares
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
+            for v0 in range(0, V, BV):
+                zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+    for t0 in range(share * BT, length, shares * BT):
+        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
+            grads_of_chunk(
+                q=q, k=k, v=v, a=None, b=None, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dv=dv, da=None, db=None, dbeta=dbeta, dg=dg, scale=scale, n=n,
+                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
+                TWO=False, PRECISION=PRECISION)
+
+
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
     """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht
     like its final state. Those of g, beta and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
-    rebuilding, reversing, finishing = (plan.launch(f"dplr_{name}")
-                                        for name in ("states", "reverse", "grads"))
+    rebuilding, reversing = plan.launch("dplr_states"), plan.launch("dplr_reverse")
+    finishing = plan.either("dplr_grads_one", "dplr_grads")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
     da, db = (batch.new(K, dtype=x.q.dtype) if x.beta is None else None for _ in range(2))
@@ -521,8 +581,16 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         back_by_transfers(plan, batch, part, dplr_reverse, reverse, ("dy", "dv", "dstates"))
         start(reversing, dplr_reverse, part["parts"] * HV * strips, dict(
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
-        if batch.T and whole:
+        if not batch.T or not whole:
+            continue
+        if finishing.kernel == "dplr_grads":
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
+            continue
+        of_one = {name: value for name, value in constants.items() if name != "TWO"}
+        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, of_one, part)
+        shares = few(part)
+        start(plan.launch("dplr_grads_rest"), dplr_grads_rest, part["N"] * shares * HV,
+              dict(of_one, shares=shares, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:
         zero_forgotten(dg, x.g)

@@ -33,12 +33,14 @@ from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
+from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.gla.forward import halves, sums_at, sums_of_chunks, sums_read
+from flashlin.kernels.gla.forward import halves, may_be_one, sums_at, sums_of_chunks, sums_read
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, merging, product
 from flashlin.kernels.pieces import (
     Batch,
+    beta_of,
     first_slot,
     precision,
     put,
@@ -49,12 +51,7 @@ from flashlin.kernels.pieces import (
 )
 from flashlin.kernels.splitting import by_transfers, own_part
 
-
-@triton.jit
-def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
-    """[BT] of beta [rows, HV], zeros past the end."""
-    rows = tl.arange(0, BT)
-    return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
+PROGRAMS = 1024  # that keep a card busy where they find something to do
 
 
 @triton.jit
@@ -245,6 +242,53 @@ def dplr_prepare(
             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
+@triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
+def dplr_prepare_rest(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    beta,  # [rows, HV]
+    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    q_in,  # [rows, HV, K]
+    a_in,  # [rows, HV, K]
+    b_out,  # [rows, HV, K]
+    W,  # [rows, HV, K]
+    M,  # [rows, HV, BT]
+    P,  # [rows, HV, BT]
+    T_,  # [rows, HV, BT]
+    T_low,  # [rows, HV, BT]
+    scratch,  # [slots, HV, BT, 16], fp32
+    served,  # [slots, HV], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads of q and k
+    HV,  # heads of v
+    shares,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """``dplr_prepare`` of the chunks that ``dplr_prepare_one`` has left."""
+    program = tl.program_id(0)
+    i_h = program % HV
+    share = program // HV % shares
+    n = program // HV // shares
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    for t0 in range(share * BT, length, shares * BT):
+        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
+            prepare_chunk(
+                q=q, k=k, a=None, b=None, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=None, W=W,
+                M=M, P=P, R=None, N_=None, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first,
+                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=False, BACKWARD=BACKWARD,
+                HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+
+
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_scan(
     q_in,  # [rows, HV, K]
@@ -326,7 +370,7 @@ def dplr_scan(
 def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     """Puts into x, what the launches of a part share, what the scans read besides, None where the call has
     none: see dplr_prepare. Done again for backward instead of kept for it."""
-    q, launch = x["q"], plan.launch("dplr_prepare")
+    q, launch = x["q"], plan.either("dplr_prepare_one", "dplr_prepare")
     B, T, HV, K = x["g"].shape
     BT, two = launch.block("BT"), x["beta"] is None
     low = backward and q.dtype != torch.float32
@@ -338,9 +382,22 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
              T_=new(BT, backward), T_low=new(BT, low))
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
-        start(launch, dplr_prepare, x["N"] * x["S"] * HV, dict(
-            scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low, VARLEN=x["bounds"] is not None,
-            PRECISION=precision(plan), MERGE=merging(plan)), x)
+        constants = dict(scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low,
+                         VARLEN=x["bounds"] is not None, PRECISION=precision(plan), MERGE=merging(plan))
+        if launch.kernel == "dplr_prepare":
+            start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
+            return
+        del constants["TWO"]
+        x["served"], shares = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device), few(x)
+        start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one(plan)), x)
+        start(plan.launch("dplr_prepare_rest"), dplr_prepare_rest, x["N"] * shares * HV,
+              dict(constants, shares=shares), x)
+
+
+def few(x: dict[str, Any]) -> int:
+    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy."""
+    shares: int = min(x["S"], PROGRAMS // max(1, x["N"] * x["HV"]))
+    return max(1, shares)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

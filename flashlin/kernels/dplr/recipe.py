@@ -10,11 +10,12 @@ from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
-from flashlin.kernels.gla.recipe import CHANNELS
+from flashlin.kernels.gla.recipe import CHANNELS, halves_all
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
     NARROW,
+    OVERLAPS,
     WORTH,
     calm,
     can_be_narrow,
@@ -89,8 +90,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         tiles = 4 * BT * strip.V + 2 * strip.K * strip.V + 2 * BT * strip.K + 3 * BT ** 2
         return size * tiles + 4 * BT ** 2
 
-    def grads(BT: int, strip: Strip) -> Launch:
-        return over_tokens("dplr_grads", problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
+    def grads(BT: int, strip: Strip, kernel: str = "dplr_grads") -> Launch:
+        return over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
                            finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
                            num_warps=strip.num_warps)
 
@@ -112,14 +113,21 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
-    prepare = [over_tokens("dplr_prepare", problem, dict(BT=BT, BK=width), problem.H,
-                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | narrow_scores(BT, width))
+    one = not two and by_one_reference(problem, target, BT)
+    of_few = "_rest" if one else ""  # the same kernels, but for chunks that the first ones leave
+
+    def preparing(kernel: str, width: int, operands: int, facts: frozenset[str]) -> Launch:
+        return over_tokens(kernel, problem, dict(BT=BT, BK=width), problem.H,
+                           size * operands * BT * width + 12 * BT ** 2, per_chunk | facts)
+    prepare = [preparing("dplr_prepare" + of_few, width, 4, narrow_scores(BT, width))
                for width in (wide, max(16, wide // 2))]
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
                          -(-problem.H * problem.K // CHANNELS)),
              least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target)]
+    if one:
+        kernels.insert(1, preparing("dplr_prepare_one", min(WIDE, padded(problem.K)), 6, frozenset()))
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
     worth = WORTH if two or problem.needs_grad else 2 * WORTH
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
@@ -134,9 +142,18 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
-                  state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part),
-                  grads(BT, strip_beside(BT))]
+                  state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part)]
+        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), 4)
+        kernels += [grads(BT, strip, "dplr_grads_one")] if one else []
+        kernels.append(grads(BT, strip_beside(BT), "dplr_grads" + of_few))
     return tuple(kernels)
+
+
+def by_one_reference(problem: Problem, target: Target, BT: int) -> bool:
+    """Whether chunks that one decay reference serves have kernels of their own (one_reference.py): where not
+    all are halved (``halves_all``), of what has been timed, which is 16 bits in chunks of 64."""
+    timed = release(target.triton) >= OVERLAPS and operand_bytes(problem) == 2 and BT == BLOCK <= problem.K
+    return (timed or target.backend == "interpreter") and not halves_all(problem, target)
 
 
 def narrow_scores(BT: int, wide: int) -> frozenset[str]:
@@ -168,5 +185,7 @@ SPECS = (over_heads(
            family="recurrent"),
         Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
            family="recurrent"),
-        Op("fused_recurrent_gdn2", "gdn2", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
-        Op("fused_recurrent_comba", "comba", "fused_recurrent", ("a", "b", "g"), family="recurrent"))),)
+        Op("fused_recurrent_gdn2", "gdn2", "fused_recurrent", ("a", "beta", "delta", "erase", "gk"),
+           family="recurrent"),
+        Op("fused_recurrent_comba", "comba", "fused_recurrent", ("a", "beta", "delta", "g", "undecayed"),
+           family="recurrent"))),)

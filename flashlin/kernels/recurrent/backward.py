@@ -134,10 +134,11 @@ def recurrent_backward(
             b_k = vector(k, (token * H + i_qk) * K, in_k, K)
             b_v = vector(v, row * V, in_v, V)
             S = updated(
-                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+                S=S, b_k=b_k, b_p=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
                 gv=gv, a=a, b=b, A_log=None, dt_bias=None, row=row,
                 i_h=i_h, in_k=in_k, in_v=in_v,
-                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0)
+                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0,
+                ERASE=False, UNDECAYED=False)
         tl.debug_barrier()  # other threads may read what this one wrote
         for j in range(tokens):
             i = tokens - 1 - j

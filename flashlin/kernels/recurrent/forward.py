@@ -103,6 +103,7 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 def updated(
     S,  # [BK, BV]
     b_k,  # [BK]
+    b_p,  # [BK]
     b_v,  # [BV]
     beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
@@ -124,24 +125,34 @@ def updated(
     SIGMOID: tl.constexpr,
     RATE: tl.constexpr,
     BOUND: tl.constexpr,
+    ERASE: tl.constexpr,
+    UNDECAYED: tl.constexpr,
 ):
-    """The state after one token. RATE: what multiplies a is -a b."""
-    if a is not None:
+    """The state after one token. b_p: what DELTA's prediction reads the state with, UNDECAYED before it
+    decays. RATE: what multiplies a is -a b. ERASE: beta multiplies v alone."""
+    if b is not None:
         b_a = vector(a, row * K, in_k, K)
         read = tl.sum(S * b_a[:, None], 0)
+    if UNDECAYED:
+        predicted = tl.sum(S * b_p[:, None], 0)
     S = decayed(
         S=S, g=g, gamma=gamma, gk=gk, gv=gv, A_log=A_log, dt_bias=dt_bias,
         row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=BOUND)
-    if a is not None:
+    if b is not None:
         b_b = vector(b, row * K, in_k, K)
         if RATE:
             b_b *= -b_a
         S += b_b[:, None] * read[None, :]
     u = b_v
     if DELTA:
-        u = b_v - tl.sum(S * b_k[:, None], 0)
-        if beta is not None:
-            u *= strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
+        if not UNDECAYED:
+            predicted = tl.sum(S * b_p[:, None], 0)
+        if ERASE:
+            u = b_v * strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID) - predicted
+        else:
+            u = b_v - predicted
+            if beta is not None:
+                u *= strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
     return S + b_k[:, None] * u[None, :]
 
 
@@ -184,7 +195,7 @@ def recurrent_forward(
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
     bonus,  # [HV, K]
-    a,  # [rows, HV, K]
+    a,  # [rows, HV, K] or, UNDECAYED, [rows, H, K]
     b,  # [rows, HV, K]
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
@@ -221,6 +232,8 @@ def recurrent_forward(
     V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
+    ERASE: tl.constexpr,
+    UNDECAYED: tl.constexpr,
 ):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the
     next. With indices, h0 and ht are one pool of P states, and sequence n has the one at indices[n]; one of
@@ -266,22 +279,26 @@ def recurrent_forward(
         if L2NORM:
             b_q = of_unit_length(b_q)
             b_k = of_unit_length(b_k)
+        b_p = b_k
+        if ERASE:
+            b_p = vector(a, row * K, in_k, K) * b_k
+        if UNDECAYED:
+            if a is not None:
+                b_p = vector(a, (token * H + i_qk) * K, in_k, K)
+                if L2NORM:
+                    b_p = of_unit_length(b_p)
         b_q *= scale
         if BEFORE:
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
-            S = updated(
-                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
-                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
-                i_h=i_h, in_k=in_k, in_v=in_v,
-                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
-        else:
-            S = updated(
-                S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
-                gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
-                i_h=i_h, in_k=in_k, in_v=in_v,
-                K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND)
+        S = updated(
+            S=S, b_k=b_k, b_p=b_p, b_v=b_v, beta=beta, g=g, gamma=gamma, gk=gk,
+            gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
+            i_h=i_h, in_k=in_k, in_v=in_v,
+            K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND,
+            ERASE=ERASE, UNDECAYED=UNDECAYED)
+        if not BEFORE:
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
     if ht is not None:
@@ -308,7 +325,8 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
     constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags,
-                     BOUND=bound_of(flags), GAPS=batch.gaps)
+                     BOUND=bound_of(flags), GAPS=batch.gaps, ERASE="erase" in flags,
+                     UNDECAYED="undecayed" in flags)
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(o=o, ht=ht, states=by_sequence(states, batch), indices=indices, scale=scale,
                             q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v), state_row=state_row):

@@ -106,9 +106,10 @@ def recurrent_pool(
         b_q *= scale
         row = token * HV + i_h
         S = updated(
-            S=S, b_k=b_k, b_v=b_v, beta=beta, g=g, gamma=None, gk=gk, gv=None, a=None, b=None,
+            S=S, b_k=b_k, b_p=b_k, b_v=b_v, beta=beta, g=g, gamma=None, gk=gk, gv=None, a=None, b=None,
             A_log=A_log, dt_bias=dt_bias, row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V,
-            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND)
+            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND, ERASE=False,
+            UNDECAYED=False)
         b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
         left = S.to(pool.dtype.element_ty)

@@ -1,8 +1,8 @@
 """The plumbing of every op that runs token by token: check, plan, and run the generic recurrence
 (kernels/recurrent/inputs.py has its formula).
 
-Inference does everything in one launch. With gradients, and on the torch path, norms, gates and sigmoids come
-first, in torch.
+Inference does everything in one launch. With gradients, and on the torch path, norms, gates, sigmoids and
+rates come first, in torch.
 """
 from __future__ import annotations
 
@@ -43,7 +43,13 @@ from flashlin.ops._common.planned import (
     wants_grad,
 )
 from flashlin.ops._common.pool import taken
-from flashlin.ops._common.preprocess import beta_of_logits, decay_of_gate, l2normalized, wide
+from flashlin.ops._common.preprocess import (
+    beta_of_logits,
+    by_value_head,
+    decay_of_gate,
+    l2normalized,
+    wide,
+)
 from flashlin.ops._common.seen import Seen, facts_of, see, seen
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
@@ -104,8 +110,9 @@ def run(
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called)
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
-    common, out_dtype = common_dtype(x.v, x.q, x.k, x.a, x.b), x.v.dtype
-    x = x._replace(**{name: y.to(common) for name in ("q", "k", "v", "a", "b")
+    vectors = ("q", "k", "v") if "erase" in flags else ("q", "k", "v", "a", "b")  # there a is a rate
+    common, out_dtype = common_dtype(x.v, *[getattr(x, name) for name in vectors]), x.v.dtype
+    x = x._replace(**{name: y.to(common) for name in vectors
                       if (y := getattr(x, name)) is not None and y.dtype != common})
     if x.gamma is not None and x.gamma.requires_grad:
         x, facts = x._replace(gamma=x.gamma.detach()), None  # a constant, on every path
@@ -135,10 +142,12 @@ def run(
 
 
 def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
-    """Norms, gates and sigmoids in differentiable torch; what is left is the recurrence itself."""
+    """Norms, gates, sigmoids and rates in differentiable torch; what is left is the recurrence itself."""
     words = how.words
     if "l2norm" in words:
         x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
+        if x.a is not None and "undecayed" in words:
+            x = x._replace(a=l2normalized(x.a))
     if x.g is not None and x.A_log is not None:
         x = x._replace(g=decay_of_gate(x.g, x.A_log, x.dt_bias), A_log=None, dt_bias=None)
     elif x.gk is not None and x.A_log is not None:
@@ -148,8 +157,28 @@ def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
         x = x._replace(beta=beta_of_logits(x.beta, "neg_eigval" in words))
     if x.a is not None and x.b is not None and "rate" in words:
         x = x._replace(b=-wide(x.a) * x.b)
-    return x, how._replace(flags=" ".join(word for word in words
-                                      if word in ("delta", "before", "reverse", "v_first")))
+    left = ["delta", "before", "reverse", "v_first"]
+    if "erase" in words or "undecayed" in words:
+        x, left = as_dplr(x, "erase" in words), left[1:]
+    return x, how._replace(flags=" ".join(word for word in words if word in left))
+
+
+def as_dplr(x: Inputs, erase: bool) -> Inputs:
+    """A delta rule with ``erase``, or with ``undecayed``, as the recurrence without ``delta``: what the
+    prediction takes back is b (a^T S), where a reads the state before it decays. Products are at least
+    float32 before they are rounded."""
+    v, written = x.v, by_value_head(x.k, x.v)
+    if erase:
+        assert x.a is not None and x.beta is not None and x.gk is not None
+        dtype = common_dtype(x.q, x.k, v)
+        read, v = -wide(x.a) * written * wide(x.gk).exp(), wide(x.beta) * v
+    else:
+        dtype = common_dtype(x.q, x.k, v, x.a)
+        read = -by_value_head(x.k if x.a is None else x.a, v)
+        if x.beta is not None:
+            rate = wide(x.beta)[..., None]
+            read, v = rate * read, rate * v
+    return x._replace(v=v.to(x.v.dtype), beta=None, a=read.to(dtype), b=written)
 
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
@@ -159,22 +188,27 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
     device, v_first = x.q.device, "v_first" in flags
+    erase, undecayed = "erase" in flags, "undecayed" in flags
     if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
         raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
     if x.beta is not None or "beta" in called:
         if "delta" not in flags:
             raise ValueError("beta: got a tensor, need None without delta")
-        if isinstance(x.beta, Tensor) and x.beta.ndim == 4:
-            need_tensor("beta", x.beta, (B, T, HV, V), "[B, T, HV, V]", device)
+        beta = called.get("beta", "beta")
+        if erase or (not undecayed and isinstance(x.beta, Tensor) and x.beta.ndim == 4):
+            need_tensor(beta, x.beta, (B, T, HV, V), "[B, T, HV, V]", device)
         else:
-            need_tensor("beta", x.beta, (B, T, HV), "[B, T, HV] or [B, T, HV, V]", device)
-    sizes = {"B": B, "T": T, "HV": HV, "K": K, "V": V}
+            need_tensor(beta, x.beta, (B, T, HV),
+                        "[B, T, HV]" if undecayed else "[B, T, HV] or [B, T, HV, V]", device)
+    sizes = {"B": B, "T": T, "H": x.q.shape[2], "HV": HV, "K": K, "V": V}
     shapes = SHAPES if x.g is not None or x.gk is None else {**SHAPES, "dt_bias": ("HV", "K")}
+    shapes = {**shapes, "a": ("B", "T", "H", "K")} if undecayed else shapes
     for name, letters in shapes.items():
         if (y := getattr(x, name)) is not None or name in called:
             need_tensor(called.get(name, name), y, tuple([sizes[letter] for letter in letters]),
                         f"[{', '.join(letters)}]", device, first)
-    if (x.a is None) != (x.b is None) or (x.a is not None and "delta" in flags):
+    if not (erase or undecayed) and ((x.a is None) != (x.b is None)
+                                     or (x.a is not None and "delta" in flags)):
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     if x.bounds is not None:
         bounds = check_cu_seqlens(x.bounds, None, x.q.shape, device, policy.current().debug, first)

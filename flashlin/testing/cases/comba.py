@@ -11,6 +11,7 @@ from flashlin.kernels.dplr.reference import fed_back
 from flashlin.kernels.norm.reference import normalise
 from flashlin.testing.cases import delta, sequences
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.recurrent import INFERENCE
 from flashlin.testing.cases.sequences import L2
 from flashlin.testing.compare import Tensors
 
@@ -33,13 +34,14 @@ def make(dtype: torch.dtype, generator: torch.Generator, *, reads: str = "share"
 
 
 def _reference(*, use_qk_l2norm_in_kernel: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
-    if use_qk_l2norm_in_kernel and "p" in given:
+    if use_qk_l2norm_in_kernel and given.get("p") is not None:
         given["p"] = normalise("l2", given["p"], eps=1e-6)[0]
     return sequences.outputs(fed_back, {}, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
 
 
 _chunk = Op("chunk_comba", make, _reference, {**delta.TOLERANCES, "dp": 0.01})
 _recurrent = _chunk._replace(name="fused_recurrent_comba")
+_inference = _recurrent._replace(constant=INFERENCE)
 _small: dict[str, Any] = {"B": 1, "K": 16, "V": 24, "T": 5}
 CASES = [
     _chunk("random", quick=True, B=1, T=70), _chunk("own", reads="own", K=32, V=32),
@@ -53,4 +55,9 @@ CASES = [
     _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
-    _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small)]
+    _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small),
+    _recurrent("p=None", {"p": None}, reads="none", H=1, HV=2, **_small),
+    _inference("g=-inf", gate="-inf", **_small),
+    _inference("inference", L2, keys="raw", H=1, HV=2, B=1, K=23, V=40, T=5),
+    _inference("inference-bare", {**L2, "p": None}, reads="none", rate="none", keys="raw", H=1, HV=2,
+               edges=(0, 0, 3, 5), K=16, V=24)]

@@ -10,6 +10,7 @@ from flashlin.kernels.dplr.reference import erasing
 from flashlin.testing.cases import dplr, sequences
 from flashlin.testing.cases.inputs import Draw
 from flashlin.testing.cases.op import Op
+from flashlin.testing.cases.recurrent import INFERENCE
 from flashlin.testing.cases.sequences import L2, V_FIRST
 from flashlin.testing.compare import Tensors
 
@@ -33,6 +34,7 @@ def _op(name: str) -> Op:
 
 
 _chunk, _recurrent = _op("chunk_gdn2"), _op("fused_recurrent_gdn2")
+_inference = _recurrent._replace(constant=INFERENCE)
 _small: dict[str, Any] = {"K": 16, "V": 24, "T": 5}
 CASES = [
     _chunk("random", quick=True, T=70), _chunk("batch", B=3, K=32, V=32),
@@ -48,4 +50,9 @@ CASES = [
     _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped", H=1, HV=2, **_small),
-    _recurrent("gates", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", **_small)]
+    _recurrent("gates", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", **_small),
+    _inference("decoding", T=1, K=24, V=40, B=2),
+    _inference("inference", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", H=1, HV=2, K=23, V=40,
+               T=5),
+    _inference("inference-packed", {**GATE, "lower_bound": -5.0}, raw=True, keys="raw", H=1, HV=2,
+               edges=(0, 0, 3, 5), K=16, V=24)]

@@ -27,7 +27,7 @@ TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "
               "ddt_bias": 0.02}
 # All tensors are constant in a case without gradients, where the kernel does the norms, the gate and the
 # sigmoid itself, and states may be a pool.
-INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "u", "A_log", "dt_bias",
+INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "p", "u", "A_log", "dt_bias",
              "initial_state")
 GATES = {"g": "B T HV", "gk": "B T HV K", "gv": "B T HV V"}
 
