@@ -42,7 +42,8 @@ def test_twice_the_programs_with_more_than_one_stage(op: str) -> None:
 def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatch,
                                          fresh: Callable[[], None]) -> None:
     few = {"B": 2, "N": 2, "T": 1030}  # tokens that the scan in Gluon does not take
-    narrow = {launch.config for launch in planned(op, **few).values() if dict(launch.tile).get("BV") == 32}
+    narrow = {launch.config for name, launch in planned(op, **few).items()
+              if "_grads" not in name and dict(launch.tile).get("BV") == 32}
     missing = sorted(narrow)[0]
     for known, strips in ((narrow, 32), (narrow - {missing}, 64)):
         table = {config: {"3.6.0": {"ran": "sm90"}} for config in known}
