@@ -4,7 +4,7 @@ a tile is worth.
     python -m benchmarks.kernels --op chunk_gated_delta_rule                       the planned configuration
     python -m benchmarks.kernels --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
     python -m benchmarks.kernels --op chunk_gated_delta_rule --set delta_grads=4,2
-    python -m benchmarks.kernels --op chunk_kda --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
+    python -m benchmarks.kernels --op chunk_rwkv7 --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
 """
 from __future__ import annotations
 
@@ -74,6 +74,9 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for kernel, begin, end in events:
         times.setdefault(kernel, []).append(begin.elapsed_time(end))
+    if changes.keys() - times.keys():
+        parser.error(f"--set: got {', '.join(changes.keys() - times.keys())}, "
+                     f"need some of {', '.join(times)}")
     print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
                       "set": options.set, "device": torch.cuda.get_device_name(),
                       "triton": triton.__version__, "torch": torch.__version__,

@@ -112,3 +112,14 @@ def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[
         if not mine <= max(WORSE * theirs, NEGLIGIBLE):
             wrong.append(f"{tensor}, inputs of {SIZES[h]}, {name}: {mine:.2g}, halving {theirs:.2g}")
     return wrong
+
+
+def check_taken(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
+                K: int) -> None:
+    """Where hardly anything is forgotten one reference is taken: results differ from halving's in their last
+    bits. Else there would be nothing to compare."""
+    decays, found = gates(chunk_of(op, dtype), ())["hardly anything"], []
+    for halving in (True, False):
+        halve(halving)
+        found.append(errors(op, device, dtype, decays, K, K)[0])
+    assert found[0] != found[1]

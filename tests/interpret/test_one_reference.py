@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import flashlin
+from flashlin.kernels.dplr import forward as dplr
+from flashlin.kernels.dplr.reference import recurrence
 from flashlin.kernels.gla import forward
 from tests import one_reference
 from tests.share import WHOLE
@@ -33,9 +36,28 @@ def test_one_reference_loses_no_more_than_halving(op: str, halve: Callable[[bool
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
-    """Else there is nothing to compare: results differ in their last bits."""
-    decays, found = one_reference.gates(one_reference.chunk_of(op, torch.float32), ())["hardly anything"], []
-    for halving in (True, False):
-        halve(halving)
-        found.append(one_reference.errors(op, CPU, torch.float32, decays, 16, 16)[0])
-    assert found[0] != found[1]
+    one_reference.check_taken(op, CPU, torch.float32, halve, 16)
+
+
+@pytest.mark.parametrize("edges", [None, (0, 7, 7, 130, 150)], ids=["dense", "packed"])
+def test_chunks_of_both_kinds_in_turn(edges: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KDA: chunks that one reference serves and others, which one program of a sequence then halves; keys in
+    strips of channels, of which the last is not full."""
+    monkeypatch.setattr(dplr, "BUSY", 1)
+    torch.manual_seed(0)
+    B, T, H, K, V = (2 if edges is None else 1), 150, 2, 70, 16
+    q, k, v = (torch.randn(B, T, H, D) for D in (K, K, V))
+    g = torch.full((B, T, H, K), -0.01)
+    g[:, 40:70, 1, 5:] = -9.0
+    k = torch.nn.functional.normalize(k, dim=-1)
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(B, T, H)}
+    bounds = None if edges is None else torch.tensor(edges)
+    weight, found = torch.randn(B, T, H, V), []
+    for run in (lambda **x: flashlin.chunk_kda(**x, scale=0.5, cu_seqlens=bounds)[0],
+                lambda **x: recurrence(**x, scale=0.5, bounds=bounds)[0]):
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        o = run(**leaves)
+        (o * weight).sum().backward()
+        found.append({"o": o.detach(), **{name: x.grad for name, x in leaves.items()}})
+    for name, right in found[1].items():
+        torch.testing.assert_close(found[0][name].double(), right.double(), rtol=1e-4, atol=1e-4, msg=name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, randn
 
 import flashlin
-from flashlin.ops.mamba3 import _angles, _packed
+from flashlin.ops.mamba3 import _angles, _packed, _Turned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 
@@ -132,6 +132,17 @@ def test_a_broken_turn_reaches_only_later_tokens_of_its_sequence(edges: tuple[in
                                    atol=1e-5)
 
 
+def test_mamba3s_turns_have_second_order_gradients() -> None:
+    """In float64; q and k of one group and two heads, of whose six channels four are turned."""
+    torch.manual_seed(0)
+    angle, q, k = (randn(*shape, dtype=torch.float64, requires_grad=True)
+                   for shape in ((1, 3, 2, 2), (1, 3, 1, 6), (1, 3, 1, 6)))
+    bias = randn(2, 6, dtype=torch.float64, requires_grad=True)
+    check, start = torch.autograd.gradgradcheck, angle[:, 0].detach().requires_grad_()
+    assert check(lambda *x: _Turned.apply(x[0], torch.float64, x[1], x[3], x[2], x[3]), (angle, q, k, bias))
+    assert check(lambda turns, begin: _angles(turns, begin, None), (angle, start))
+
+
 def test_mamba3_refuses_unknown_keywords() -> None:
     """mamba_ssm's function takes none, so Python's own error says it."""
     with pytest.raises(TypeError, match=r"mamba3_siso_combined.* unexpected keyword argument 'gate'"):
@@ -151,6 +162,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chunk_gdn2", {"chunk_size": 32}, "chunk_size: got 32, need"),
     ("fused_recurrent_gdn2", {"use_gate_in_kernel": True},
      "fused_recurrent_gdn2: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without low"),
+    *[(op, {"g": -k[:, :3, :1].abs(), "use_gate_in_kernel": True, "A_log": randn(2)},
+       "g: got shape [1, 3, 1, 8], need [B, T, HV, K] = [1, 3, 2, 8]")
+      for op in ("chunk_gdn2", "fused_recurrent_gdn2")],
     ("chunk_gdn2", {"A_log": randn(2)}, "chunk_gdn2: got A_log without use_gate_in_kernel"),
     ("chunk_comba", {"p": q[:, :2]}, "p: got shape [1, 2, 2, 8], need [B, T, H, K] = [1, 3, 2, 8]"),
     ("fused_recurrent_comba", {"beta": randn(1, 3, 2, 5)},

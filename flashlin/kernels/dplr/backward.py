@@ -32,7 +32,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.dplr.forward import few, prepare
+from flashlin.kernels.dplr.forward import prepare, shares_of_rest
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
@@ -586,11 +586,11 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         if finishing.kernel == "dplr_grads":
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
             continue
-        of_one = {name: value for name, value in constants.items() if name != "TWO"}
-        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, of_one, part)
-        shares = few(part)
+        by_one = {name: value for name, value in constants.items() if name != "TWO"}
+        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, by_one, part)
+        shares = shares_of_rest(part)
         start(plan.launch("dplr_grads_rest"), dplr_grads_rest, part["N"] * shares * HV,
-              dict(of_one, shares=shares, GAPS=batch.gaps), part)
+              dict(by_one, shares=shares, GAPS=batch.gaps), part)
     # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.beta is not None:
         zero_forgotten(dg, x.g)

@@ -14,9 +14,10 @@ matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular s
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
-All scores come by halving, see kernels/gla: in a level a row is either read with (q, a) or written with (k,
-b), so with rows X1 = (q or k) and X2 = (a or b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and
-N^T above the diagonal, R, and L. With b = k the first holds P and L^T, and is all.
+Scores come by halving, see kernels/gla, those of KDA by one reference, too (one_reference.py). In a level of
+halves a row is either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b)
+the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
+first holds P and L^T, and is all.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
 float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
@@ -51,7 +52,7 @@ from flashlin.kernels.pieces import (
 )
 from flashlin.kernels.splitting import by_transfers, own_part
 
-PROGRAMS = 1024  # that keep a card busy where they find something to do
+BUSY = 1024  # programs that keep a card busy
 
 
 @triton.jit
@@ -388,16 +389,20 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
             start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
             return
         del constants["TWO"]
-        x["served"], shares = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device), few(x)
+        x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device)
+        shares = shares_of_rest(x)
         start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one(plan)), x)
         start(plan.launch("dplr_prepare_rest"), dplr_prepare_rest, x["N"] * shares * HV,
               dict(constants, shares=shares), x)
 
 
-def few(x: dict[str, Any]) -> int:
-    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy."""
-    shares: int = min(x["S"], PROGRAMS // max(1, x["N"] * x["HV"]))
-    return max(1, shares)
+def shares_of_rest(x: dict[str, Any]) -> int:
+    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy; of packed
+    sequences, of which one may be as long as all others, one to a chunk."""
+    if x["bounds"] is not None:
+        return int(x["S"])
+    fewest: int = BUSY // max(1, x["N"] * x["HV"])
+    return max(1, min(int(x["S"]), fewest))
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

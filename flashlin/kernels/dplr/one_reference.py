@@ -2,9 +2,9 @@
 
 Scores by halving (forward.py) take six products. Of a chunk none of whose channels forgets more than 120 bits
 one reference serves all pairs (kernels/gla/forward.py), in two products, and two for what rounding loses. So
-each step has two kernels: the first does every chunk this way, which is right where one reference serves; the
-second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves those where it does not, which are few. In one
-kernel the two ways took registers from each other and gained nothing (benchmarks/NOTES.md).
+each step has two kernels: the first does the chunks that one reference serves and leaves word of them, the
+second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves the others. In one kernel the two ways took
+registers from each other and gained nothing (benchmarks/NOTES.md).
 """
 
 import triton
@@ -76,60 +76,62 @@ def prepare_from_reference(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As ``prepare_chunk``, right where one reference serves the chunk; and whether it does, stored. Without
-    ONE it is said to serve none."""
+    """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
+    for tests, it is said to serve none."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    tl.store(served + slot, served_by_one(G, last, first, t0, i_h, HV, K, BK) if ONE else 0)
-    b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-    read = tl.zeros([BT, BT], dtype=tl.float32)
-    pulled = tl.zeros([BT, BT], dtype=tl.float32)
-    qk = tl.zeros([BT], dtype=tl.float32)
-    for k0 in range(0, K, BK):
-        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
-        qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-        reading = decay_from_reference(b_G, middle, False)
-        X_q = b_q * reading
-        X_a = b_k * reading
-        X_k = b_k * decay_to_reference(b_G, middle)
-        entered = tl.exp2(middle)[None, :]
-        put(q_in, X_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        put(b_out, X_k * tl.exp2(total - middle)[None, :], first, t0, length, i_h, HV,
-            D=K, d0=k0, BT=BT, BD=BK)
-        if BACKWARD:
-            put(a_in, X_a * entered * -b_beta[:, None], first, t0, length, i_h, HV,
+    serves = served_by_one(G, last, first, t0, i_h, HV, K, BK) if ONE else 0
+    tl.store(served + slot, serves)
+    if serves > 0:
+        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        read = tl.zeros([BT, BT], dtype=tl.float32)
+        pulled = tl.zeros([BT, BT], dtype=tl.float32)
+        qk = tl.zeros([BT], dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+            total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
+            middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
+            qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+            reading = decay_from_reference(b_G, middle, False)
+            X_q = b_q * reading
+            X_a = b_k * reading
+            X_k = b_k * decay_to_reference(b_G, middle)
+            entered = tl.exp2(middle)[None, :]
+            put(q_in, X_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            put(b_out, X_k * tl.exp2(total - middle)[None, :], first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
-        X_q = X_q.to(b_q.dtype)
-        X_a = X_a.to(b_q.dtype)
-        whole, rest = two_of(X_k, b_q.dtype)
-        read += tl.dot(X_q, tl.trans(whole), input_precision=PRECISION)
-        pulled += tl.dot(X_a, tl.trans(whole), input_precision=PRECISION)
-        if b_q.dtype == tl.bfloat16:
-            read += tl.dot(X_q, tl.trans(rest))
-            pulled += tl.dot(X_a, tl.trans(rest))
-    read = tl.where(rows[:, None] > rows[None, :], read, tl.where(
-        rows[:, None] == rows[None, :], qk[:, None], 0.0))
-    put(P, read * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-    pulled = tl.where(rows[:, None] > rows[None, :], pulled * b_beta[:, None], 0.0)
-    X = inverse(pulled, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
-    put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-    if BACKWARD:
-        put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        if HAS_LOW:
-            put(
-                T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
-                D=BT, d0=0, BT=BT, BD=BT)
-    for k0 in range(0, K, BK):
-        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        put(W, product(X, b_k * tl.exp2(b_G) * -b_beta[:, None], MERGE), first, t0, length, i_h, HV,
-            D=K, d0=k0, BT=BT, BD=BK)
+            if BACKWARD:
+                put(a_in, X_a * entered * -b_beta[:, None], first, t0, length, i_h, HV,
+                    D=K, d0=k0, BT=BT, BD=BK)
+            X_q = X_q.to(b_q.dtype)
+            X_a = X_a.to(b_q.dtype)
+            whole, rest = two_of(X_k, b_q.dtype)
+            read += tl.dot(X_q, tl.trans(whole), input_precision=PRECISION)
+            pulled += tl.dot(X_a, tl.trans(whole), input_precision=PRECISION)
+            if b_q.dtype == tl.bfloat16:
+                read += tl.dot(X_q, tl.trans(rest))
+                pulled += tl.dot(X_a, tl.trans(rest))
+        read = tl.where(rows[:, None] > rows[None, :], read, tl.where(
+            rows[:, None] == rows[None, :], qk[:, None], 0.0))
+        put(P, read * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        pulled = tl.where(rows[:, None] > rows[None, :], pulled * b_beta[:, None], 0.0)
+        X = inverse(pulled, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
+        put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        if BACKWARD:
+            put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+            if HAS_LOW:
+                put(
+                    T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
+                    D=BT, d0=0, BT=BT, BD=BT)
+        for k0 in range(0, K, BK):
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+            put(W, product(X, b_k * tl.exp2(b_G) * -b_beta[:, None], MERGE), first, t0, length, i_h, HV,
+                D=K, d0=k0, BT=BT, BD=BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -165,8 +167,7 @@ def dplr_prepare_one(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As ``dplr_prepare``, right of the chunks that one reference serves. served [slots, HV]: which those
-    are."""
+    """As ``dplr_prepare``, of the chunks that one reference serves. served [slots, HV]: which those are."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -204,6 +205,7 @@ def grads_from_reference(
     dv,  # [rows, HV, V]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
+    served,  # [slots, HV], int32
     scale,
     n,  # the chunk's sequence
     first,  # the sequence's first row
@@ -219,80 +221,81 @@ def grads_from_reference(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As ``grads_of_chunk``, right where one reference serves the chunk."""
+    """As ``grads_of_chunk``, where one reference serves the chunk."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-    b_dbeta = tl.zeros([BT], dtype=tl.float32)
-    dP = tl.zeros([BT, BT], dtype=tl.float32)
-    dL = tl.zeros([BT, BT], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
-        b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
-        dL += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
-        wide = b_y.to(tl.float32)
-        b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-        put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-    qk = tl.sum(tl.where(rows[:, None] == rows[None, :], dP, 0.0), 1) * scale
-    b_P = tl.where(rows[:, None] > rows[None, :], dP * scale, 0.0).to(v.dtype.element_ty)
-    b_L = tl.where(rows[:, None] > rows[None, :], dL, 0.0).to(v.dtype.element_ty)
-    for k0 in range(0, K, BK):
-        b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-        b_da = tl.zeros([BT, BK], dtype=tl.float32)
-        b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-        across = tl.zeros([BK], dtype=tl.float32)
+    if tl.load(served + slot) > 0:
+        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        dP = tl.zeros([BT, BT], dtype=tl.float32)
+        dL = tl.zeros([BT, BT], dtype=tl.float32)
         for v0 in range(0, V, BV):
-            at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
-            h = tl.load(states + at, mask=whole, other=0.0)
-            dh = tl.load(dstates + at, mask=whole, other=0.0)
-            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
+            b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-            b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
-            b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
-            b_dk += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
-            across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-        b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
-        reading = decay_from_reference(b_G, middle, False)
-        written = decay_to_reference(b_G, middle)
-        # what the states give, and what of it passes the decays
-        b_dq *= reading * (tl.exp2(middle) * scale)[None, :]
-        b_da *= reading * tl.exp2(middle)[None, :]
-        b_dk *= written * tl.exp2(total - middle)[None, :]
-        wide_k = b_k.to(tl.float32)
-        b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        here = b_q.to(tl.float32) * b_dq - b_beta[:, None] * wide_k * b_da
-        b_dq += qk[:, None] * wide_k
-        b_dk += qk[:, None] * b_q.to(tl.float32)
-        # what pairs give: counted at the row that reads, taken off at the one that is written
-        X_k = (b_k * written).to(b_q.dtype)
-        X_q = (b_q * reading).to(b_q.dtype)
-        y = tl.dot(b_P, X_k, input_precision=PRECISION)
-        here += X_q.to(tl.float32) * y
-        b_dq += y * reading
-        put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        X_a = (b_k * reading * -b_beta[:, None]).to(b_q.dtype)
-        y = tl.dot(b_L, X_k, input_precision=PRECISION)
-        here += X_a.to(tl.float32) * y
-        b_da += y * reading
-        y = tl.dot(tl.trans(b_P), X_q, input_precision=PRECISION)
-        y += tl.dot(tl.trans(b_L), X_a, input_precision=PRECISION)
-        here -= X_k.to(tl.float32) * y
-        b_dk += y * written
-        put(dk, b_dk - b_beta[:, None] * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        b_dbeta -= tl.sum(wide_k * b_da, 1)
-        b_dg += (tl.exp2(total) * across)[None, :] + tl.cumsum(here, 0, reverse=True)
-        put(dg, b_dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
+            dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
+            dL += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
+            wide = b_y.to(tl.float32)
+            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+        qk = tl.sum(tl.where(rows[:, None] == rows[None, :], dP, 0.0), 1) * scale
+        b_P = tl.where(rows[:, None] > rows[None, :], dP * scale, 0.0).to(v.dtype.element_ty)
+        b_L = tl.where(rows[:, None] > rows[None, :], dL, 0.0).to(v.dtype.element_ty)
+        for k0 in range(0, K, BK):
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            b_da = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            across = tl.zeros([BK], dtype=tl.float32)
+            for v0 in range(0, V, BV):
+                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+                h = tl.load(states + at, mask=whole, other=0.0)
+                dh = tl.load(dstates + at, mask=whole, other=0.0)
+                b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
+                b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+                b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+                b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+                b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
+                b_dk += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
+                across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
+            total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
+            middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
+            reading = decay_from_reference(b_G, middle, False)
+            written = decay_to_reference(b_G, middle)
+            # what the states give, and what of it passes the decays
+            b_dq *= reading * (tl.exp2(middle) * scale)[None, :]
+            b_da *= reading * tl.exp2(middle)[None, :]
+            b_dk *= written * tl.exp2(total - middle)[None, :]
+            wide_k = b_k.to(tl.float32)
+            b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            here = b_q.to(tl.float32) * b_dq - b_beta[:, None] * wide_k * b_da
+            b_dq += qk[:, None] * wide_k
+            b_dk += qk[:, None] * b_q.to(tl.float32)
+            # what pairs give: counted at the row that reads, taken off at the one that is written
+            X_k = (b_k * written).to(b_q.dtype)
+            X_q = (b_q * reading).to(b_q.dtype)
+            y = tl.dot(b_P, X_k, input_precision=PRECISION)
+            here += X_q.to(tl.float32) * y
+            b_dq += y * reading
+            put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            X_a = (b_k * reading * -b_beta[:, None]).to(b_q.dtype)
+            y = tl.dot(b_L, X_k, input_precision=PRECISION)
+            here += X_a.to(tl.float32) * y
+            b_da += y * reading
+            y = tl.dot(tl.trans(b_P), X_q, input_precision=PRECISION)
+            y += tl.dot(tl.trans(b_L), X_a, input_precision=PRECISION)
+            here -= X_k.to(tl.float32) * y
+            b_dk += y * written
+            put(dk, b_dk - b_beta[:, None] * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_dbeta -= tl.sum(wide_k * b_da, 1)
+            b_dg += (tl.exp2(total) * across)[None, :] + tl.cumsum(here, 0, reverse=True)
+            put(dg, b_dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -312,6 +315,7 @@ def dplr_grads_one(
     dv,  # [rows, HV, V]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
+    served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -327,7 +331,7 @@ def dplr_grads_one(
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As ``dplr_grads``, right of the chunks that one reference serves."""
+    """As ``dplr_grads``, of the chunks that one reference serves."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -337,10 +341,10 @@ def dplr_grads_one(
         for t0 in range(share * BT, length, S * BT):
             grads_from_reference(
                 q=q, k=k, v=v, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-                dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=t0, length=length,
-                i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)
+                dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
+                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
             q=q, k=k, v=v, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-            dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=share * BT,
-            length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)
+            dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
+            t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)

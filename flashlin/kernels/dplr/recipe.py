@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
+from flashlin.guards import proven
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
@@ -15,7 +16,6 @@ from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
     NARROW,
-    OVERLAPS,
     WORTH,
     calm,
     can_be_narrow,
@@ -54,6 +54,7 @@ class Strip(NamedTuple):
 # compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
+TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 
 
 @calm
@@ -113,21 +114,26 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
-    one = not two and by_one_reference(problem, target, BT)
-    of_few = "_rest" if one else ""  # the same kernels, but for chunks that the first ones leave
 
-    def preparing(kernel: str, width: int, operands: int, facts: frozenset[str]) -> Launch:
+    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset()) -> Launch:
         return over_tokens(kernel, problem, dict(BT=BT, BK=width), problem.H,
-                           size * operands * BT * width + 12 * BT ** 2, per_chunk | facts)
-    prepare = [preparing("dplr_prepare" + of_few, width, 4, narrow_scores(BT, width))
-               for width in (wide, max(16, wide // 2))]
+                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
+
+    def prepared(rest: str) -> Launch:
+        kinds = [preparing("dplr_prepare" + rest, width, narrow_scores(BT, width))
+                 for width in (wide, max(16, wide // 2))]
+        return least_spilled([way for launch in kinds for way in (launch, *ways(launch, problem))], target)
+    preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
+    if not two:
+        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), 4)
+        of_one = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
+        grads_of_one = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
+        if by_one_reference(problem, target, of_one + grads_of_one * problem.needs_grad):
+            preparation, gradients = of_one, grads_of_one
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
-                         -(-problem.H * problem.K // CHANNELS)),
-             least_spilled([way for launch in prepare for way in (launch, *ways(launch, problem))], target)]
-    if one:
-        kernels.insert(1, preparing("dplr_prepare_one", min(WIDE, padded(problem.K)), 6, frozenset()))
+                           -(-problem.H * problem.K // CHANNELS)), *preparation]
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
     worth = WORTH if two or problem.needs_grad else 2 * WORTH
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
@@ -142,18 +148,19 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
     if problem.needs_grad:
         kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
-                  state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part)]
-        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), 4)
-        kernels += [grads(BT, strip, "dplr_grads_one")] if one else []
-        kernels.append(grads(BT, strip_beside(BT), "dplr_grads" + of_few))
+                    state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part),
+                    *gradients]
     return tuple(kernels)
 
 
-def by_one_reference(problem: Problem, target: Target, BT: int) -> bool:
-    """Whether chunks that one decay reference serves have kernels of their own (one_reference.py): where not
-    all are halved (``halves_all``), of what has been timed, which is 16 bits in chunks of 64."""
-    timed = release(target.triton) >= OVERLAPS and operand_bytes(problem) == 2 and BT == BLOCK <= problem.K
-    return (timed or target.backend == "interpreter") and not halves_all(problem, target)
+def by_one_reference(problem: Problem, target: Target, own: list[Launch]) -> bool:
+    """Whether these launches take chunks that one decay reference serves (one_reference.py): where not all
+    are halved, in 16 bits and chunks of 64, once they have run on such a card."""
+    if halves_all(problem, target) or target.backend == "interpreter":
+        return not halves_all(problem, target)
+    fit = operand_bytes(problem) == 2 and own[0].block("BT") == BLOCK <= problem.K
+    return fit and release(target.triton) >= TRIED and (problem.trial or all(
+        proven.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
 
 
 def narrow_scores(BT: int, wide: int) -> frozenset[str]:

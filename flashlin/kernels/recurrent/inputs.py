@@ -40,9 +40,9 @@ class Inputs(NamedTuple):
     [B, T, HV, V]: natural-log decays that add up. A_log, dt_bias [HV]: where given, g is raw and decays by
     -e^{A_log} softplus(g + dt_bias). Without g, gk is what is raw, dt_bias is [HV, K], and with a bound the
     decay is bound sigmoid(e^{A_log} (gk + dt_bias)). bonus [HV, K]: rwkv6's u. a, b [B, T, HV, K]; with
-    ``undecayed`` a is like k, and as long with ``l2norm``. h0 [N, HV, K, V], or [N, HV, V, K] with
-    ``v_first``. bounds [N + 1], rising, within 0 .. T: sequence n is the rows bounds[n] .. bounds[n + 1] of
-    the single batch row.
+    ``undecayed`` a is shaped like k, and brought to its length with ``l2norm``. h0 [N, HV, K, V], or [N, HV,
+    V, K] with ``v_first``. bounds [N + 1], rising, within 0 .. T: sequence n is the rows bounds[n] .. bounds[n
+    + 1] of the single batch row.
     """
     q: Tensor
     k: Tensor

@@ -43,7 +43,10 @@ def or_token_by_token(chunked: Recipe) -> Recipe:
 def forward(problem: Problem, target: Target) -> Launch:
     """Forward's launch, which families with a chunked backward share."""
     config = token(problem.K, problem.V)
-    if is_hopper(target) and "delta" in problem.options and 64 <= config.BK <= 256:
+    # with gradients these become another recurrence (ops/_common/recurrent.py)
+    delta = "delta" in problem.options and not (problem.needs_grad
+                                                and {"erase", "undecayed"} & set(problem.options))
+    if is_hopper(target) and delta and 64 <= config.BK <= 256:
         many = problem.N * problem.H >= MANY and not problem.invariant
         elements, warps = (OF_MANY, 4) if many else (OF_A_WARP, 1)
         config = config._replace(BV=max(8, min(elements // config.BK, padded(problem.V))), num_warps=warps)
