@@ -160,7 +160,7 @@ def fused_recurrent_gdn2(
     """
     op = "fused_recurrent_gdn2"
     no_unknown(op, unknown)
-    if use_gate_in_kernel:  # whose parameters are of g's shape
+    if use_gate_in_kernel is True:  # whose parameters go by g's shape; what is no bool is refused below
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
     A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
