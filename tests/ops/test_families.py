@@ -81,8 +81,9 @@ def test_compiled_in_one_graph(case: Case) -> None:
         with_gradients.append([*outputs, *torch.autograd.grad(
             [x.sin().sum() for x in outputs], leaves, allow_unused=True, materialize_grads=True)])
     for eager, compiled in zip(*with_gradients, strict=True):
-        largest = max(1.0, float(eager.detach().abs().max()))  # float32 has so many digits of that
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * largest)
+        # Mamba-3 turns by complex numbers, traced by real ones: float32 rounds both by what is largest
+        largest = float(eager.detach().abs().max()) if "mamba3" in case.op else 1.0
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * max(1.0, largest))
 
 
 def mamba3(T: int, **changes: Any) -> dict[str, Any]:

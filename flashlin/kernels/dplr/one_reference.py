@@ -4,7 +4,7 @@ Scores by halving (forward.py) take six products. Of a chunk none of whose chann
 one reference serves all pairs (kernels/gla/forward.py), in two products, and two for what rounding loses. So
 each step has two kernels: the first does the chunks that one reference serves and leaves word of them, the
 second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves the others. In one kernel the two ways took
-registers from each other and gained nothing (benchmarks/NOTES.md).
+registers from each other: a tenth less time forward, none with backward (benchmarks/NOTES.md).
 """
 
 import triton
