@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
     parser.add_argument("--set", action="append", default=[],
                         help="kernel=num_warps,num_stages[,registers][,BK=64] (repeatable)")
+    parser.add_argument("--decay", type=float, default=1.0,
+                        help="times the logarithms of the gate g: with 20, one reference serves no chunk")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))
@@ -44,6 +46,8 @@ def main() -> None:
             vars(recipe)["over_v"] = lambda K, V, *rest: iter([Config(tile[0], padded(K), tile[1], tile[2],
                                                                       tile[3])])
     given = inputs(find(options.op), Shape(B, T, H, D))
+    if options.decay != 1:
+        given["g"] = (given["g"].detach() * options.decay).requires_grad_()
     events: list[tuple[str, Any, Any]] = []
 
     def timing(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -78,7 +82,7 @@ def main() -> None:
         parser.error(f"--set: got {', '.join(changes.keys() - times.keys())}, "
                      f"need some of {', '.join(times)}")
     print(json.dumps({"op": options.op, "shape": options.shape, "tile": options.tile or "planned",
-                      "set": options.set, "device": torch.cuda.get_device_name(),
+                      "set": options.set, "decay": options.decay, "device": torch.cuda.get_device_name(),
                       "triton": triton.__version__, "torch": torch.__version__,
                       "date": datetime.date.today().isoformat(),
                       **{kernel: round(median(found), 4) for kernel, found in times.items()}}))

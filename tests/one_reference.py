@@ -11,7 +11,7 @@ import torch
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors, allowed, judge, results
 
-GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g"}
+GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g", "chunk_gdn2": "g"}
 SPANS = (119.0, 120.0, 121.0)  # bits that a chunk loses; up to 120 of them one reference serves
 SIZES = (1e-3, 0.09, 30.0, 300.0)  # of what is multiplied, one a head
 WORSE = 1.2  # times the error of halving
@@ -57,8 +57,9 @@ def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[
     T = len(decays[0]) + 5
     made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
     size = torch.tensor(SIZES)[:, None]
+    delta = {"beta", "b"} & made.keys()  # whose keys have length 1
     for name in ("q", "r", "k", "v"):
-        if name in made and (name != "k" or "beta" not in made):  # keys of a delta rule have length 1
+        if name in made and (name != "k" or not delta):
             made[name] = (made[name].float() * size).to(dtype)
     made["initial_state"] *= (size * size)[..., None]
     log = made[GATES[of.op]]

@@ -100,7 +100,7 @@ def test_every_name_of_others_is_here_or_has_a_reason() -> None:
 
 
 COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_gated_delta_product":
-            "gated delta rule", "chunk_gdn2": "DPLR", "chunk_comba": "DPLR",
+            "gated delta rule", "chunk_comba": "DPLR",
             "mamba3_siso_combined": "simple GLA"}
 
 

@@ -17,7 +17,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, check_options
 
-# With beta instead of a and b it is Kimi Delta Attention (kda.py).
+# With beta instead of a and b it is Kimi Delta Attention (kda.py), with a alone Gated DeltaNet 2 (gdn2.py).
 FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),

@@ -3,8 +3,9 @@ each value channel; mirrors ``fla.ops.gdn2``.
 
     S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
 With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Chunk by
-chunk, and where gradients are wanted, it is composed: the DPLR delta rule (dplr_delta_rule.py), which reads
-the state before it decays, so with -b k e^g there. Token by token without gradients it is one launch.
+chunk it runs Kimi Delta Attention's kernels, of w v and with b in the place of beta. Token by token it is one
+launch, or, where gradients are wanted, composed: the DPLR delta rule (dplr_delta_rule.py), which reads the
+state before it decays, so with -b k e^g there.
 """
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
-from flashlin.ops._common.preprocess import by_value_head, wide
+from flashlin.ops._common.planned import common_dtype
+from flashlin.ops._common.preprocess import wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.kda import gate_parameters, with_states
@@ -54,8 +56,8 @@ def chunk_gdn2(
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
-    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``. Composed: the DPLR
-    delta rule with a = -b k e^g, b = k and v = w v.
+    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``. Runs Kimi Delta Attention's
+    kernels on w v, with b in the place of beta.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
@@ -119,12 +121,12 @@ def chunk_gdn2(
         g = fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
-    x = recurrent.as_dplr(Inputs(q, k, v, w, gk=g, a=b), erase=True)
-    # two writing vectors have no kernels for several value heads to a head
-    tensors = (by_value_head(q, v), x.b, x.v, g, x.a, x.b, None)
+    # weighted in at least float32 (torch multiplies 16 bits so), then rounded like v; a float32 b must not
+    # make q, k and v float32
+    tensors = (q, k, (w * v).to(v.dtype), g, b.to(common_dtype(q, k, v)), None, None)
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run(FAMILY, request, tensors)
+    return chunked.run(FAMILY, request, tensors, grouped=True, called={"a": "b"})
 
 
 def fused_recurrent_gdn2(

@@ -8,8 +8,9 @@ import torch
 
 import flashlin
 from flashlin.kernels.dplr import forward as dplr
-from flashlin.kernels.dplr.reference import recurrence
+from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.kernels.gla import forward
+from flashlin.ops._common import chunked
 from tests import one_reference
 from tests.share import WHOLE
 
@@ -39,10 +40,15 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
     one_reference.check_taken(op, CPU, torch.float32, halve, 16)
 
 
-@pytest.mark.parametrize("edges", [None, (0, 7, 7, 130, 150)], ids=["dense", "packed"])
-def test_chunks_of_both_kinds_in_turn(edges: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KDA: chunks that one reference serves and others, which one program of a sequence then halves; keys in
-    strips of channels, of which the last is not full."""
+@pytest.mark.parametrize("edges", [None, (0, 7, 7, 130, 140)], ids=["dense", "packed"])
+@pytest.mark.parametrize(("op", "right", "rates"), [("chunk_kda", recurrence, {"beta": ()}),
+                                                    ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)})])
+def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+                                      rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that one reference serves and others, which one program of a sequence then halves; keys in
+    strips of channels, of which the last is not full; rows of no sequence, as a GPU gets them unread."""
+    monkeypatch.setattr(chunked, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
     monkeypatch.setattr(dplr, "BUSY", 1)
     torch.manual_seed(0)
     B, T, H, K, V = (2 if edges is None else 1), 150, 2, 70, 16
@@ -50,14 +56,15 @@ def test_chunks_of_both_kinds_in_turn(edges: tuple[int, ...] | None, monkeypatch
     g = torch.full((B, T, H, K), -0.01)
     g[:, 40:70, 1, 5:] = -9.0
     k = torch.nn.functional.normalize(k, dim=-1)
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(B, T, H)}
+    inputs = {"q": q, "k": k, "v": v, "g": g,
+              **{name: torch.rand(B, T, H, *more) for name, more in rates.items()}}
     bounds = None if edges is None else torch.tensor(edges)
     weight, found = torch.randn(B, T, H, V), []
-    for run in (lambda **x: flashlin.chunk_kda(**x, scale=0.5, cu_seqlens=bounds)[0],
-                lambda **x: recurrence(**x, scale=0.5, bounds=bounds)[0]):
+    for run in (lambda **x: getattr(flashlin, op)(**x, scale=0.5, cu_seqlens=bounds)[0],
+                lambda **x: right(**x, scale=0.5, bounds=bounds)[0]):
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         o = run(**leaves)
         (o * weight).sum().backward()
         found.append({"o": o.detach(), **{name: x.grad for name, x in leaves.items()}})
-    for name, right in found[1].items():
-        torch.testing.assert_close(found[0][name].double(), right.double(), rtol=1e-4, atol=1e-4, msg=name)
+    for name, expected in found[1].items():
+        torch.testing.assert_close(found[0][name].double(), expected.double(), rtol=1e-4, atol=1e-4, msg=name)

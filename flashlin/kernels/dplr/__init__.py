@@ -1,1 +1,1 @@
-"""The delta families with a decay for each key channel: DPLR (RWKV-7, IPLR) and KDA."""
+"""The delta families with a decay for each key channel: DPLR (RWKV-7, IPLR), KDA, Gated DeltaNet 2."""

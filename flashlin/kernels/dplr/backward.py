@@ -22,7 +22,7 @@ later. A pair is counted at its reader and taken off at its writer as the same p
 numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not
 decay, q with its own token's writers and a with those of the token before, stand apart from the levels: in
 the gate they would cancel on paper only. KDA: what is a's here goes on to k and beta, a = -beta k, and dv =
-beta dY.
+beta dY. With ERASE it goes on to k and the rate, a = -rate k, and dv = dY.
 """
 
 import torch
@@ -32,7 +32,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.dplr.forward import prepare, shares_of_rest
+from flashlin.kernels.dplr.forward import erases, prepare, shares_of_rest
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
@@ -259,9 +259,11 @@ def grads_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TWO: tl.constexpr,
+    ERASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk, da, db, dg [BT, K], of one writer dv [BT, V] and dbeta [BT], of one chunk and head, stored."""
+    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO also da and db; else dv [BT, V], and dbeta
+    [BT] or, with ERASE, da, of the rate."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -269,7 +271,7 @@ def grads_of_chunk(
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    if not TWO:
+    if not TWO and not ERASE:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
     one = tl.zeros([BT, BT], dtype=tl.float32)
@@ -288,9 +290,12 @@ def grads_of_chunk(
             two += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
         else:
             upper += tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
-            wide = b_y.to(tl.float32)
-            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            if ERASE:
+                put(dv, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            else:
+                wide = b_y.to(tl.float32)
+                b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+                put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
     if TWO:
         qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
@@ -311,12 +316,16 @@ def grads_of_chunk(
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        r_a = b_k  # but for -beta, which the rows that read get
+        r_a = b_k  # but for -rate, which the rows that read get
         b_b = b_k
         b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
         if TWO:
             r_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        elif ERASE:
+            rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+        else:
+            rate = b_beta[:, None]
         b_dq = tl.zeros([BT, BK], dtype=tl.float32)
         b_dk = tl.zeros([BT, BK], dtype=tl.float32)
         b_da = tl.zeros([BT, BK], dtype=tl.float32)
@@ -353,7 +362,7 @@ def grads_of_chunk(
         here = b_q.to(tl.float32) * b_dq
         there = r_a.to(tl.float32) * b_da
         if not TWO:
-            here -= b_beta[:, None] * there
+            here -= rate * there
         b_dq += qb[:, None] * b_b.to(tl.float32)
         b_db += qb[:, None] * b_q.to(tl.float32)
         if TWO:
@@ -378,7 +387,7 @@ def grads_of_chunk(
                 X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
             else:
                 decay2 = decay
-                X2 = (b_k * tl.where(second, -b_beta[:, None], 1.0) * decay).to(b_q.dtype)
+                X2 = (b_k * tl.where(second, -rate, 1.0) * decay).to(b_q.dtype)
             b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
             y1 = tl.dot(b_C, X2, input_precision=PRECISION)
             y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
@@ -411,12 +420,15 @@ def grads_of_chunk(
             tl.debug_barrier()
             here += rows_beside(G, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         else:
-            put(dk, b_db - b_beta[:, None] * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
+            put(dk, b_db - rate * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            if ERASE:
+                put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
         tl.debug_barrier()  # another thread may have put there what this one reads
         b_dg = tile(dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    if not TWO:
+    if not TWO and not ERASE:
         tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
@@ -454,11 +466,13 @@ def dplr_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TWO: tl.constexpr,
+    ERASE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk, dg [rows, HV, K] of a chunk, da and db or dv and dbeta. S programs share a sequence."""
+    """dq, dk, dg [rows, HV, K] of a chunk, and da and db, or dv and dbeta, or dv and da. S programs share a
+    sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -470,11 +484,13 @@ def dplr_grads(
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if TWO:
+                if TWO or ERASE:
                     zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                if TWO:
                     zero_gaps(db, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if not TWO:
+            if not TWO and not ERASE:
                 zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
+            if not TWO:
                 for v0 in range(0, V, BV):
                     zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if VARLEN:
@@ -483,13 +499,13 @@ def dplr_grads(
                 q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -497,6 +513,7 @@ def dplr_grads_rest(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
@@ -507,6 +524,7 @@ def dplr_grads_rest(
     dq,  # [rows, HV, K]
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -522,6 +540,7 @@ def dplr_grads_rest(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    ERASE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -538,16 +557,19 @@ def dplr_grads_rest(
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
+                if ERASE:
+                    zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            if not ERASE:
+                zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
             for v0 in range(0, V, BV):
                 zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
             grads_of_chunk(
-                q=q, k=k, v=v, a=None, b=None, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dv=dv, da=None, db=None, dbeta=dbeta, dg=dg, scale=scale, n=n,
+                q=q, k=k, v=v, a=a, b=None, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=None, dbeta=dbeta, dg=dg, scale=scale, n=n,
                 first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
-                TWO=False, PRECISION=PRECISION)
+                TWO=False, ERASE=ERASE, PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -560,10 +582,10 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     finishing = plan.either("dplr_grads_one", "dplr_grads")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
-    da, db = (batch.new(K, dtype=x.q.dtype) if x.beta is None else None for _ in range(2))
+    da, db = (None if y is None else batch.new(K, dtype=x.q.dtype) for y in (x.a, x.b))
     dbeta = None if x.beta is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
-    constants = dict(K=K, V=V, TWO=x.beta is None, VARLEN=batch.packed, PRECISION=precision(plan))
+    constants = dict(K=K, V=V, TWO=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
@@ -583,15 +605,16 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if not batch.T or not whole:
             continue
+        finish = dict(constants, ERASE=erases(x.a, x.b))
         if finishing.kernel == "dplr_grads":
-            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
+            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(finish, GAPS=batch.gaps), part)
             continue
-        by_one = {name: value for name, value in constants.items() if name != "TWO"}
+        by_one = {name: value for name, value in finish.items() if name != "TWO"}
         start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, by_one, part)
         shares = shares_of_rest(part)
         start(plan.launch("dplr_grads_rest"), dplr_grads_rest, part["N"] * shares * HV,
               dict(by_one, shares=shares, GAPS=batch.gaps), part)
-    # KDA, whose gate needs it; a pass over the largest gradient there is, so others do without
-    if x.beta is not None:
+    # one writer, whose gate needs it; a pass over the largest gradient there is, so others do without
+    if x.b is None:
         zero_forgotten(dg, x.g)
     return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, a=da, b=db, beta=dbeta, h0=dh0)

@@ -13,7 +13,8 @@ matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular s
     b'_j = b_j e^{G_L - G_j}
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
-of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. TWO says which of both.
+of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE, is KDA
+with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO: the first of these.
 Scores come by halving, see kernels/gla, those of KDA by one reference, too (one_reference.py). In a level of
 halves a row is either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b)
 the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
@@ -87,6 +88,7 @@ def prepare_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     TWO: tl.constexpr,
+    ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -99,7 +101,7 @@ def prepare_chunk(
     last = tl.minimum(BT, length - t0) - 1
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    if not TWO:
+    if not TWO and not ERASE:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
     own = tl.zeros([BT, BT], dtype=tl.float32)
     cross = tl.zeros([BT, BT], dtype=tl.float32)
@@ -116,7 +118,11 @@ def prepare_chunk(
             qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
         else:
             b_b = b_k.to(tl.float32)
-            b_a = -b_beta[:, None] * b_b
+            if ERASE:
+                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            else:
+                rate = b_beta[:, None]
+            b_a = -rate * b_b
         qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         left = tl.exp2(sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)[None, :] - b_G)
         put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -162,6 +168,8 @@ def prepare_chunk(
     X = inverse(-L, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
     if TWO:
         put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+    elif ERASE:
+        put(M, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     else:
         put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     if BACKWARD:
@@ -174,8 +182,11 @@ def prepare_chunk(
         if TWO:
             b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         else:
-            b_a = -b_beta[:, None] * tile(
-                k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            if ERASE:
+                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            else:
+                rate = b_beta[:, None]
+            b_a = -rate * tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
         put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -212,6 +223,7 @@ def dplr_prepare(
     BT: tl.constexpr,
     BK: tl.constexpr,
     TWO: tl.constexpr,
+    ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -232,14 +244,14 @@ def dplr_prepare(
                 q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
                 k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
+                K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD,
                 HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_chunk(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
             k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, BT=BT, BK=BK, TWO=TWO, BACKWARD=BACKWARD,
+            K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD,
             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
@@ -247,6 +259,7 @@ def dplr_prepare(
 def dplr_prepare_rest(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
@@ -269,6 +282,7 @@ def dplr_prepare_rest(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -284,10 +298,10 @@ def dplr_prepare_rest(
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
             prepare_chunk(
-                q=q, k=k, a=None, b=None, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=None, W=W,
+                q=q, k=k, a=a, b=None, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=None, W=W,
                 M=M, P=P, R=None, N_=None, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first,
-                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=False, BACKWARD=BACKWARD,
-                HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=False, ERASE=ERASE,
+                BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -316,6 +330,7 @@ def dplr_scan(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TWO: tl.constexpr,
+    ERASE: tl.constexpr,
     HAS_H0: tl.constexpr,
     HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -361,6 +376,10 @@ def dplr_scan(
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         b_x = x.to(b_W.dtype)
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
+        # w v is rounded before it comes, and for keys alike this product is a small difference of large
+        # terms: what rounding X lost is added
+        if ERASE and b_x.dtype != tl.float32:
+            h += tl.dot(tl.trans(b_b), (x - b_x).to(b_W.dtype))
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if HAS_HT:
@@ -373,7 +392,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     none: see dplr_prepare. Done again for backward instead of kept for it."""
     q, launch = x["q"], plan.either("dplr_prepare_one", "dplr_prepare")
     B, T, HV, K = x["g"].shape
-    BT, two = launch.block("BT"), x["beta"] is None
+    BT, two = launch.block("BT"), x["b"] is not None
     low = backward and q.dtype != torch.float32
 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
@@ -383,8 +402,9 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
              T_=new(BT, backward), T_low=new(BT, low))
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
-        constants = dict(scratch=scratch, K=K, TWO=two, BACKWARD=backward, HAS_LOW=low,
-                         VARLEN=x["bounds"] is not None, PRECISION=precision(plan), MERGE=merging(plan))
+        constants = dict(scratch=scratch, K=K, TWO=two, ERASE=erases(x["a"], x["b"]), BACKWARD=backward,
+                         HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan),
+                         MERGE=merging(plan))
         if launch.kernel == "dplr_prepare":
             start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
             return
@@ -394,6 +414,11 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
         start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one(plan)), x)
         start(plan.launch("dplr_prepare_rest"), dplr_prepare_rest, x["N"] * shares * HV,
               dict(constants, shares=shares), x)
+
+
+def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether a is a rate at which k erases, see Inputs."""
+    return a is not None and b is None
 
 
 def shares_of_rest(x: dict[str, Any]) -> int:
@@ -410,12 +435,13 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     batch, scanning = Batch(plan, x), plan.launch("dplr_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
-    constants = dict(K=batch.K, V=batch.V, TWO=x.beta is None, V_FIRST=how.state_v_first,
+    constants = dict(K=batch.K, V=batch.V, TWO=x.b is not None, V_FIRST=how.state_v_first,
                      VARLEN=batch.packed, PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
         by_transfers(plan, batch, part, dplr_alone, constants)
         start(scanning, dplr_scan, part["parts"] * batch.HV * strips, dict(
-            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+            constants, ERASE=erases(x.a, x.b), HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht,
+            GAPS=batch.gaps), part)
     return o, ht

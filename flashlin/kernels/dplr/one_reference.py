@@ -1,4 +1,5 @@
-"""Kimi Delta Attention by one decay reference: what chunks need, and the gradients they give.
+"""Kimi Delta Attention and Gated DeltaNet 2 by one decay reference: what chunks need, and the gradients they
+give.
 
 Scores by halving (forward.py) take six products. Of a chunk none of whose channels forgets more than 120 bits
 one reference serves all pairs (kernels/gla/forward.py), in two products, and two for what rounding loses. So
@@ -47,6 +48,7 @@ def served_by_one(
 def prepare_from_reference(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
@@ -71,6 +73,7 @@ def prepare_from_reference(
     BT: tl.constexpr,
     BK: tl.constexpr,
     ONE: tl.constexpr,
+    ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -85,7 +88,8 @@ def prepare_from_reference(
     serves = served_by_one(G, last, first, t0, i_h, HV, K, BK) if ONE else 0
     tl.store(served + slot, serves)
     if serves > 0:
-        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        if not ERASE:
+            b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         read = tl.zeros([BT, BT], dtype=tl.float32)
         pulled = tl.zeros([BT, BT], dtype=tl.float32)
         qk = tl.zeros([BT], dtype=tl.float32)
@@ -98,15 +102,20 @@ def prepare_from_reference(
             qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
             reading = decay_from_reference(b_G, middle, False)
             X_q = b_q * reading
-            X_a = b_k * reading
+            X_a = b_k * reading  # but for -beta, which comes later, or with ERASE the sign
+            if ERASE:
+                X_a *= tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             X_k = b_k * decay_to_reference(b_G, middle)
             entered = tl.exp2(middle)[None, :]
             put(q_in, X_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             put(b_out, X_k * tl.exp2(total - middle)[None, :], first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
             if BACKWARD:
-                put(a_in, X_a * entered * -b_beta[:, None], first, t0, length, i_h, HV,
-                    D=K, d0=k0, BT=BT, BD=BK)
+                if ERASE:
+                    entered = -entered
+                else:
+                    entered = entered * -b_beta[:, None]
+                put(a_in, X_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             X_q = X_q.to(b_q.dtype)
             X_a = X_a.to(b_q.dtype)
             whole, rest = two_of(X_k, b_q.dtype)
@@ -118,9 +127,14 @@ def prepare_from_reference(
         read = tl.where(rows[:, None] > rows[None, :], read, tl.where(
             rows[:, None] == rows[None, :], qk[:, None], 0.0))
         put(P, read * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        pulled = tl.where(rows[:, None] > rows[None, :], pulled * b_beta[:, None], 0.0)
+        if not ERASE:
+            pulled *= b_beta[:, None]
+        pulled = tl.where(rows[:, None] > rows[None, :], pulled, 0.0)
         X = inverse(pulled, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
-        put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        if ERASE:
+            put(M, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        else:
+            put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if BACKWARD:
             put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             if HAS_LOW:
@@ -130,7 +144,11 @@ def prepare_from_reference(
         for k0 in range(0, K, BK):
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-            put(W, product(X, b_k * tl.exp2(b_G) * -b_beta[:, None], MERGE), first, t0, length, i_h, HV,
+            if ERASE:
+                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            else:
+                rate = b_beta[:, None]
+            put(W, product(X, b_k * tl.exp2(b_G) * -rate, MERGE), first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
 
 
@@ -138,6 +156,7 @@ def prepare_from_reference(
 def dplr_prepare_one(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
@@ -161,6 +180,7 @@ def dplr_prepare_one(
     BT: tl.constexpr,
     BK: tl.constexpr,
     ONE: tl.constexpr,
+    ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -176,16 +196,16 @@ def dplr_prepare_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             prepare_from_reference(
-                q=q, k=k, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
+                q=q, k=k, a=a, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
                 T_low=T_low, scratch=scratch, served=served, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, BACKWARD=BACKWARD,
-                HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, ERASE=ERASE,
+                BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_from_reference(
-            q=q, k=k, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
+            q=q, k=k, a=a, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
             T_low=T_low, scratch=scratch, served=served, scale=scale, n=n, first=first, t0=share * BT,
-            length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, BACKWARD=BACKWARD,
-            HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, ERASE=ERASE,
+            BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit
@@ -193,6 +213,7 @@ def grads_from_reference(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
@@ -203,6 +224,7 @@ def grads_from_reference(
     dq,  # [rows, HV, K]
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -219,6 +241,7 @@ def grads_from_reference(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    ERASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
@@ -227,8 +250,9 @@ def grads_from_reference(
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     if tl.load(served + slot) > 0:
-        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        if not ERASE:
+            b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+            b_dbeta = tl.zeros([BT], dtype=tl.float32)
         dP = tl.zeros([BT, BT], dtype=tl.float32)
         dL = tl.zeros([BT, BT], dtype=tl.float32)
         for v0 in range(0, V, BV):
@@ -238,9 +262,12 @@ def grads_from_reference(
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
             dL += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
-            wide = b_y.to(tl.float32)
-            b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
-            put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            if ERASE:
+                put(dv, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            else:
+                wide = b_y.to(tl.float32)
+                b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
+                put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         qk = tl.sum(tl.where(rows[:, None] == rows[None, :], dP, 0.0), 1) * scale
         b_P = tl.where(rows[:, None] > rows[None, :], dP * scale, 0.0).to(v.dtype.element_ty)
         b_L = tl.where(rows[:, None] > rows[None, :], dL, 0.0).to(v.dtype.element_ty)
@@ -273,7 +300,11 @@ def grads_from_reference(
             b_dk *= written * tl.exp2(total - middle)[None, :]
             wide_k = b_k.to(tl.float32)
             b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            here = b_q.to(tl.float32) * b_dq - b_beta[:, None] * wide_k * b_da
+            if ERASE:
+                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            else:
+                rate = b_beta[:, None]
+            here = b_q.to(tl.float32) * b_dq - rate * wide_k * b_da
             b_dq += qk[:, None] * wide_k
             b_dk += qk[:, None] * b_q.to(tl.float32)
             # what pairs give: counted at the row that reads, taken off at the one that is written
@@ -283,7 +314,7 @@ def grads_from_reference(
             here += X_q.to(tl.float32) * y
             b_dq += y * reading
             put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            X_a = (b_k * reading * -b_beta[:, None]).to(b_q.dtype)
+            X_a = (b_k * reading * -rate).to(b_q.dtype)
             y = tl.dot(b_L, X_k, input_precision=PRECISION)
             here += X_a.to(tl.float32) * y
             b_da += y * reading
@@ -291,11 +322,15 @@ def grads_from_reference(
             y += tl.dot(tl.trans(b_L), X_a, input_precision=PRECISION)
             here -= X_k.to(tl.float32) * y
             b_dk += y * written
-            put(dk, b_dk - b_beta[:, None] * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            b_dbeta -= tl.sum(wide_k * b_da, 1)
+            put(dk, b_dk - rate * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            if ERASE:
+                put(da, -wide_k * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_dbeta -= tl.sum(wide_k * b_da, 1)
             b_dg += (tl.exp2(total) * across)[None, :] + tl.cumsum(here, 0, reverse=True)
             put(dg, b_dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
+        if not ERASE:
+            tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -303,6 +338,7 @@ def dplr_grads_one(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
+    a,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
@@ -313,6 +349,7 @@ def dplr_grads_one(
     dq,  # [rows, HV, K]
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
+    da,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -328,6 +365,7 @@ def dplr_grads_one(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    ERASE: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -340,11 +378,13 @@ def dplr_grads_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_from_reference(
-                q=q, k=k, v=v, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-                dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
-                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)
+                q=q, k=k, v=v, a=a, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
+                dq=dq, dk=dk, dv=dv, da=da, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
+                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, ERASE=ERASE,
+                PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
-            q=q, k=k, v=v, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-            dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
-            t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, PRECISION=PRECISION)
+            q=q, k=k, v=v, a=a, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
+            dq=dq, dk=dk, dv=dv, da=da, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
+            t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, ERASE=ERASE,
+            PRECISION=PRECISION)

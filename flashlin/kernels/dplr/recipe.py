@@ -1,6 +1,6 @@
 """Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no
-torch, no triton. Problem.H counts value heads; with beta there is one writing vector, without it there are
-two."""
+torch, no triton. Problem.H counts value heads; with b there are two writing vectors, without it there is
+one."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -66,7 +66,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     per_chunk = dots - {"rmw_acc"} | {"mixed_sum"}
-    two = "beta" not in problem.options
+    # where nothing is said, as of a traced call, the kernels that may need more
+    two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
         """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a
@@ -183,7 +184,7 @@ SPECS = (over_heads(
         Op("rwkv7", "rwkv7", "auto", ("a", "b")),
         Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
         Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
-        Op("chunk_gdn2", "gdn2", "chunk", ("a", "b")),
+        Op("chunk_gdn2", "gdn2", "chunk", ("a",)),
         Op("chunk_comba", "comba", "chunk", ("a", "b")),
         Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
         Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"),

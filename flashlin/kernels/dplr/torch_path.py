@@ -43,9 +43,10 @@ def _rows(
         wanted = scores(a, k, g, nothing) @ v, a * until(g, True).exp()
         inside, added = scores(q, k, g) @ v, (k * onwards).mT @ v
     else:
-        assert beta is not None
-        x, system = k, scores(-beta * k, k, g).tril(-1)
-        wanted = beta * v, -beta * k * g.cumsum(-2).exp()
+        rate = a if beta is None else beta
+        assert rate is not None
+        x, system = k, scores(-rate * k, k, g).tril(-1)
+        wanted = v if beta is None else beta * v, -rate * k * g.cumsum(-2).exp()
         inside, added = None, None
     eye = torch.eye(length, dtype=q.dtype, device=q.device)
     own, pulled = torch.linalg.solve_triangular(eye - system, torch.cat(wanted, -1), upper=False,
