@@ -17,10 +17,11 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -298,6 +299,7 @@ def answer(side: str, op: Op, aspect: str) -> str:
 
 def one(side: str, name: str, aspects: list[str]) -> None:
     """In a child: a line for each aspect, until something ends the process."""
+    torch.set_num_threads(1)  # the references run on the CPU, several processes at once
     op = next(op for op in OPS if op.name == name)
     for aspect in aspects:
         print(json.dumps({"starting": aspect}), flush=True)
@@ -324,14 +326,14 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
 
 
 def joined(before: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's rows, and those of other ops from the one before, if that asked the same of the same
-    versions."""
+    """The record's rows, and from the one before those that were not asked again, if it asked the same of the
+    same versions."""
     rows: list[dict[str, Any]] = facts["rows"]
     if any(before[key] != facts[key] for key in ("device", "triton", "torch", "packages", "aspects")):
         return rows
-    names, new = [op.name for op in OPS], {row["op"] for row in rows}
-    return sorted([*(row for row in before["rows"] if row["op"] not in new), *rows],
-                  key=lambda row: names.index(row["op"]))
+    names, new = [op.name for op in OPS], {(row["op"], row["side"]) for row in rows}
+    return sorted([*(row for row in before["rows"] if (row["op"], row["side"]) not in new), *rows],
+                  key=lambda row: (names.index(row["op"]), row["side"] == "flashlin"))
 
 
 def main() -> int:
@@ -350,19 +352,21 @@ def main() -> int:
     from tqdm import tqdm
     work = [(side, op.name) for op in OPS if not given.op or op.name in given.op
             for side in (op.home.partition(".")[0], "flashlin")]
+    card, rows = record.this_card(), dict[tuple[str, str], dict[str, Any]]()
+    place = record.place(given.out or Path(), "peers", card)
+    before = json.loads(place.read_text()) if given.out and given.op and place.exists() else None
     with ThreadPoolExecutor(given.jobs) as pool:
-        answers = pool.map(lambda pair: asked(pair[0], pair[1], given.seconds), work)
-        rows = list(tqdm(answers, total=len(work)))
-    if given.out:
-        card = record.this_card()
-        facts = {"packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
-                 "aspects": ASPECTS, "rows": rows}
-        place = record.place(given.out, "peers", card)
-        if given.op and place.exists():
-            facts["rows"] = joined(json.loads(place.read_text()), {**record.made_by(card), **facts})
-        record.write(given.out, "peers", card, **facts)
-    for row in rows:
-        print(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))
+        answers = [pool.submit(asked, side, name, given.seconds) for side, name in work]
+        for answer in tqdm(as_completed(answers), total=len(work)):
+            row = answer.result()
+            rows[row["side"], row["op"]] = row
+            tqdm.write(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))
+            if given.out:  # after each, since a card is lent for a time
+                facts = {"packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
+                         "aspects": ASPECTS, "rows": [rows[pair] for pair in work if pair in rows]}
+                if before:
+                    facts["rows"] = joined(before, {**record.made_by(card), **facts})
+                record.write(given.out, "peers", card, **facts)
     return 0
 
 

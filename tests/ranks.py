@@ -22,7 +22,7 @@ from flashlin import dispatch
 from flashlin.guards import limits
 
 Job = Callable[[Any], None]
-SECONDS = 60  # how long ranks wait for each other
+SECONDS = 60.0  # how long ranks wait for each other
 
 
 class Call(NamedTuple):
@@ -243,12 +243,13 @@ def model_equals_one(kind: str, group: Any, H: int = 3, device: str = "cpu",
         close(p.grad, right[name], bound, name)
 
 
-def _rank(rank: int, size: int, folder: str, backend: str, jobs: dict[str, tuple[int, Job]]) -> None:
+def _rank(rank: int, size: int, folder: str, backend: str, patience: float,
+          jobs: dict[str, tuple[int, Job]]) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=size,
-                            timeout=timedelta(seconds=SECONDS))
+                            timeout=timedelta(seconds=patience))
     groups = {n: dist.new_group(list(range(n))) for n in sorted({n for n, _ in jobs.values()})}
     said = {}
     for name, (n, job) in jobs.items():
@@ -263,13 +264,14 @@ def _rank(rank: int, size: int, folder: str, backend: str, jobs: dict[str, tuple
 
 
 def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "gloo",
-             seconds: float = 300) -> dict[str, list[str]]:
+             seconds: float = 300, patience: float = SECONDS) -> dict[str, list[str]]:
     """What went wrong in each job on each of its ranks, '' for nothing. jobs: by name, how many ranks, and a
-    function at the top level of a module, or a partial of one."""
+    function at the top level of a module, or a partial of one. patience: how many seconds ranks wait for each
+    other."""
     size = max(n for n, _ in jobs.values())
     context = multiprocessing.get_context("forkserver")  # torch is imported once
     context.set_forkserver_preload(["flashlin.ops._common.across", "tests.ranks"])
-    ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, jobs))
+    ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, patience, jobs))
              for rank in range(size)]
     for one in ranks:
         one.start()

@@ -92,7 +92,7 @@ def test_every_name_of_others_is_here_or_has_a_reason() -> None:
     page = (DOCS / "MIGRATION.md").read_text(encoding="utf-8")
     for package, (_, names) in peers.recorded().items():
         assert [one.name for one in names if not re.search(rf"[.`]{one.name}`", page)] == [], package
-    assert "`flashlin.chunk_comba` (composed)" in page and "`flashlin.chunk_gla` |" in page
+    assert "`flashlin.chunk_gated_delta_product` (composed)" in page and "`flashlin.chunk_gla` |" in page
     assert documents.absent(["Mamba2", "chunk_gsa"]) == [
         ("`chunk_gsa`", "later", documents.ABSENT[0].why), ("`Mamba2`", "left out", documents.ABSENT[-1].why)]
     with pytest.raises(SystemExit, match="chunk_of_tomorrow is in none of the rows of ABSENT"):
@@ -100,8 +100,7 @@ def test_every_name_of_others_is_here_or_has_a_reason() -> None:
 
 
 COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_gated_delta_product":
-            "gated delta rule", "chunk_comba": "DPLR",
-            "mamba3_siso_combined": "simple GLA"}
+            "gated delta rule", "mamba3_siso_combined": "simple GLA"}
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -65,13 +65,17 @@ def test_a_process_that_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     def record(*rows: tuple[str, str], torch: str = "2.11.0") -> dict[str, Any]:
         return {"device": "NVIDIA H200", "triton": "3.6.0", "torch": torch, "packages": {}, "aspects": {},
-                "rows": [{"op": op, "forward": answer} for op, answer in rows]}
+                "rows": [{"op": op, "side": side, "forward": answer}
+                         for op, answer in rows for side in ("fla", "flashlin")]}
     before = record(("chunk_gla", "right"), ("selective_scan_fn", "wrong"))
     assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"),
                                                                                   ("selective_scan_fn",
                                                                                    "right"))["rows"]
     assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "in the order of OPS"
-    assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 1
+    assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 2
+    begun = record(("selective_scan_fn", "right"))
+    del begun["rows"][0]  # of two sides the second is first
+    assert [row["side"] for row in peers.joined(before, begun)] == 2 * ["fla", "flashlin"]
 
 
 def test_the_table(tmp_path: Path) -> None:

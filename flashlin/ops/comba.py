@@ -1,9 +1,9 @@
 """Comba, a gated delta rule that is fed back with a vector of its own; mirrors ``fla.ops.comba``.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T        o_t = scale S_t^T q_t
-p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). Chunk by chunk, and where
-gradients are wanted, it is composed: the DPLR delta rule (dplr_delta_rule.py) that reads with -beta p and
-writes to k. Token by token without gradients it is one launch.
+p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). Chunk by chunk it runs the
+gated delta rule's kernels. Token by token it is one launch, or, where gradients are wanted, composed: the
+DPLR delta rule (dplr_delta_rule.py) that reads with -beta p and writes to k.
 """
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import Request
-from flashlin.ops._common.preprocess import by_value_head
-from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.norm import l2norm
 
 
@@ -39,8 +37,8 @@ def chunk_comba(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``. Composed: the DPLR delta
-    rule with a = -beta p, b = k and v = beta v.
+    """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``. Runs the gated delta rule's kernels,
+    which then read the old state with p, before it decays, and not with k.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q, k and p of head j //
@@ -83,12 +81,10 @@ def chunk_comba(
         need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", q.device)
     if use_qk_l2norm_in_kernel:
         q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
-    x = recurrent.as_dplr(Inputs(q, k, v, beta, g, a=p), erase=False)
+    beta = v.new_ones(B, T, HV) if beta is None else beta
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    # two writing vectors have no kernels for several value heads to a head
-    tensors = (by_value_head(q, v), x.b, x.v, g[..., None].expand(*g.shape, q.shape[3]), x.a, x.b, None)
-    return chunked.run(FAMILY, request, tensors)
+    return chunked.run(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
 
 
 def fused_recurrent_comba(

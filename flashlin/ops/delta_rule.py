@@ -130,6 +130,6 @@ def delta_rule(
     shared: dict[str, Any] = dict(
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(delta.FAMILY, "delta_rule", mode, (q, k, v, beta, None), initial_state):
+    if chunked.by_chunks(delta.FAMILY, "delta_rule", mode, (q, k, v, beta, None, None), initial_state):
         return chunk_delta_rule(q, k, v, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_delta_rule(q, k, v, beta, **shared)

@@ -230,7 +230,7 @@ def gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log, dt_bias=dt_bias)
-    if chunked.by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g), initial_state, A_log,
-                         dt_bias):
+    if chunked.by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g, None), initial_state,
+                         A_log, dt_bias):
         return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **shared)

@@ -87,6 +87,6 @@ def dies(begun: Path, group: Any) -> None:
 def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
     """It raises, or NCCL ends its process, once the group's timeout is over."""
     began, begun = time.monotonic(), tmp_path / "backward"
-    said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 240)["dies"]
+    said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 240, 30)["dies"]
     assert begun.exists() and time.monotonic() - began < 200, said
     assert said[0] and said[1] == "the process was gone", said

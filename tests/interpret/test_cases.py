@@ -57,7 +57,7 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
 
 # float16 changes loads, stores and the operands of dots: one case each of some kernels that have these.
 HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda",
-                                  "chunk_gdn2", "fused_recurrent_gated_delta_rule", "rms_norm",
+                                  "chunk_gdn2", "chunk_comba", "fused_recurrent_gated_delta_rule", "rms_norm",
                                   "causal_conv1d")}
 # Of ops whose cases take many seconds here: these.
 ONLY = {
@@ -68,7 +68,8 @@ ONLY = {
     "chunk_rwkv6": "random strong-packed one-token",
     "chunk_kda": "random strong-packed gates-resets grouped v-first one-token",
     "chunk_dplr_delta_rule": "random strong-packed", "chunk_rwkv7": "random",
-    "chunk_iplr_delta_rule": "random", "chunk_gdn2": "grouped resets strong-packed", "chunk_comba": "resets",
+    "chunk_iplr_delta_rule": "random", "chunk_gdn2": "grouped resets strong-packed",
+    "chunk_comba": "packed grouped p=None strong",
     "chunk_gated_delta_product": "three", "fused_recurrent_gated_delta_product": "packed",
     "fused_recurrent_gdn2": "packed decoding inference inference-packed",
     "fused_recurrent_kda": "random resets layer bounded inference pool",

@@ -32,7 +32,7 @@ from matrix.workload import as_in_a_case
 from tests.share import share
 
 # Composed: kernels of theirs read what torch made of others' results, which nobody has written here.
-COMPOSED = ("chunk_comba", "product")
+COMPOSED = ("product",)
 REPEATED = [case for case in CASES if case.op.startswith(("chunk_", "fused_recurrent_", "fused_chunk_"))
             and not any(name in case.op for name in ("conv", *COMPOSED)) and case.id != "normalized"]
 

@@ -81,13 +81,24 @@ def test_of_packed_sequences_matrices_are_carried_over_fewer_parts() -> None:
     assert part("chunk_gated_delta_rule", 32) == 8192
 
 
+ERASING = ("a", "beta", "delta", "erase", "gk")
+
+
 @pytest.mark.parametrize(("facts", "tile"), [
     ({"N": 32}, ("BV=16", 1)), ({"N": 64}, ("BV=64", 4)), ({"N": 64, "invariant": True}, ("BV=16", 1)),
-    ({"N": 32, "K": 32, "V": 32}, ("BV=32", 2)), ({"N": 32, "K": 256, "V": 256}, ("BV=8", 1)),
+    ({"N": 64, "T": 2}, ("BV=16", 1)), ({"N": 32, "K": 32, "V": 32}, ("BV=32", 2)),
+    ({"N": 32, "K": 64, "V": 64}, ("BV=32", 4)), ({"N": 32, "K": 64, "V": 64, "T": 2}, ("BV=16", 1)),
+    ({"N": 32, "K": 256, "V": 256}, ("BV=8", 1)), ({"N": 32, "K": 256, "V": 8}, ("BV=8", 1)),
+    ({"N": 64, "options": ("a", "b")}, ("BV=16", 1)),
+    ({"N": 64, "options": ("a", "beta", "delta", "g", "undecayed")}, ("BV=16", 1)),
+    ({"N": 64, "options": ERASING}, ("BV=32", 1)), ({"N": 64, "options": ERASING, "T": 2}, ("BV=16", 1)),
+    ({"N": 64, "options": ERASING, "invariant": True}, ("BV=16", 1)),
+    ({"N": 64, "options": ("gk",)}, ("BV=32", 4)),
     ({"N": 64, "machine": "triton=3.2.0,sm=75"}, ("BV=32", 4))])
 def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
-    """One warp, which waits for nobody; of many states wide rows, but where no choice may depend on the
-    batch. As ever on other cards, some of which have not the shared memory."""
+    """One warp, which waits for nobody; a single token of many states, or with a rate of erasing, in wider
+    rows, but where no choice may depend on the batch or its length. As ever where nothing is taken back, and
+    on other cards, some of which have not the shared memory."""
     facts = dict(facts)
     invariant, machine = facts.pop("invariant", False), facts.pop("machine", HOPPER)
     given = {"B": facts["N"], "T": 1, "H": 16, "K": 128, "V": 128, "dtype": "bfloat16",

@@ -135,11 +135,11 @@ def test_gradients_are_wanted_where_autograd_would_give_them() -> None:
 
 @pytest.mark.parametrize("rates", ["erase", "undecayed"])
 def test_with_gradients_a_rate_is_planned_as_what_then_runs(rates: str) -> None:
-    """Decoding takes the delta rules' tiles; with gradients another recurrence takes the call's place."""
+    """With gradients another recurrence takes the call's place."""
     def config(needs_grad: bool, *options: str) -> str:
-        asked = Problem("fused_recurrent_gdn2", "recurrent", "fused_recurrent", 1, 1, 16, 128, 128, 1,
+        asked = Problem("fused_recurrent_gdn2", "recurrent", "fused_recurrent", 128, 1, 16, 128, 128, 128,
                         dtype="bfloat16", needs_grad=needs_grad, options=options)
         return dispatch.plan(asked, parse("H200,triton=3.6.0"), Policy()).launch("recurrent_forward").config
     asked = ("a", "beta", "delta", "gk", rates)
-    assert config(True, *asked) == config(True, "a", "b", "gk") != config(False, *asked)
-    assert config(False, *asked) == config(False, "beta", "delta", "gk")
+    assert config(True, *asked) == config(True, "a", "b", "gk") != config(False, "beta", "delta", "gk")
+    assert (config(True, *asked) != config(False, *asked)) == (rates == "erase")

@@ -1,1 +1,1 @@
-"""The delta families: delta rule and gated delta rule."""
+"""The delta families: delta rule, gated delta rule, Comba."""

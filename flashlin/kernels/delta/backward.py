@@ -14,6 +14,8 @@ to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) 
     dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
            + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
     dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
+With BEFORE p_i and G_{i-1} are in the place of k_i and G_i wherever k reads: in z, dbeta and dh', and dk's
+terms of dv_i h^T and of sum_j z_ij k_j are dp's.
 The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """
@@ -30,7 +32,7 @@ from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
-from flashlin.kernels.delta.steps import rows_of
+from flashlin.kernels.delta.steps import rows_of, sums_read
 from flashlin.kernels.pieces import (
     Batch,
     decay_of,
@@ -52,6 +54,7 @@ from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 def delta_reverse(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     do,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     A_low,  # [rows, HV, BT]
@@ -76,6 +79,7 @@ def delta_reverse(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_DHT: tl.constexpr,
     HAS_DH0: tl.constexpr,
     ALONE: tl.constexpr,
@@ -142,9 +146,13 @@ def delta_reverse(
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
         else:
-            b_dv = b_dy * (b_beta * tl.exp2(D))[:, None]
+            read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+            b_dv = b_dy * (b_beta * tl.exp2(read))[:, None]
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
-        dh -= tl.dot(tl.trans(b_k), b_dv.to(b_k.dtype), input_precision=PRECISION)
+        b_p = b_k
+        if BEFORE:
+            b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        dh -= tl.dot(tl.trans(b_p), b_dv.to(b_k.dtype), input_precision=PRECISION)
     if ALONE:
         at, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         tl.store(dh0 + at, dh, mask=inside & (length > 0))
@@ -157,6 +165,7 @@ def delta_reverse(
 def grads_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     do,  # [rows, HV, V]
     u,  # [rows, HV, V]
@@ -167,6 +176,7 @@ def grads_of_chunk(
     dstates,  # [slots, HV, K, V], one for each chunk
     dq,  # [rows, HV, K]
     dk,  # [rows, HV, K]
+    dp,  # [rows, HV, K], or None
     dv,  # [rows, HV, V]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV], fp32
@@ -185,15 +195,17 @@ def grads_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
+    """dq, dk, dp [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
     inside = t0 + rows < length
     b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+    read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     ds = tl.zeros([BT, BT], dtype=tl.float32)
     z = tl.zeros([BT, BT], dtype=tl.float32)
@@ -215,7 +227,13 @@ def grads_of_chunk(
     else:
         between = scaled_decay(D, D, below, 1.0)
         ds *= between * scale
-        z *= -between
+        z *= -scaled_decay(read, D, below, 1.0) if BEFORE else -between
+    if BEFORE:
+        # pairs of neighbours do not decay: in dg they would cancel on paper only
+        neighbours = rows[:, None] == rows[None, :] + 1
+        near = tl.where(neighbours, z, 0.0).to(k.dtype.element_ty)
+        z = tl.where(neighbours, 0.0, z)
+        earlier = tl.zeros([BT], dtype=tl.float32)  # as here, of what is read one token earlier
     here = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
     across = 0.0
@@ -243,30 +261,51 @@ def grads_of_chunk(
             from_h *= scale
         else:
             from_h *= (tl.exp2(D) * scale)[:, None]
-            dy_h *= tl.exp2(D)[:, None]
+            dy_h *= tl.exp2(read)[:, None]
             to_h *= tl.exp2(total - D)[:, None]
+        b_p = b_k
+        if BEFORE:
+            b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
-        scaled_k = (b_k * b_beta[:, None]).to(b_k.dtype)
-        q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
-        k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
-        k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(tl.trans(b_z), scaled_k,
-                                                                                    input_precision=PRECISION)
-        b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
-        k_rows = (k_rows - dy_h) * b_beta[:, None]
-        if DECAY != 0:
-            here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
+        scaled_p = (b_p * b_beta[:, None]).to(b_k.dtype)
+        if BEFORE:  # what belongs to p first: so fewest registers spill with it, and more without it
+            p_rows = tl.dot(b_z, b_k, input_precision=PRECISION) - dy_h
+            earlier += tl.sum(scaled_p.to(tl.float32) * p_rows, 1)
+            p_rows += tl.dot(near, b_k, input_precision=PRECISION)
+            b_dbeta += tl.sum(b_p.to(tl.float32) * p_rows, 1)
+            put(dp, p_rows * b_beta[:, None], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            q_rows = from_h + tl.dot(b_ds, b_k, input_precision=PRECISION)
+            here += tl.sum(wide_q * q_rows, 1)
+            put(
+                dq, q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION)
+            k_columns += tl.dot(tl.trans(b_z), scaled_p, input_precision=PRECISION)
+            here -= tl.sum(wide_k * k_columns, 1)
+            k_columns += tl.dot(tl.trans(near), scaled_p, input_precision=PRECISION)
             left += tl.sum(wide_k * to_h, 1)
-        put(
-            dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV,
-            D=K, d0=k0, BT=BT, BD=BK)
-        put(
-            dk, to_h + k_rows + k_columns + diagonal[:, None] * wide_q, first, t0, length, i_h, HV,
-            D=K, d0=k0, BT=BT, BD=BK)
+            b_dk = to_h + k_columns
+        else:
+            q_rows = tl.dot(b_ds, b_k, input_precision=PRECISION)
+            k_rows = tl.dot(b_z, b_k, input_precision=PRECISION)
+            k_columns = tl.dot(tl.trans(b_ds), b_q, input_precision=PRECISION) + tl.dot(
+                tl.trans(b_z), scaled_p, input_precision=PRECISION)
+            b_dbeta += tl.sum(wide_k * (k_rows - dy_h), 1)
+            k_rows = (k_rows - dy_h) * b_beta[:, None]
+            if DECAY != 0:
+                here += tl.sum(wide_q * (from_h + q_rows), 1) + tl.sum(wide_k * (k_rows - k_columns), 1)
+                left += tl.sum(wide_k * to_h, 1)
+            put(
+                dq, from_h + q_rows + diagonal[:, None] * wide_k, first, t0, length, i_h, HV,
+                D=K, d0=k0, BT=BT, BD=BK)
+            b_dk = to_h + k_rows + k_columns
+        put(dk, b_dk + diagonal[:, None] * wide_q, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=inside)
     if DECAY != 0:
         b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]),
                       0) + across * tl.exp2(total)
+        if BEFORE:
+            b_dg += tl.sum(tl.where(rows[:, None] > rows[None, :], earlier[:, None], 0.0), 0)
         tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
 
 
@@ -274,6 +313,7 @@ def grads_of_chunk(
 def delta_grads(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     do,  # [rows, HV, V]
     u,  # [rows, HV, V]
@@ -284,6 +324,7 @@ def delta_grads(
     dstates,  # [slots, HV, K, V], one for each chunk
     dq,  # [rows, HV, K]
     dk,  # [rows, HV, K]
+    dp,  # [rows, HV, K], or None
     dv,  # [rows, HV, V]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV], fp32
@@ -301,11 +342,12 @@ def delta_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
+    """dq, dk, dp [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -316,6 +358,8 @@ def delta_grads(
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                if BEFORE:
+                    zero_gaps(dp, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             for v0 in range(0, V, BV):
                 zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
@@ -324,16 +368,16 @@ def delta_grads(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_of_chunk(
-                q=q, k=k, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+                q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
-            q=q, k=k, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
-            dstates=dstates, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg,
+            q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
+            dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
 def run(
@@ -354,15 +398,17 @@ def run(
     rebuilding, finishing = plan.launch("delta_states"), plan.launch("delta_grads")
     reversing = plan.either("delta_overlapped_back", "delta_reverse")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
+    dp = None if x.p is None else batch.new(K, dtype=x.q.dtype)
     dv, dbeta = batch.new(V, dtype=x.v.dtype), batch.new(dtype=torch.float32)
     dg = None if x.g is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
-    constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None))
+    constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None),
+                     BEFORE=x.p is not None)
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
     strips = -(-V // rebuilding.block("BV"))
-    for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0, do=do,
-                            dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
+    for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0,
+                            do=do, dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
         n, (part["betas"], part["G"]) = part["N"], columns(lines, part)
         for name in ("u", "dy"):
             part[name] = torch.empty_like(part["v"])
@@ -382,7 +428,8 @@ def run(
         if batch.T and whole:
             start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
     zero_forgotten(dg, x.g)
-    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, beta=dbeta, g=dg, h0=dh0)
+    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), p=None if dp is None else batch.of_groups(dp),
+                v=dv, beta=dbeta, g=dg, h0=dh0)
 
 
 def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:

@@ -9,9 +9,12 @@ i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
     M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)
     h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
+With BEFORE, Comba's, p is in the place of the k that reads, and reads before its own token's decay:
+    y_i = beta_i (v_i - e^{G_{i-1}} p_i h)
+    M_ij = beta_i e^{G_{i-1} - G_j} (p_i . k_j)
 The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
 state as in simple_gla, is left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the
-gate).
+gate), Hu et al. 2025 (arXiv 2506.02475) for p.
 """
 
 from typing import Any
@@ -26,7 +29,7 @@ from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
-from flashlin.kernels.delta.steps import rows_of, written
+from flashlin.kernels.delta.steps import rows_of, sums_read, written
 from flashlin.kernels.inverse import lower_blocks, merge, merging, product, substitute
 from flashlin.kernels.pieces import (
     Batch,
@@ -67,8 +70,8 @@ def beta_rows(
 
 @triton.jit
 def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
-    """M of the docstring out of k_i . k_j, zero where not to keep: masked before exp2, because there the
-    difference overflows."""
+    """M of the docstring out of its scalar products, zero where not to keep: masked before exp2, because
+    there the difference overflows."""
     if DECAY == 0:
         return tl.where(keep, products * b_beta[:, None], 0.0)
     else:
@@ -103,6 +106,7 @@ def put_both(
 @triton.jit
 def inverse_of_chunk(
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     beta,  # [rows, HV]
     G,  # lines [HV, R], fp32
     A,  # [rows, HV, BT]
@@ -121,6 +125,7 @@ def inverse_of_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_LOW: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
@@ -137,11 +142,17 @@ def inverse_of_chunk(
     c = tl.zeros([SIDE, SIDE], dtype=tl.float32)
     for k0 in range(0, K, BK):
         k_a = tile(k, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
-        a += tl.dot(k_a, tl.trans(k_a), input_precision=PRECISION)
+        p_a = k_a
+        if BEFORE:
+            p_a = tile(p, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
+        a += tl.dot(p_a, tl.trans(k_a), input_precision=PRECISION)
         if PAIR:
             k_b = tile(k, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
-            b += tl.dot(k_b, tl.trans(k_b), input_precision=PRECISION)
-            c += tl.dot(k_b, tl.trans(k_a), input_precision=PRECISION)
+            p_b = k_b
+            if BEFORE:
+                p_b = tile(p, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
+            b += tl.dot(p_b, tl.trans(k_b), input_precision=PRECISION)
+            c += tl.dot(p_b, tl.trans(k_a), input_precision=PRECISION)
     rows = tl.arange(0, SIDE)
     below = rows[:, None] > rows[None, :]
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
@@ -150,7 +161,8 @@ def inverse_of_chunk(
     D_a = beta_a
     if DECAY == 2:
         D_a = rows_of(G, first, t0, length, i_h, R, SIDE)
-    a = system(a, beta_a, D_a, D_a, below & (t0 + rows < length)[:, None], DECAY)
+    read_a = sums_read(G, D_a, first, t0, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+    a = system(a, beta_a, read_a, D_a, below & (t0 + rows < length)[:, None], DECAY)
     at_a, lower = lower_blocks(own, 0, BT, SIDE)
     tl.store(at_a, a, mask=lower)
     if PAIR:
@@ -158,9 +170,10 @@ def inverse_of_chunk(
         D_b = beta_b
         if DECAY == 2:
             D_b = rows_of(G, first, t1, length, i_h, R, SIDE)
+        read_b = sums_read(G, D_b, first, t1, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
         here = (t1 + rows < length)[:, None]
-        b = system(b, beta_b, D_b, D_b, below & here, DECAY)
-        c = system(c, beta_b, D_b, D_a, here, DECAY)
+        b = system(b, beta_b, read_b, D_b, below & here, DECAY)
+        c = system(c, beta_b, read_b, D_a, here, DECAY)
         at_b, lower = lower_blocks(own, 1, BT, SIDE)
         tl.store(at_b, b, mask=lower)
     tl.debug_barrier()
@@ -185,6 +198,7 @@ def inverse_of_chunk(
 @triton.jit(do_not_specialize=["T", "N", "R", "S"])
 def delta_inverse(
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     beta,  # [rows, HV]
     G,  # lines [HV, R], fp32
     A,  # [rows, HV, BT]
@@ -202,6 +216,7 @@ def delta_inverse(
     BT: tl.constexpr,
     BK: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_LOW: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -217,20 +232,22 @@ def delta_inverse(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             inverse_of_chunk(
-                k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+                k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
                 n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                K=K, BT=BT, BK=BK, DECAY=DECAY, BEFORE=BEFORE, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         inverse_of_chunk(
-            k=k, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
+            k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
             n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, BT=BT, BK=BK, DECAY=DECAY, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            K=K, BT=BT, BK=BK, DECAY=DECAY, BEFORE=BEFORE, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_scan(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
@@ -253,6 +270,7 @@ def delta_scan(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_H0: tl.constexpr,
     HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -283,17 +301,21 @@ def delta_scan(
     causal = rows[:, None] >= rows[None, :]
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_p = b_k
+        if BEFORE:
+            b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
         b_h = h.to(b_k.dtype)
-        kh = tl.dot(b_k, b_h, input_precision=PRECISION)
+        ph = tl.dot(b_p, b_h, input_precision=PRECISION)
         if DECAY == 0:
-            y = (b_v - kh) * b_beta[:, None]
+            y = (b_v - ph) * b_beta[:, None]
         else:
-            y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
+            y = (b_v - ph * tl.exp2(read)[:, None]) * b_beta[:, None]
         u = tl.dot(b_A, y.to(b_A.dtype), input_precision=PRECISION)
         b_u = u.to(b_v.dtype)
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -318,6 +340,7 @@ def delta_scan(
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def delta_states(
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
@@ -339,6 +362,7 @@ def delta_states(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_H0: tl.constexpr,
     V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -362,15 +386,19 @@ def delta_states(
         h = tl.zeros([BK, BV], dtype=tl.float32)
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_p = b_k
+        if BEFORE:
+            b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
         b_u, h = written(
-            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_A,
+            h=h, b_p=b_p, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, read=read, D=D, total=total, b_low=b_A,
             DECAY=DECAY, HALF=False, PRECISION=PRECISION)
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
@@ -390,7 +418,8 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
-    constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None))
+    constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None),
+                     BEFORE=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)

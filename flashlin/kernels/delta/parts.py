@@ -9,7 +9,7 @@ where it has to be as exact as the reverse scan is (HALF).
 import triton
 import triton.language as tl
 
-from flashlin.kernels.delta.steps import rows_of, written
+from flashlin.kernels.delta.steps import rows_of, sums_read, written
 from flashlin.kernels.pieces import decays, state_offsets, tile
 from flashlin.kernels.splitting import added, identity_strip, part_of
 
@@ -17,6 +17,7 @@ from flashlin.kernels.splitting import added, identity_strip, part_of
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
 def delta_alone(
     k,  # [rows, H, K]
+    p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     A_low,  # [rows, HV, BT]
@@ -38,6 +39,7 @@ def delta_alone(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DECAY: tl.constexpr,
+    BEFORE: tl.constexpr,
     HAS_H0: tl.constexpr,
     HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr,
@@ -61,15 +63,19 @@ def delta_alone(
     h, length, v_length = identity_strip(strip, NV, i_part, length, last, BK, BV, HAS_H0, HAS_DHT)
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
+        b_p = b_k
+        if BEFORE:
+            b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
         b_low = b_A
         if HALF:
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_w, _ = written(
-            h=h, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, D=D, total=total, b_low=b_low,
+            h=h, b_p=b_p, b_k=b_k, b_v=b_v, b_A=b_A, b_beta=b_beta, read=read, D=D, total=total, b_low=b_low,
             DECAY=DECAY, HALF=HALF, PRECISION=PRECISION)
         if DECAY != 0:
             b_w *= tl.exp2(total - D)[:, None]

@@ -7,7 +7,7 @@ from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels import scans
-from flashlin.kernels.configs import BLOCK, Config, over_v, padded, room
+from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -39,16 +39,18 @@ STAGES_BACK = 2  # chunks under way in the reverse scan in Gluon, whose chunks h
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
+    bytes_each, dots = operand_bytes(problem), dot_traits(problem) | ({"before"} if before else set())
     size = tf32_copies(bytes_each, target) * bytes_each
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
-        return shared_bytes(config, bytes_each, target) + size * squares * config.BT ** 2
+        p = before * config.num_stages * config.BT * config.BK
+        return shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
 
-    def inverting(BT: int) -> int:  # k, and three float32 tiles of an inverse's side
-        return size * BT * wide + 12 * 32 ** 2
+    def inverting(BT: int) -> int:  # k and p, and three float32 tiles of an inverse's side
+        return size * (1 + before) * BT * wide + 12 * 32 ** 2
 
     def finishing(strip: int, num_stages: int) -> int:
         return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2)
@@ -67,8 +69,12 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
                     carry_launch(problem, target, part, transfer=True)]
+    # Beside p there are no registers for as many channels, nor on Hopper for a scan's second stage
+    # (benchmarks/results/kernels-*); on other cards it spills less than the first alone.
+    slim = before and bytes_each == 2 and padded(problem.K) == 128
+    forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
     kernels.append(_overlapped(problem, target, part)
-                   or state_launch("delta_scan", scan, problem, shared(scan), dots, part=part))
+                   or state_launch("delta_scan", forward, problem, shared(forward), dots, part=part))
     if problem.needs_grad:
         # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -80,10 +86,12 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         most = room(target)
         ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
                 for num_stages in most.stages]
-        grads = [over_tokens("delta_grads", problem, dict(BT=BT, BK=min(strip, padded(problem.K)),
-                                                          BV=min(strip, padded(problem.V))), problem.H,
-                             finishing(strip, num_stages), dots - {"rmw_acc"} | {"mixed_sum"}, num_stages)
-                 for strip, num_stages in ways]
+
+        def tile(strip: int) -> dict[str, int]:
+            return dict(BT=BT, BK=min(max(16, strip // 2) if slim else strip, padded(problem.K)),
+                        BV=min(strip, padded(problem.V)))
+        grads = [over_tokens("delta_grads", problem, tile(strip), problem.H, finishing(strip, num_stages),
+                             dots - {"rmw_acc"} | {"mixed_sum"}, num_stages) for strip, num_stages in ways]
         fits = [launch for launch in grads if launch.shared <= target.shared]
         back = _overlapped(problem, target, part, back=True)
         kernels.append(state_launch("delta_states", states, problem, shared(states), dots, part=part))
@@ -95,7 +103,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
-    """The forward scan in Gluon or, going back, the reverse one, where it is to be taken."""
+    """The forward scan in Gluon or, going back, the reverse one, where it is to be taken. It knows no p."""
+    if "p" in problem.options:
+        return None
     K, BT, BV = problem.K, BLOCK, 64
     groups = 1 if problem.V % (2 * BV) else 2
     slot = 2 * BT * (2 * K + BT * (1 + back) + groups * BV) + 4 * BT * 5
@@ -124,5 +134,8 @@ SPECS = (over_heads(
         Op("chunk_gated_delta_product", "gated_delta_product", "chunk", ("g",), counted=two_steps),
         Op("fused_recurrent_gated_delta_product", "gated_delta_product", "fused_recurrent",
            ("beta", "delta", "g"), family="recurrent", counted=two_steps),
+        Op("chunk_comba", "comba", "chunk", ("g", "p")),
+        Op("fused_recurrent_comba", "comba", "fused_recurrent", ("a", "beta", "delta", "g", "undecayed"),
+           family="recurrent"),
         Op("chunk_gdn", "gated_delta_rule", planned_as="chunk_gated_delta_rule"),
         Op("fused_recurrent_gdn", "gated_delta_rule", planned_as="fused_recurrent_gated_delta_rule"))),)

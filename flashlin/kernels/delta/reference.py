@@ -84,3 +84,37 @@ def product(
             S = S + written(k[:, j], beta[:, j, None] * (v[:, j] - read(S, k[:, j])))
         return S, scale * read(S, q)
     return token_by_token(step, (q, q, values[:, :, :, -1], g, keys, values, rates), h0, cu_seqlens)
+
+
+def fed_back(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    p: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    h0: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Comba: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T, o_t = scale S_t^T q_t.
+
+    g, beta [B, T, HV], beta None for ones; p like k, which it is if None. The rest, and what is returned, as
+    ``recurrence``.
+    """
+    p = k if p is None else p
+    p = p.repeat_interleave(v.shape[2] // max(p.shape[2], 1), 2)
+
+    def step(
+        S: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        p: torch.Tensor,
+        beta: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        u = v - read(S, p)
+        S = g.exp()[:, None, None] * S + written(k, u if beta is None else beta[:, None] * u)
+        return S, scale * read(S, q)
+    return token_by_token(step, (q, k, v, g, p, beta), h0, cu_seqlens)

@@ -12,12 +12,27 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 
 
 @triton.jit
+def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
+              BEFORE: tl.constexpr):
+    """[BT], to base 2: how much the state has decayed since its block of BLOCK tokens began, where the tokens
+    from t0 on read it: D, the sums up to their own, or with BEFORE one token earlier. Rows past the end hold
+    the sequence's last sum."""
+    if BEFORE and DECAY == 2:
+        at = tl.minimum(t0 + tl.arange(0, BT), length)
+        return tl.load(G + i_h.to(tl.int64) * R + first + at - 1, mask=at % BLOCK != 0, other=0.0)
+    else:
+        return D
+
+
+@triton.jit
 def written(
     h,  # [BK, BV], fp32: the state that enters the chunk
+    b_p,  # [BT, BK]: what reads it
     b_k,  # [BT, BK]
     b_v,  # [BT, BV]
     b_A,  # [BT, BT]
     b_beta,  # [BT]
+    read,  # [BT]: how much it has decayed there
     D,  # [BT]: the chunk's decays, summed
     total,  # their sum
     b_low,  # [BT, BT]: with HALF what rounding A has lost
@@ -27,11 +42,11 @@ def written(
 ):
     """(u [BT, BV], the state that leaves the chunk), with the notation of forward.py. HALF: neither side of A
     y loses what it would by being rounded, as in the reverse scan."""
-    kh = tl.dot(b_k, h.to(b_k.dtype), input_precision=PRECISION)
+    ph = tl.dot(b_p, h.to(b_k.dtype), input_precision=PRECISION)
     if DECAY == 0:
-        y = (b_v - kh) * b_beta[:, None]
+        y = (b_v - ph) * b_beta[:, None]
     else:
-        y = (b_v - kh * tl.exp2(D)[:, None]) * b_beta[:, None]
+        y = (b_v - ph * tl.exp2(read)[:, None]) * b_beta[:, None]
         h *= tl.exp2(total)
     b_y = y.to(b_A.dtype)
     u = tl.dot(b_A, b_y, input_precision=PRECISION)

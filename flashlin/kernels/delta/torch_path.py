@@ -6,6 +6,7 @@ torch.compile would unroll that loop, so traced it runs inside of a library oper
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
@@ -18,7 +19,10 @@ def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
     """
-    return over_sequences(_rows, (x.q, x.k, x.v, x.beta[..., None], x.g), x.h0, x.bounds, scale)
+    p, group = x.p, x.v.shape[2] // max(x.q.shape[2], 1)
+    if p is not None and group > 1:
+        p = p.repeat_interleave(group, 2)
+    return over_sequences(_rows, (x.q, x.k, x.v, x.beta[..., None], x.g, p), x.h0, x.bounds, scale)
 
 
 def _rows(
@@ -28,19 +32,25 @@ def _rows(
     v: torch.Tensor,
     beta: torch.Tensor,
     g: torch.Tensor | None,
+    p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     T, length = q.shape[1], chunk_length(q.shape[1])
-    q, k, v, beta = (chunks(x, length) for x in (q, k, v, beta))
+    before = p is not None
+    q, k, v, beta, p = (chunks(x, length) for x in (q, k, v, beta, k if p is None else p))
     below, eye = lower(length, q).tril(-1), torch.eye(length, dtype=q.dtype, device=q.device)
     if g is None:
         between, total = lower(length, q).to(q.dtype), None
-        into, onwards, read = q, k, k
+        into, onwards, read, apart = q, k, p, between
     else:
         g = chunks(g, length)
         from_start = g.cumsum(-1).exp()[..., None]
         between, total = decay_between(g), g.sum(-1).exp()[..., None, None]
-        into, onwards, read = q * from_start, k * decay_to_end(g)[..., None], k * from_start
-    system = (k @ k.mT * between * beta).masked_fill(~below, 0) + eye
+        into, onwards = q * from_start, k * decay_to_end(g)[..., None]
+        read, apart = from_start, between
+        if before:  # one token earlier
+            read, apart = (F.pad(x[..., :-1, :], (0, 0, 1, 0), value=1.0) for x in (from_start, between))
+        read = p * read
+    system = (p @ k.mT * apart * beta).masked_fill(~below, 0) + eye
     solved = torch.linalg.solve_triangular(system, torch.cat([v, read], -1) * beta, upper=False,
                                            unitriangular=True)
     own, pulled = solved.split([v.shape[-1], k.shape[-1]], -1)

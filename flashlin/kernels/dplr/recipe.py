@@ -185,7 +185,6 @@ SPECS = (over_heads(
         Op("chunk_dplr_delta_rule", "dplr_delta_rule", "chunk", ("a", "b")),
         Op("chunk_iplr_delta_rule", "iplr_delta_rule", "chunk", ("a", "b")),
         Op("chunk_gdn2", "gdn2", "chunk", ("a",)),
-        Op("chunk_comba", "comba", "chunk", ("a", "b")),
         Op("fused_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk"), family="recurrent"),
         Op("fused_mul_recurrent_rwkv7", "rwkv7", "fused_recurrent", ("a", "b", "gk", "rate"),
            family="recurrent"),
@@ -194,6 +193,4 @@ SPECS = (over_heads(
         Op("fused_recurrent_iplr_delta_rule", "iplr_delta_rule", "fused_recurrent", ("a", "b"),
            family="recurrent"),
         Op("fused_recurrent_gdn2", "gdn2", "fused_recurrent", ("a", "beta", "delta", "erase", "gk"),
-           family="recurrent"),
-        Op("fused_recurrent_comba", "comba", "fused_recurrent", ("a", "beta", "delta", "g", "undecayed"),
            family="recurrent"))),)

@@ -130,6 +130,9 @@ def updated(
 ):
     """The state after one token. b_p: what DELTA's prediction reads the state with, UNDECAYED before it
     decays. RATE: what multiplies a is -a b. ERASE: beta multiplies v alone."""
+    if DELTA:
+        if beta is not None:  # loaded before warps wait for each other's sums, not after
+            b_beta = strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
     if b is not None:
         b_a = vector(a, row * K, in_k, K)
         read = tl.sum(S * b_a[:, None], 0)
@@ -148,11 +151,11 @@ def updated(
         if not UNDECAYED:
             predicted = tl.sum(S * b_p[:, None], 0)
         if ERASE:
-            u = b_v * strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID) - predicted
+            u = b_v * b_beta - predicted
         else:
             u = b_v - predicted
             if beta is not None:
-                u *= strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
+                u *= b_beta
     return S + b_k[:, None] * u[None, :]
 
 

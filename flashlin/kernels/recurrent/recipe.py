@@ -12,10 +12,13 @@ SEGMENT = 64  # tokens between the states that forward keeps for backward
 # elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not
 # spill
 BACKWARD_TILE = 2048
-# A delta rule sums over K twice a token, for which warps wait for each other; one warp has its own sums. MANY
-# states (heads of all sequences) are read best in wide rows, by 4 warps. Elements of a tile, 64 to a thread; on
-# Hopper, where it was timed (benchmarks/results/decode-tiles-*).
-OF_A_WARP, OF_MANY, MANY = 2048, 8192, 1024
+# Who takes back what it reads (delta rules, DPLR) sums over K twice a token, for which warps wait for each
+# other; one warp has its own sums, of COLUMNS or of as many as leave it OF_A_WARP elements. The only token of a
+# call is read best in rows twice as wide where it erases, which takes most registers, and otherwise, of MANY
+# states (heads of all sequences), by 4 warps in wide rows, unless a third vector over K takes their registers.
+# On Hopper, where it was timed, and where 32 columns by one warp made a loop over tokens slow
+# (benchmarks/results/decode-tiles-*).
+COLUMNS, OF_A_WARP, OF_MANY, MANY = 16, 2048, 8192, 1024
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -43,13 +46,15 @@ def or_token_by_token(chunked: Recipe) -> Recipe:
 def forward(problem: Problem, target: Target) -> Launch:
     """Forward's launch, which families with a chunked backward share."""
     config = token(problem.K, problem.V)
-    # with gradients these become another recurrence (ops/_common/recurrent.py)
-    delta = "delta" in problem.options and not (problem.needs_grad
-                                                and {"erase", "undecayed"} & set(problem.options))
-    if is_hopper(target) and delta and 64 <= config.BK <= 256:
-        many = problem.N * problem.H >= MANY and not problem.invariant
-        elements, warps = (OF_MANY, 4) if many else (OF_A_WARP, 1)
-        config = config._replace(BV=max(8, min(elements // config.BK, padded(problem.V))), num_warps=warps)
+    options, alone = set(problem.options), problem.T == 1 and not problem.invariant
+    if is_hopper(target) and {"delta", "b"} & options and (128 if alone else 64) <= config.BK <= 256:
+        BV, num_warps = min(COLUMNS, OF_A_WARP // config.BK), 1
+        # with gradients it is another recurrence (ops/_common/recurrent.py)
+        if alone and "erase" in options and not problem.needs_grad:
+            BV *= 2
+        elif alone and problem.N * problem.H >= MANY and not {"b", "erase", "undecayed"} & options:
+            BV, num_warps = OF_MANY // config.BK, 4
+        config = config._replace(BV=min(BV, padded(problem.V)), num_warps=num_warps)
     return _launch("recurrent_forward", config, problem)
 
 

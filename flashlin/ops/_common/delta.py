@@ -1,4 +1,5 @@
-"""What the chunked delta ops share. The public functions are in delta_rule.py and gated_delta_rule.py."""
+"""What the chunked delta ops share. The public functions are in delta_rule.py, gated_delta_rule.py and
+comba.py."""
 from __future__ import annotations
 
 import torch
@@ -14,7 +15,7 @@ from flashlin.ops.norm import l2norm
 
 
 def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
-          g: Tensor | None) -> tuple[Tensor | None, ...]:
+          g: Tensor | None, p: Tensor | None) -> tuple[Tensor | None, ...]:
     """The inverses, what their rounding to 16 bits lost, and the lines of beta and summed g; see
     kernels/delta/forward.py."""
     B, T, HV = beta.shape
@@ -26,15 +27,17 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
 FAMILY = Chunked("delta", inputs.Inputs, {
     **QKV, "beta": Argument(("B", "T", "HV"), wide=True,
                             hint=" (a beta per value channel needs fused_recurrent)"),
-    "g": Argument(("B", "T", "HV"), wide=True, optional=True)},
+    "g": Argument(("B", "T", "HV"), wide=True, optional=True),
+    "p": Argument(("B", "T", "H", "K"), optional=True)},
     torch_path.run, kept=("A", "A_low", "lines"), room=_room)
 
 
 def run(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
         l2: bool) -> tuple[Tensor, Tensor | None]:
-    """Both chunked ops. beta and g are what the recurrence uses, after any sigmoid or gate."""
+    """The chunked ops in which k both reads and writes. beta and g are what the recurrence uses, after any
+    sigmoid or gate."""
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:
         check_qkv(q, k, v, grouped=True)
         q, k = l2norm(q), l2norm(k)
-    return chunked.run(FAMILY, request, (q, k, v, beta, g), grouped=True)
+    return chunked.run(FAMILY, request, (q, k, v, beta, g, None), grouped=True)

@@ -244,7 +244,7 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
         o, ht = chunked_gla.run(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
     elif chunked and delta and x.gk is None and x.bonus is None and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
-        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, x.h0, x.bounds), how.scale)
+        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, None, x.h0, x.bounds), how.scale)
     else:
         o, ht = torch_path.run(x, words, how.scale)
     return o, ht.mT if v_first else ht

@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.dplr.reference import fed_back
+from flashlin.kernels.delta.reference import fed_back
 from flashlin.kernels.norm.reference import normalise
 from flashlin.testing.cases import delta, sequences
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.recurrent import INFERENCE
 from flashlin.testing.cases.sequences import L2
 from flashlin.testing.compare import Tensors
-
-# A key with which every token reads what it overwrites, as the DPLR delta rule has it (dplr.py).
-FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dp": 0.02, "dk": 0.02}
 
 
 def make(dtype: torch.dtype, generator: torch.Generator, *, reads: str = "share", rate: str = "random",
@@ -36,7 +33,8 @@ def make(dtype: torch.dtype, generator: torch.Generator, *, reads: str = "share"
 def _reference(*, use_qk_l2norm_in_kernel: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
     if use_qk_l2norm_in_kernel and given.get("p") is not None:
         given["p"] = normalise("l2", given["p"], eps=1e-6)[0]
-    return sequences.outputs(fed_back, {}, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
+    return sequences.outputs(fed_back, {"cu_seqlens": "cu_seqlens"},
+                             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
 
 
 _chunk = Op("chunk_comba", make, _reference, {**delta.TOLERANCES, "dp": 0.01})
@@ -50,8 +48,9 @@ CASES = [
     _chunk("no-state", state=False, T=64, K=32, V=32), _chunk("packed", edges=(0, 1, 1, 66, 130, 150)),
     _chunk("odd", K=100, V=36, T=70), _chunk("grouped", H=2, HV=6, K=32, V=40, T=70),
     _chunk("alike-l2", L2, keys="alike", K=32, V=32),
-    _chunk("one-key", allowed=FORGETFUL, keys="one-key", rate="1", reads="none", options={"p": None}),
+    _chunk("one-key", allowed=delta.FORGETFUL, keys="one-key", rate="1", reads="none", options={"p": None}),
     _chunk("resets", gate="resets", K=32, V=40, B=1), _chunk("g=-inf", gate="-inf", T=20),
+    _chunk("g=-20", gate="-20", reads="own", T=70, K=32, V=40), _chunk("strong", gate="strong", reads="own"),
     _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),

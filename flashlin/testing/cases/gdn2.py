@@ -51,7 +51,7 @@ CASES = [
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped", H=1, HV=2, **_small),
     _recurrent("gates", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", **_small),
-    _inference("decoding", T=1, K=24, V=40, B=2),
+    _inference("decoding", T=1, K=24, V=40, B=2), _inference("decoding-wide", T=1, K=128, V=128),
     _inference("inference", {**GATE, **V_FIRST}, raw=True, v_first=True, keys="raw", H=1, HV=2, K=23, V=40,
                T=5),
     _inference("inference-packed", {**GATE, "lower_bound": -5.0}, raw=True, keys="raw", H=1, HV=2,

@@ -158,6 +158,7 @@ CASES += [
     _kda("layer", {**INSIDE, **V_FIRST}, raw=True, keys="raw", v_first=True, T=6),
     _kda("bounded", {**INSIDE, **BOUND}, raw=True, T=6, keys="raw"),
     _kda("bounded-unscaled", {**INSIDE, **BOUND}, raw=True, scaled=False, B=1, T=5),
+    _kda_inference("decoding-many", B=512, T=1, H=2, HV=2, K=128, V=64),
     _kda_inference("inference", INSIDE, raw=True, keys="raw", H=1, HV=2, T=5, V=40),
     _kda_inference("pool", {**INSIDE, **BOUND, **V_FIRST}, raw=True, v_first=True, B=3, T=1, H=1, HV=3, K=64,
                    V=64, pool=(4, -1, 0))]
