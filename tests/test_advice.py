@@ -58,7 +58,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         'pip install "torch==2.8.0"',
         "ok",
-        f"this makes 27 of {ALL} ops run with their usual number of warps",
+        f"this makes 28 of {ALL} ops run with their usual number of warps",
     ),
     "a V100 with 3.2.0": (
         World(("V100",), "2.6.0", "3.2.0"),
@@ -305,7 +305,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         f'{UNSET} && pip install "torch==2.8.0"',
         "ok",
-        f"27 of {ALL}",
+        f"28 of {ALL}",
     ),
     "a CPU build and a hidden H100": (
         World(("H100",), "2.13.0+cpu", "3.7.1", variables=(("CUDA_VISIBLE_DEVICES", ""),)),
@@ -391,7 +391,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         'pip install --force-reinstall --no-deps "triton==3.2.0"',
         "ok",
-        f"with torch 2.8.0, 27 of {ALL} ops would run with their usual number of warps; in its way: vllm",
+        f"with torch 2.8.0, 28 of {ALL} ops would run with their usual number of warps; in its way: vllm",
     ),
     "uv": (
         World(("H100",), triton_error=BAD, installer="uv"),
