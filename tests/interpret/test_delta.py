@@ -63,7 +63,7 @@ def test_lengths_share_a_graph() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_library_operator(gated: bool) -> None:
     q, k, v, g, beta, h0 = leaves(1, 9, 1)
-    arguments = (q, k, v, beta, g if gated else None, h0 if gated else None, None, 0.25, gated, False,
+    arguments = (q, k, v, beta, g if gated else None, None, h0 if gated else None, None, 0.25, gated, False,
                  torch.float32, "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule")
     # Not the comparison of runs: of what it keeps for backward some columns are nobody's. The test above
     # compares what comes of it.
