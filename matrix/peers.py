@@ -9,6 +9,9 @@ Every op of every package goes through the same questions (``ASPECTS``), in a pr
 anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the
 others are held to one configuration, with 4 warps if there is one, or a first call would take minutes;
 whatever only another configuration would do is not seen.
+
+The record is written after each row, and keeps those of the same versions that were not asked again. What took
+longer than ``--seconds`` stands there as an error: on a busy machine ask again before you believe it.
 """
 from __future__ import annotations
 
@@ -332,7 +335,8 @@ def joined(before: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]
     if any(before[key] != facts[key] for key in ("device", "triton", "torch", "packages", "aspects")):
         return rows
     names, new = [op.name for op in OPS], {(row["op"], row["side"]) for row in rows}
-    return sorted([*(row for row in before["rows"] if (row["op"], row["side"]) not in new), *rows],
+    old = (row for row in before["rows"] if row["op"] in names and (row["op"], row["side"]) not in new)
+    return sorted([*old, *rows],
                   key=lambda row: (names.index(row["op"]), row["side"] == "flashlin"))
 
 
@@ -341,7 +345,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="processes at once (default 8)")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default 240)")
     parser.add_argument("--op", action="append", default=[],
-                        help="only this op (repeatable); the record in --out keeps the others")
+                        help="only this op (repeatable)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("aspects", nargs="*", help=argparse.SUPPRESS)
@@ -354,7 +358,7 @@ def main() -> int:
             for side in (op.home.partition(".")[0], "flashlin")]
     card, rows = record.this_card(), dict[tuple[str, str], dict[str, Any]]()
     place = record.place(given.out or Path(), "peers", card)
-    before = json.loads(place.read_text()) if given.out and given.op and place.exists() else None
+    before = json.loads(place.read_text()) if given.out and place.exists() else None
     with ThreadPoolExecutor(given.jobs) as pool:
         answers = [pool.submit(asked, side, name, given.seconds) for side, name in work]
         for answer in tqdm(as_completed(answers), total=len(work)):

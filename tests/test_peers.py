@@ -73,6 +73,8 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
                                                                                    "right"))["rows"]
     assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "in the order of OPS"
     assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 2
+    assert peers.joined(record(("gone", "right")), record(("chunk_kda", "right"))) == record(
+        ("chunk_kda", "right"))["rows"], "of an op that is asked about no more"
     begun = record(("selective_scan_fn", "right"))
     del begun["rows"][0]  # of two sides the second is first
     assert [row["side"] for row in peers.joined(before, begun)] == 2 * ["fla", "flashlin"]
