@@ -10,8 +10,8 @@ anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``e
 others are held to one configuration, with 4 warps if there is one, or a first call would take minutes;
 whatever only another configuration would do is not seen.
 
-The record is written after each row, and keeps those of the same versions that were not asked again. What took
-longer than ``--seconds`` stands there as an error: on a busy machine ask again before you believe it.
+The record is written after each row, and keeps those of the same versions that were not asked again. What
+took longer than ``--seconds`` stands there as an error: on a busy machine ask again before you believe it.
 """
 from __future__ import annotations
 
