@@ -1,1 +1,0 @@
-"""Rotations by running sums of angles: Mamba-3's."""
