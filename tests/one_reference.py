@@ -11,7 +11,7 @@ import torch
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors, allowed, judge, results
 
-GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g", "chunk_gdn2": "g"}
+GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g", "chunk_gdn2": "g", "chunk_rwkv7": "w"}
 SPANS = (119.0, 120.0, 121.0)  # bits that a chunk loses; up to 120 of them one reference serves
 SIZES = (1e-3, 0.09, 30.0, 300.0)  # of what is multiplied, one a head
 WORSE = 1.2  # times the error of halving

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import flashlin
-from flashlin.kernels.dplr import forward as dplr
 from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.kernels.gla import forward
 from flashlin.ops._common import chunked
@@ -41,15 +40,16 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
 
 
 @pytest.mark.parametrize("edges", [None, (0, 7, 7, 130, 140)], ids=["dense", "packed"])
-@pytest.mark.parametrize(("op", "right", "rates"), [("chunk_kda", recurrence, {"beta": ()}),
-                                                    ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)})])
+@pytest.mark.parametrize(("op", "right", "rates"), [
+    ("chunk_kda", recurrence, {"beta": ()}), ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)}),
+    ("chunk_dplr_delta_rule", recurrence, {"a": (70,), "b": (70,)})])
 def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
                                       rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that one reference serves and others, which one program of a sequence then halves; keys in
     strips of channels, of which the last is not full; rows of no sequence, as a GPU gets them unread."""
     monkeypatch.setattr(chunked, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
-    monkeypatch.setattr(dplr, "BUSY", 1)
+    monkeypatch.setattr(forward, "BUSY", 1)
     torch.manual_seed(0)
     B, T, H, K, V = (2 if edges is None else 1), 150, 2, 70, 16
     q, k, v = (torch.randn(B, T, H, D) for D in (K, K, V))
@@ -58,9 +58,12 @@ def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.
     k = torch.nn.functional.normalize(k, dim=-1)
     inputs = {"q": q, "k": k, "v": v, "g": g,
               **{name: torch.rand(B, T, H, *more) for name, more in rates.items()}}
+    if "a" in inputs:  # what is erased and written again: vectors of length 1, or the state would grow
+        inputs["a"], inputs["b"] = -k, k * inputs["b"]
+    gate = "gk" if "a" in inputs else "g"
     bounds = None if edges is None else torch.tensor(edges)
     weight, found = torch.randn(B, T, H, V), []
-    for run in (lambda **x: getattr(flashlin, op)(**x, scale=0.5, cu_seqlens=bounds)[0],
+    for run in (lambda g, **x: getattr(flashlin, op)(**{gate: g}, **x, scale=0.5, cu_seqlens=bounds)[0],
                 lambda **x: right(**x, scale=0.5, bounds=bounds)[0]):
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         o = run(**leaves)

@@ -32,12 +32,12 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.dplr.forward import erases, prepare, shares_of_rest
+from flashlin.kernels.dplr.forward import erases, prepare
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.gla.backward import rows_beside, summed_before
-from flashlin.kernels.gla.forward import halves, sums_at, sums_read
+from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
+from flashlin.kernels.gla.forward import halves, shares_of_rest
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
@@ -514,6 +514,7 @@ def dplr_grads_rest(
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
@@ -525,6 +526,7 @@ def dplr_grads_rest(
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -540,6 +542,7 @@ def dplr_grads_rest(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
@@ -557,19 +560,22 @@ def dplr_grads_rest(
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if ERASE:
+                if TWO or ERASE:
                     zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if not ERASE:
+                if TWO:
+                    zero_gaps(db, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            if not TWO and not ERASE:
                 zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
-            for v0 in range(0, V, BV):
-                zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            if not TWO:
+                for v0 in range(0, V, BV):
+                    zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
             grads_of_chunk(
-                q=q, k=k, v=v, a=a, b=None, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
-                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=None, dbeta=dbeta, dg=dg, scale=scale, n=n,
-                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
-                TWO=False, ERASE=ERASE, PRECISION=PRECISION)
+                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
+                dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=t0,
+                length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE,
+                PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -609,11 +615,10 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         if finishing.kernel == "dplr_grads":
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(finish, GAPS=batch.gaps), part)
             continue
-        by_one = {name: value for name, value in finish.items() if name != "TWO"}
-        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, by_one, part)
+        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, finish, part)
         shares = shares_of_rest(part)
         start(plan.launch("dplr_grads_rest"), dplr_grads_rest, part["N"] * shares * HV,
-              dict(by_one, shares=shares, GAPS=batch.gaps), part)
+              dict(finish, shares=shares, GAPS=batch.gaps), part)
     # one writer, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.b is None:
         zero_forgotten(dg, x.g)

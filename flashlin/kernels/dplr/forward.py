@@ -15,10 +15,10 @@ N is L with k in the place of b; P and R, for j <= i, are the scores of q with b
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
 of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE, is KDA
 with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO: the first of these.
-Scores come by halving, see kernels/gla, those of KDA by one reference, too (one_reference.py). In a level of
-halves a row is either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b)
-the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the
-first holds P and L^T, and is all.
+Scores come by halving, see kernels/gla, or by one reference (one_reference.py). In a level of halves a row is
+either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b) the products X1
+X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the first holds P and
+L^T, and is all.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
 float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
@@ -37,7 +37,8 @@ from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
-from flashlin.kernels.gla.forward import halves, may_be_one, sums_at, sums_of_chunks, sums_read
+from flashlin.kernels.gla.decays import sums_at, sums_read
+from flashlin.kernels.gla.forward import halves, may_be_one, shares_of_rest, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, merging, product
 from flashlin.kernels.pieces import (
@@ -52,8 +53,6 @@ from flashlin.kernels.pieces import (
     zero_gaps,
 )
 from flashlin.kernels.splitting import by_transfers, own_part
-
-BUSY = 1024  # programs that keep a card busy
 
 
 @triton.jit
@@ -260,14 +259,18 @@ def dplr_prepare_rest(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
     b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
     W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
     T_,  # [rows, HV, BT]
     T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -282,6 +285,7 @@ def dplr_prepare_rest(
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -298,9 +302,9 @@ def dplr_prepare_rest(
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * HV + i_h) == 0:
             prepare_chunk(
-                q=q, k=k, a=a, b=None, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=None, W=W,
-                M=M, P=P, R=None, N_=None, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first,
-                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=False, ERASE=ERASE,
+                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W, M=M,
+                P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
+                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE,
                 BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
@@ -397,18 +401,18 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
 
     def new(columns: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
-    x.update(G=sums_of_chunks(plan, x), q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two),
-             W=new(K), M=new(BT), P=new(BT), R=new(BT, two), N_=new(BT, two and backward),
-             T_=new(BT, backward), T_low=new(BT, low))
+    x.update(q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT),
+             P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward), T_low=new(BT, low))
+    one = launch.kernel == "dplr_prepare_one"
+    x["G"] = torch.empty_like(x["g"]) if one else sums_of_chunks(plan, x)
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
         constants = dict(scratch=scratch, K=K, TWO=two, ERASE=erases(x["a"], x["b"]), BACKWARD=backward,
                          HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan),
                          MERGE=merging(plan))
-        if launch.kernel == "dplr_prepare":
+        if not one:
             start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
             return
-        del constants["TWO"]
         x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device)
         shares = shares_of_rest(x)
         start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one(plan)), x)
@@ -419,15 +423,6 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
 def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether a is a rate at which k erases, see Inputs."""
     return a is not None and b is None
-
-
-def shares_of_rest(x: dict[str, Any]) -> int:
-    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy; of packed
-    sequences, of which one may be as long as all others, one to a chunk."""
-    if x["bounds"] is not None:
-        return int(x["S"])
-    fewest: int = BUSY // max(1, x["N"] * x["HV"])
-    return max(1, min(int(x["S"]), fewest))
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

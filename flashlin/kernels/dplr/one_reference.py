@@ -1,47 +1,53 @@
-"""Kimi Delta Attention and Gated DeltaNet 2 by one decay reference: what chunks need, and the gradients they
-give.
+"""The delta families with a decay for each key channel by one decay reference: what chunks need, and the
+gradients they give.
 
 Scores by halving (forward.py) take six products. Of a chunk none of whose channels forgets more than 120 bits
-one reference serves all pairs (kernels/gla/forward.py), in two products, and two for what rounding loses. So
-each step has two kernels: the first does the chunks that one reference serves and leaves word of them, the
-second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves the others. In one kernel the two ways took
-registers from each other: a tenth less time forward, none with backward (benchmarks/NOTES.md).
+one reference serves all pairs, in one product, and one for what rounding loses. As in
+kernels/gla/one_reference.py each step has two kernels: the first does the chunks that one reference serves,
+sums their decays and leaves word of them, the second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves
+the others.
+
+Four scores [BT, BT] and as many gradients [BT, BK] are more than a thread's registers hold. So first come the
+scores of what a reads, which are inverted, then those of what q reads; first the gradients of q and a, which
+contract with the states, then those of b and k, which contract with the states' gradients.
 """
 
 import triton
 import triton.language as tl
 
-from flashlin.kernels.gla.backward import summed_before
-from flashlin.kernels.gla.forward import (
-    decay_from_reference,
-    decay_to_reference,
-    one_serves,
+from flashlin.kernels.gla.decays import (
+    decays_of_chunk,
+    others_summed,
+    rows_beside,
+    scored,
+    served_by_one,
     sums_at,
-    two_of,
+    sums_read,
 )
-from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, product
 from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, state_offsets, tile
 
 
 @triton.jit
-def served_by_one(
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
+def rate_of(
+    a,  # [rows, HV, K]
+    b_beta,  # [BT]
     first,  # the sequence's first row
     t0,  # the chunk's first token
+    length,  # the sequence's length
     i_h,  # the head
     HV,  # heads of v
     K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
     BK: tl.constexpr,
+    ERASE: tl.constexpr,
 ):
-    """Whether one reference serves every channel of a chunk: 1 or 0."""
-    served = 1
-    for k0 in range(0, K, BK):
-        begin = sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK)
-        total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        served = tl.where(one_serves(begin, total), served, 0)
-    return served
+    """At which rate what k reads is erased: [BT, BK] or, without ERASE, [BT, 1], fp32."""
+    if ERASE:
+        return tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+    else:
+        return b_beta[:, None]
 
 
 @triton.jit
@@ -49,14 +55,19 @@ def prepare_from_reference(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
+    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
     b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
     W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
     T_,  # [rows, HV, BT]
     T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -73,6 +84,7 @@ def prepare_from_reference(
     BT: tl.constexpr,
     BK: tl.constexpr,
     ONE: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -83,73 +95,89 @@ def prepare_from_reference(
     for tests, it is said to serve none."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
+    below = rows[:, None] > rows[None, :]
+    diagonal = rows[:, None] == rows[None, :]
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    serves = served_by_one(G, last, first, t0, i_h, HV, K, BK) if ONE else 0
+    serves = served_by_one(g, G, last, first, t0, length, i_h, HV, K=K, BT=BT, BK=BK, ALL=True)
+    if not ONE:
+        serves = 0
     tl.store(served + slot, serves)
     if serves > 0:
-        if not ERASE:
+        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
+        if not TWO and not ERASE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-        read = tl.zeros([BT, BT], dtype=tl.float32)
-        pulled = tl.zeros([BT, BT], dtype=tl.float32)
-        qk = tl.zeros([BT], dtype=tl.float32)
+        L = tl.zeros([BT, BT], dtype=tl.float32)
+        N = tl.zeros([BT, BT], dtype=tl.float32)
         for k0 in range(0, K, BK):
-            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            reading, written, entered, left, kept = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO, ALL=True)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-            total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-            middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
-            qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            reading = decay_from_reference(b_G, middle, False)
-            X_q = b_q * reading
-            X_a = b_k * reading  # but for -beta, which comes later, or with ERASE the sign
-            if ERASE:
-                X_a *= tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            X_k = b_k * decay_to_reference(b_G, middle)
-            entered = tl.exp2(middle)[None, :]
-            put(q_in, X_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            put(b_out, X_k * tl.exp2(total - middle)[None, :], first, t0, length, i_h, HV,
-                D=K, d0=k0, BT=BT, BD=BK)
+            if TWO:
+                b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+                b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_a = b_k * -rate_of(
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                b_b = b_k
             if BACKWARD:
-                if ERASE:
-                    entered = -entered
-                else:
-                    entered = entered * -b_beta[:, None]
-                put(a_in, X_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            X_q = X_q.to(b_q.dtype)
-            X_a = X_a.to(b_q.dtype)
-            whole, rest = two_of(X_k, b_q.dtype)
-            read += tl.dot(X_q, tl.trans(whole), input_precision=PRECISION)
-            pulled += tl.dot(X_a, tl.trans(whole), input_precision=PRECISION)
-            if b_q.dtype == tl.bfloat16:
-                read += tl.dot(X_q, tl.trans(rest))
-                pulled += tl.dot(X_a, tl.trans(rest))
-        read = tl.where(rows[:, None] > rows[None, :], read, tl.where(
-            rows[:, None] == rows[None, :], qk[:, None], 0.0))
-        put(P, read * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        if not ERASE:
-            pulled *= b_beta[:, None]
-        pulled = tl.where(rows[:, None] > rows[None, :], pulled, 0.0)
-        X = inverse(pulled, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
-        if ERASE:
+                put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_a *= reading
+            X = b_b * written
+            put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            L = scored(L, b_a, X, b_k.dtype, PRECISION)
+            if TWO:
+                X = b_k * written
+                put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                N = scored(N, b_a, X, b_k.dtype, PRECISION)
+        X = inverse(tl.where(below, -L, 0.0), scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
+        if TWO:
+            N = tl.where(below, N, 0.0)
+            put(M, product(X, N, MERGE), first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        elif ERASE:
             put(M, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         else:
             put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if BACKWARD:
+            if TWO:
+                put(N_, N, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             if HAS_LOW:
                 put(
                     T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
                     D=BT, d0=0, BT=BT, BD=BT)
         for k0 in range(0, K, BK):
-            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-            if ERASE:
-                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
+            if TWO:
+                b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
-                rate = b_beta[:, None]
-            put(W, product(X, b_k * tl.exp2(b_G) * -rate, MERGE), first, t0, length, i_h, HV,
+                b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                b_a = b_k * -rate_of(
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+            put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
+        b_P = tl.zeros([BT, BT], dtype=tl.float32)
+        b_R = tl.zeros([BT, BT], dtype=tl.float32)
+        qb = tl.zeros([BT], dtype=tl.float32)
+        qk = tl.zeros([BT], dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            reading, written, entered, left, kept = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, ALL=True)
+            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
+            put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
+            b_P = scored(b_P, b_q * reading, b_b * written, b_q.dtype, PRECISION)
+            if TWO:
+                qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+                b_R = scored(b_R, b_q * reading, b_k * written, b_q.dtype, PRECISION)
+        b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
+        put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        if TWO:
+            b_R = tl.where(below, b_R, tl.where(diagonal, qk[:, None], 0.0))
+            put(R, b_R * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -157,14 +185,19 @@ def dplr_prepare_one(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
+    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
     b_out,  # [rows, HV, K]
+    k_out,  # [rows, HV, K]
     W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     P,  # [rows, HV, BT]
+    R,  # [rows, HV, BT]
+    N_,  # [rows, HV, BT]
     T_,  # [rows, HV, BT]
     T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -180,6 +213,7 @@ def dplr_prepare_one(
     BT: tl.constexpr,
     BK: tl.constexpr,
     ONE: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -196,16 +230,16 @@ def dplr_prepare_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             prepare_from_reference(
-                q=q, k=k, a=a, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
-                T_low=T_low, scratch=scratch, served=served, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, ERASE=ERASE,
-                BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                q=q, k=k, a=a, b=b, beta=beta, g=g, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
+                M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
+                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, TWO=TWO,
+                ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_from_reference(
-            q=q, k=k, a=a, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, W=W, M=M, P=P, T_=T_,
-            T_low=T_low, scratch=scratch, served=served, scale=scale, n=n, first=first, t0=share * BT,
-            length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, ERASE=ERASE,
-            BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            q=q, k=k, a=a, b=b, beta=beta, g=g, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
+            M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
+            first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
+            TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit
@@ -214,10 +248,12 @@ def grads_from_reference(
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
     dy,  # [rows, HV, V]
+    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     states,  # [slots, HV, K, V], one for each chunk
     dstates,  # [slots, HV, K, V], one for each chunk
@@ -225,6 +261,7 @@ def grads_from_reference(
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -241,95 +278,157 @@ def grads_from_reference(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
+    below = rows[:, None] > rows[None, :]
+    diagonal = rows[:, None] == rows[None, :]
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     if tl.load(served + slot) > 0:
-        if not ERASE:
+        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
+        if not TWO and not ERASE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-            b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        b_dbeta = tl.zeros([BT], dtype=tl.float32)
         dP = tl.zeros([BT, BT], dtype=tl.float32)
+        dR = tl.zeros([BT, BT], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_x.dtype)
+            dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
+            if TWO:
+                b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+                dR += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        qb = tl.sum(tl.where(diagonal, dP, 0.0), 1) * scale
+        qk = tl.sum(tl.where(diagonal, dR, 0.0), 1) * scale
+        b_P = tl.where(below, dP * scale, 0.0).to(v.dtype.element_ty)
+        b_R = tl.where(below, dR * scale, 0.0).to(v.dtype.element_ty)
         dL = tl.zeros([BT, BT], dtype=tl.float32)
+        dN = tl.zeros([BT, BT], dtype=tl.float32)
         for v0 in range(0, V, BV):
             b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-            b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-            dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
             dL += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
-            if ERASE:
+            if TWO:
+                dN += tl.dot(b_y, tl.trans(b_v), input_precision=PRECISION)
+            elif ERASE:
                 put(dv, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             else:
                 wide = b_y.to(tl.float32)
                 b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
                 put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        qk = tl.sum(tl.where(rows[:, None] == rows[None, :], dP, 0.0), 1) * scale
-        b_P = tl.where(rows[:, None] > rows[None, :], dP * scale, 0.0).to(v.dtype.element_ty)
-        b_L = tl.where(rows[:, None] > rows[None, :], dL, 0.0).to(v.dtype.element_ty)
+        if TWO:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
+            above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
+            a_from_b = tl.sum(tl.where(above, dL, 0.0), 1)
+            b_from_a = tl.sum(tl.where(above, dL, 0.0), 0)
+            a_from_k = tl.sum(tl.where(above, dN, 0.0), 1)
+            k_from_a = tl.sum(tl.where(above, dN, 0.0), 0)
+            below = rows[:, None] > rows[None, :] + 1
+        b_L = tl.where(below, dL, 0.0).to(v.dtype.element_ty)
+        b_N = tl.where(below, dN, 0.0).to(v.dtype.element_ty)
         for k0 in range(0, K, BK):
+            # what reads
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_da = tl.zeros([BT, BK], dtype=tl.float32)
-            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
             across = tl.zeros([BK], dtype=tl.float32)
             for v0 in range(0, V, BV):
                 at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
                 h = tl.load(states + at, mask=whole, other=0.0)
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
                 b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
-                b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
                 b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
-                b_dk += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
                 across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+            reading, written, entered, left, kept = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, ALL=True)
             b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-            total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-            middle = (sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK) + total) * 0.5
-            reading = decay_from_reference(b_G, middle, False)
-            written = decay_to_reference(b_G, middle)
-            # what the states give, and what of it passes the decays
-            b_dq *= reading * (tl.exp2(middle) * scale)[None, :]
-            b_da *= reading * tl.exp2(middle)[None, :]
-            b_dk *= written * tl.exp2(total - middle)[None, :]
-            wide_k = b_k.to(tl.float32)
-            b_dg = summed_before(wide_k * b_dk, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if ERASE:
-                rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-            else:
-                rate = b_beta[:, None]
-            here = b_q.to(tl.float32) * b_dq - rate * wide_k * b_da
-            b_dq += qk[:, None] * wide_k
-            b_dk += qk[:, None] * b_q.to(tl.float32)
-            # what pairs give: counted at the row that reads, taken off at the one that is written
-            X_k = (b_k * written).to(b_q.dtype)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
+            X_b = (b_b * written).to(b_q.dtype)
+            b_dq *= entered * scale
+            # what the gate gets at a row and before: counted where a row reads, taken off where one is
+            # written, as the same product of the same rounded numbers
+            here = b_q.to(tl.float32) * b_dq
             X_q = (b_q * reading).to(b_q.dtype)
-            y = tl.dot(b_P, X_k, input_precision=PRECISION)
+            y = tl.dot(b_P, X_b, input_precision=PRECISION)
+            if TWO:
+                X_k = (b_k * written).to(b_q.dtype)
+                y += tl.dot(b_R, X_k, input_precision=PRECISION)
+                b_dq += qk[:, None] * b_k.to(tl.float32)
             here += X_q.to(tl.float32) * y
-            b_dq += y * reading
+            b_dq += y * reading + qb[:, None] * b_b.to(tl.float32)
             put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            X_a = (b_k * reading * -rate).to(b_q.dtype)
-            y = tl.dot(b_L, X_k, input_precision=PRECISION)
-            here += X_a.to(tl.float32) * y
+            if TWO:
+                reading, written, entered, left, kept = decays_of_chunk(
+                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True, ALL=True)
+                b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            else:
+                b_a = b_k * -rate_of(
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+            b_da *= entered
+            there = b_a * b_da
+            X_a = (b_a * reading).to(b_q.dtype)
+            y = tl.dot(b_L, X_b, input_precision=PRECISION)
+            if TWO:
+                y += tl.dot(b_N, X_k, input_precision=PRECISION)
+                b_da += a_from_b[:, None] * rows_beside(
+                    b, -1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                b_da += a_from_k[:, None] * rows_beside(
+                    k, -1, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            there += X_a.to(tl.float32) * y
             b_da += y * reading
+            b_dg = tl.zeros([BT, BK], dtype=tl.float32) + (kept * across)[None, :]
+            if TWO:
+                put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                b_dg += others_summed(there, True)  # a reads before its token decays the state
+            else:
+                here += there
+                if ERASE:
+                    put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV,
+                        D=K, d0=k0, BT=BT, BD=BK)
+                else:
+                    b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
+                b_da *= -rate_of(
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+            # what is written
+            b_db = tl.zeros([BT, BK], dtype=tl.float32)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for v0 in range(0, V, BV):
+                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+                dh = tl.load(dstates + at, mask=whole, other=0.0)
+                b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+                b_db += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
+                if TWO:
+                    b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
+                    b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            b_db *= written * left[None, :]
+            sent = b_b.to(tl.float32) * b_db
             y = tl.dot(tl.trans(b_P), X_q, input_precision=PRECISION)
             y += tl.dot(tl.trans(b_L), X_a, input_precision=PRECISION)
-            here -= X_k.to(tl.float32) * y
-            b_dk += y * written
-            put(dk, b_dk - rate * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if ERASE:
-                put(da, -wide_k * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            here -= X_b.to(tl.float32) * y
+            b_db += y * written + qb[:, None] * b_q.to(tl.float32)
+            if TWO:
+                next_a = rows_beside(a, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                b_db += b_from_a[:, None] * next_a
+                put(db, b_db, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                b_dk *= written * left[None, :]
+                sent += b_k.to(tl.float32) * b_dk
+                y = tl.dot(tl.trans(b_R), X_q, input_precision=PRECISION)
+                y += tl.dot(tl.trans(b_N), X_a, input_precision=PRECISION)
+                here -= X_k.to(tl.float32) * y
+                b_dk += y * written + qk[:, None] * b_q.to(tl.float32) + k_from_a[:, None] * next_a
+                put(dk, b_dk, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             else:
-                b_dbeta -= tl.sum(wide_k * b_da, 1)
-            b_dg += (tl.exp2(total) * across)[None, :] + tl.cumsum(here, 0, reverse=True)
+                put(dk, b_db + b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_dg += tl.cumsum(here, 0, reverse=True) + others_summed(sent, False)
             put(dg, b_dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        if not ERASE:
+        if not TWO and not ERASE:
             tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
@@ -339,10 +438,12 @@ def dplr_grads_one(
     k,  # [rows, H, K]
     v,  # [rows, HV, V]
     a,  # [rows, HV, K]
+    b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
     dy,  # [rows, HV, V]
+    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     states,  # [slots, HV, K, V], one for each chunk
     dstates,  # [slots, HV, K, V], one for each chunk
@@ -350,6 +451,7 @@ def dplr_grads_one(
     dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da,  # [rows, HV, K]
+    db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -365,6 +467,7 @@ def dplr_grads_one(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    TWO: tl.constexpr,
     ERASE: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -378,13 +481,13 @@ def dplr_grads_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_from_reference(
-                q=q, k=k, v=v, a=a, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-                dq=dq, dk=dk, dv=dv, da=da, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
-                t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, ERASE=ERASE,
-                PRECISION=PRECISION)
+                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, g=g, G=G, states=states,
+                dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
+                BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
-            q=q, k=k, v=v, a=a, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
-            dq=dq, dk=dk, dv=dv, da=da, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n, first=first,
-            t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, ERASE=ERASE,
-            PRECISION=PRECISION)
+            q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, g=g, G=G, states=states, dstates=dstates,
+            dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n,
+            first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
+            TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.versions import release
-from flashlin.guards import proven
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
-from flashlin.kernels.gla.recipe import CHANNELS, halves_all
+from flashlin.kernels.gla.recipe import CHANNELS, halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
     BY_TRANSFER,
@@ -34,9 +33,10 @@ from flashlin.kernels.scans import (
     ways,
 )
 
-# Choices, for speed. Two writing vectors take chunks of 32: four tiles of 64 rows by K would leave a
-# multiprocessor one program. Scans of chunks that short have no registers to spare for a second stage. In
-# float32, chunks of 32 beside more than 64 channels spill tens of kilobytes a thread.
+# Choices, for speed. Two writing vectors, where they are halved, take chunks of 32: four tiles of 64 rows by
+# K would leave a multiprocessor one program. Their scans, and those of chunks that short, have no registers
+# to spare for a second stage. In float32, chunks of 32 beside more than 64 channels spill tens of kilobytes a
+# thread.
 SHORT = 32
 WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
 
@@ -54,7 +54,6 @@ class Strip(NamedTuple):
 # compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
 TIMED = (3, 5)
-TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 
 
 @calm
@@ -63,6 +62,16 @@ TRIED = (3, 6)  # the first release under which kernels of one reference have be
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
+    if not halves_all(problem, target):
+        by_one = planned(problem, target, narrow, one=True)
+        fit = operand_bytes(problem) == 2 and by_one[-1].block("BT") == BLOCK <= problem.K
+        if one_is_proven(problem, target, by_one, fit):
+            return by_one
+    return planned(problem, target, narrow, one=False)
+
+
+def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[Launch, ...]:
+    """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     per_chunk = dots - {"rmw_acc"} | {"mixed_sum"}
@@ -93,8 +102,11 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return size * tiles + 4 * BT ** 2
 
     def grads(BT: int, strip: Strip, kernel: str = "dplr_grads") -> Launch:
-        return over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H,
-                           finishing(BT, strip), per_chunk | narrow_grads(BT, strip),
+        shared = finishing(BT, strip)
+        if two and kernel == "dplr_grads_one":  # the gradients of two more scores
+            shared += 2 * size * BT ** 2
+        return over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, shared,
+                           per_chunk | narrow_grads(BT, strip),
                            num_warps=strip.num_warps)
 
     def strip_beside(BT: int) -> Strip:
@@ -107,42 +119,44 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         """The facts of a scan's tile and of the tiles that come with it."""
         forward = narrow_state(config) | narrow_scores(config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
-    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two else BLOCK
+    longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
-                  if config.BT <= longest and (config.num_stages == 1 or config.BT > SHORT))
+                  if config.BT <= longest and (config.num_stages == 1 or (config.BT > SHORT and not two)))
 
     def shared(config: Config) -> int:
         return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
 
-    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset()) -> Launch:
+    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset(), num_warps: int = 4) -> Launch:
         return over_tokens(kernel, problem, dict(BT=BT, BK=width), problem.H,
-                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
+                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts, num_warps=num_warps)
 
     def prepared(rest: str) -> Launch:
         kinds = [preparing("dplr_prepare" + rest, width, narrow_scores(BT, width))
                  for width in (wide, max(16, wide // 2))]
         return least_spilled([way for launch in kinds for way in (launch, *ways(launch, problem))], target)
-    preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
-    if not two:
-        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), 4)
-        of_one = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
-        grads_of_one = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
-        if by_one_reference(problem, target, of_one + grads_of_one * problem.needs_grad):
-            preparation, gradients = of_one, grads_of_one
+    if one:
+        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), warps)
+        first = preparing("dplr_prepare_one", min(WIDE, padded(problem.K)), num_warps=warps if two else 4)
+        preparation = [first, prepared("_rest")]
+        gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
+    else:
+        sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
+                           -(-problem.H * problem.K // CHANNELS))
+        preparation, gradients = [sums, prepared("")], [grads(BT, strip_beside(BT))]
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
-    kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
-                           -(-problem.H * problem.K // CHANNELS)), *preparation]
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
     worth = WORTH if two or problem.needs_grad else 2 * WORTH
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
-    narrow = narrow and can_be_narrow(scan, problem)
+    # (two writing vectors have no room for a second stage, which narrow states have to have)
+    narrow = narrow and not two and can_be_narrow(scan, problem)
     # of whole states a second stage would gain nothing where a card is full
     single = scan._replace(BV=NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = deepest(single, scanning, target)
+    kernels = preparation
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
                     carry_launch(problem, target, part, transfer=True)]
@@ -152,16 +166,6 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                     state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part),
                     *gradients]
     return tuple(kernels)
-
-
-def by_one_reference(problem: Problem, target: Target, own: list[Launch]) -> bool:
-    """Whether these launches take chunks that one decay reference serves (one_reference.py): where not all
-    are halved, in 16 bits and chunks of 64, once they have run on such a card."""
-    if halves_all(problem, target) or target.backend == "interpreter":
-        return not halves_all(problem, target)
-    fit = operand_bytes(problem) == 2 and own[0].block("BT") == BLOCK <= problem.K
-    return fit and release(target.triton) >= TRIED and (problem.trial or all(
-        proven.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
 
 
 def narrow_scores(BT: int, wide: int) -> frozenset[str]:

@@ -7,13 +7,12 @@ for j <= i:
     dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
     dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}
     dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
-The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so with Z
-the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq of the rows
-that are an i and dk of those that are a j. Where one reference serves, ds below the diagonal and its
-transpose are the only two products. The gate: g_t scales whatever passes from before t to t or later, in each
-channel by itself. With x_i the row i of X Y (the same number for both ends of a pair, where a pair is counted
-at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j . (that of dk_j), all per
-channel:
+The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so
+with Z the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq
+of the rows that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t
+to t or later, in each channel by itself. With x_i the row i of X Y (the same number for both ends of a
+pair, where a pair is counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j
+. (that of dk_j), all per channel:
     dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first))
            + sum_{j < t} c_j + e^{G_L} <h, dh>
 Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
@@ -35,19 +34,10 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
-from flashlin.kernels.gla.forward import (
-    bonus_of,
-    decay_from_reference,
-    decay_to_meeting,
-    decay_to_reference,
-    halves,
-    may_be_one,
-    one_serves,
-    prepare,
-    sums_at,
-    sums_read,
-)
+from flashlin.kernels.gla.decays import bonus_of, rows_beside, summed_after, summed_before, sums_at, sums_read
+from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, shares_of_rest
 from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.gla.one_reference import gla_grads_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.pieces import (
     Batch,
@@ -174,136 +164,6 @@ def gla_reverse(
 
 
 @triton.jit
-def rows_beside(
-    x,  # [rows, H, D]
-    by: tl.constexpr,  # rows further
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    D: tl.constexpr,
-    d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the
-    chunk has none."""
-    rows = tl.arange(0, BT)
-    columns = d0 + tl.arange(0, BD)
-    inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
-    offsets = rows[:, None] * (H * D) + columns[None, :]
-    return tl.load(x + ((first + t0 + by) * H + i_h) * D + offsets,
-                   mask=inside[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
-def moved(
-    x,  # [BT, BD]
-    by: tl.constexpr,  # rows further
-    scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    D: tl.constexpr,
-    d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
-    put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
-    tl.debug_barrier()
-    found = rows_beside(scratch, by, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
-    tl.debug_barrier()  # before anybody writes there again
-    return found
-
-
-@triton.jit
-def summed_before(
-    x,  # [BT, BD]
-    scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    D: tl.constexpr,
-    d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger
-    than what remains."""
-    return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
-
-
-@triton.jit
-def summed_after(
-    x,  # [BT, BD]
-    scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    D: tl.constexpr,
-    d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
-    return tl.cumsum(moved(
-        x, 1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0, reverse=True)
-
-
-@triton.jit
-def pairs_by_halving(
-    b_dq,  # [BT, BK], fp32
-    b_dk,  # [BT, BK], fp32
-    here,  # [BT, BK], fp32
-    read,  # [BT, BK], fp32
-    ds,  # [BT, BT], symmetric
-    b_q,  # [BT, BK]
-    b_k,  # [BT, BK]
-    b_G,  # [BT, BK]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The first four and what pairs add to them: the gradients, and of the gate's what counts at a row and
-    before it and, with BEFORE, what of that is of written rows."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    for level in range(LEVELS):
-        half = halves(level, BT)
-        second = (half % 2 == 1)[:, None]
-        decay = decay_to_meeting(
-            b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-            t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
-        b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-        b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
-        y = tl.dot(b_Z, b_X, input_precision=PRECISION)
-        x = b_X.to(tl.float32) * y
-        y *= decay
-        here += tl.where(second, x, -x)
-        if BEFORE:
-            read += tl.where(second, 0.0, x)
-        b_dq += tl.where(second, y, 0.0)
-        b_dk += tl.where(second, 0.0, y)
-    return b_dq, b_dk, here, read
-
-
-@triton.jit
 def grads_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -330,11 +190,11 @@ def grads_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
     stored."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -373,35 +233,22 @@ def grads_of_chunk(
             b_dk = b_dk * bonus + below[:, None] * rows_beside(
                 q, 1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         read = tl.zeros([BT, BK], dtype=tl.float32)
-        if ONE:
-            begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
-            if one_serves(begin, total):
-                middle = (begin + total) * 0.5
-                b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
-                reading = decay_from_reference(b_R, middle, BEFORE)
-                written = decay_to_reference(b_G, middle)
-                X_q = (b_q * reading).to(b_q.dtype)
-                X_k = (b_k * written).to(b_q.dtype)
-                low = tl.where(rows[:, None] > rows[None, :], ds, 0.0).to(b_q.dtype)
-                high = tl.where(rows[:, None] < rows[None, :], ds, 0.0).to(b_q.dtype)
-                y = tl.dot(low, X_k, input_precision=PRECISION)
-                here += X_q.to(tl.float32) * y
-                b_dq += y * reading
-                y = tl.dot(high, X_q, input_precision=PRECISION)
-                x = X_k.to(tl.float32) * y
-                here -= x
-                if BEFORE:
-                    read += x
-                b_dk += y * written
-            else:
-                b_dq, b_dk, here, read = pairs_by_halving(
-                    b_dq=b_dq, b_dk=b_dk, here=here, read=read, ds=ds, b_q=b_q, b_k=b_k, b_G=b_G, G=G, last=last,
-                    first=first, t0=t0, i_h=i_h, H=H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE,
-                    PRECISION=PRECISION)
-        else:
-            b_dq, b_dk, here, read = pairs_by_halving(
-                b_dq=b_dq, b_dk=b_dk, here=here, read=read, ds=ds, b_q=b_q, b_k=b_k, b_G=b_G, G=G, last=last,
-                first=first, t0=t0, i_h=i_h, H=H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+        for level in range(LEVELS):
+            half = halves(level, BT)
+            second = (half % 2 == 1)[:, None]
+            decay = decay_to_meeting(
+                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+            b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
+            b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
+            y = tl.dot(b_Z, b_X, input_precision=PRECISION)
+            x = b_X.to(tl.float32) * y
+            y *= decay
+            here += tl.where(second, x, -x)
+            if BEFORE:
+                read += tl.where(second, 0.0, x)
+            b_dq += tl.where(second, y, 0.0)
+            b_dk += tl.where(second, 0.0, y)
         from_h = tl.zeros([BT, BK], dtype=tl.float32)
         to_h = tl.zeros([BT, BK], dtype=tl.float32)
         across = tl.zeros([BK], dtype=tl.float32)
@@ -455,7 +302,6 @@ def gla_grads(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
     VARLEN: tl.constexpr,
     GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -478,12 +324,63 @@ def gla_grads(
             grads_of_chunk(
                 q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
+def gla_grads_rest(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    served,  # [slots, H], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    shares,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``gla_grads`` of the chunks that ``gla_grads_one`` has left, and zeros in the rows of no sequence."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % shares
+    n = program // H // shares
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if GAPS:
+        if share == 0:
+            for k0 in range(0, K, BK):
+                zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dk, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+                zero_gaps(dg, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+    for t0 in range(share * BT, length, shares * BT):
+        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
+            grads_of_chunk(
+                q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
+                scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, V=V, BT=BT, BK=BK,
+                BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
 def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
@@ -492,7 +389,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     g, u and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
-    rebuilding, reversing, finishing = (plan.launch(f"gla_{name}") for name in ("states", "reverse", "grads"))
+    rebuilding, reversing = plan.launch("gla_states"), plan.launch("gla_reverse")
+    finishing = plan.either("gla_grads_one", "gla_grads")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
     dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)
@@ -517,9 +415,14 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         start(reversing, gla_reverse, numbered, dict(
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
-            start(finishing, gla_grads, n * part["S"] * H,
-                  dict(constants, du=shares, BEFORE=x.u is not None, ONE=may_be_one(plan), GAPS=batch.gaps),
-                  part)
+            finish = dict(constants, du=shares, BEFORE=x.u is not None)
+            if finishing.kernel == "gla_grads":
+                start(finishing, gla_grads, n * part["S"] * H, dict(finish, GAPS=batch.gaps), part)
+            else:
+                start(finishing, gla_grads_one, n * part["S"] * H, finish, part)
+                rest = shares_of_rest(part)
+                start(plan.launch("gla_grads_rest"), gla_grads_rest, n * rest * H,
+                      dict(finish, shares=rest, GAPS=batch.gaps), part)
         if du is not None and shares is not None:
             du += shares.sum(0)
     return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)

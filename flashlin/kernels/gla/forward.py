@@ -12,13 +12,8 @@ level of blocks of 2 s tokens a row of a block's second half is only ever an i, 
 ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
 to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
-Six levels take six products and exponentials. Where a chunk forgets little, as most do, one reference serves
-all of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal. With M = (G_1 +
-G_L) / 2 in each channel no exponent exceeds half of what the channel forgets; up to 120 bits of that no
-factor exceeds 2^60, and inputs of any usual size leave float32 at neither end. (A reference at the middle row
-would let exponents reach 120.) Which way is taken is decided on the device, for each chunk and tile of
-channels (one_serves). float16, whose numbers end at 2^16, always halves, and so do cards but Hopper
-(halves_all, recipe.py).
+Six levels take six products and exponentials; where a chunk forgets little, one reference serves all of its
+pairs, see one_reference.py.
 
 RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
@@ -36,12 +31,24 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
+from flashlin.kernels.gla.decays import bonus_of, logs_of_chunk, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.gla.recipe import halves_all
-from flashlin.kernels.pieces import Batch, precision, put, sequence_of, state_offsets, tile, zero_gaps
+from flashlin.kernels.pieces import (
+    Batch,
+    first_slot,
+    precision,
+    put,
+    sequence_of,
+    state_offsets,
+    tile,
+    zero_gaps,
+)
 from flashlin.kernels.splitting import by_decays, part_of
 
+BUSY = 1024  # programs that keep a card busy
 # Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a
 # cache) when they change it.
 halving = False
@@ -80,59 +87,6 @@ def gla_sums(
 
 
 @triton.jit
-def sums_at(
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    rows,  # [rows of the chunk]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BK: tl.constexpr,
-):
-    """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
-    columns = k0 + tl.arange(0, BK)
-    offsets = rows[:, None] * (H * K) + columns[None, :]
-    if K % BK != 0:
-        return tl.load(G + ((first + t0) * H + i_h) * K + offsets, mask=(columns < K)[None, :], other=0.0)
-    else:
-        return tl.load(G + ((first + t0) * H + i_h) * K + offsets)
-
-
-@triton.jit
-def sums_read(
-    b_G,  # [BT, BK]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-):
-    """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
-    BEFORE, that of the row above."""
-    if BEFORE:
-        rows = tl.arange(0, BT)
-        above = sums_at(G, tl.minimum(tl.maximum(rows - 1, 0), last), first, t0, i_h, H, K, k0, BK)
-        return tl.where((rows > 0)[:, None], above, 0.0)
-    else:
-        return b_G
-
-
-@triton.jit
-def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
-    """[1, BK] of u [H, K]."""
-    columns = k0 + tl.arange(0, BK)
-    return tl.load(u + i_h * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
 def halves(level, BT: tl.constexpr):
     """[BT]: the number of each row's half of a block of 2 ** (level + 1), odd ones being second halves."""
     return tl.arange(0, BT) >> level
@@ -165,78 +119,6 @@ def decay_to_meeting(
 
 
 @triton.jit
-def one_serves(begin, total):
-    """Whether one reference serves these channels of a chunk, whose sums of decays begin and end so: no
-    factor exceeds 2^60 then."""
-    return tl.max(begin - total, 0) <= 120.0
-
-
-@triton.jit
-def decay_from_reference(b_R, middle, BEFORE: tl.constexpr):
-    """[BT, BK]: what stands at the rows that read. With BEFORE the first one reads no row of the chunk: where
-    a chunk begins with a token that forgets everything, its factor would be infinite."""
-    exponent = b_R - middle[None, :]
-    if BEFORE:
-        exponent = tl.where((tl.arange(0, b_R.shape[0]) > 0)[:, None], exponent, float("-inf"))
-    return tl.exp2(exponent)
-
-
-@triton.jit
-def decay_to_reference(b_G, middle):
-    """[BT, BK]: what stands at the rows that are written."""
-    return tl.exp2(middle[None, :] - b_G)
-
-
-@triton.jit
-def two_of(x, DTYPE: tl.constexpr):
-    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take
-    both: when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a
-    factor, and with both rounded errors would be larger."""
-    rounded = x.to(DTYPE)
-    return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
-
-
-@triton.jit
-def scores_by_halving(
-    b_A,  # [BT, BT], fp32
-    b_q,  # [BT, BK]
-    b_k,  # [BT, BK]
-    b_G,  # [BT, BK]
-    b_R,  # [BT, BK]
-    total,  # [BK]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """b_A and what these channels add to it; q_in and k_out stored."""
-    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
-    last = tl.minimum(BT, length - t0) - 1
-    put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-    for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
-        half = halves(level, BT)
-        second = half % 2 == 1
-        decay = decay_to_meeting(
-            b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-            t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
-        b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
-        s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
-        b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
-    return b_A
-
-
-@triton.jit
 def scores_of_chunk(
     q,  # [rows, H, K]
     k,  # [rows, H, K]
@@ -255,10 +137,10 @@ def scores_of_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
+    LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
@@ -273,32 +155,17 @@ def scores_of_chunk(
         if BEFORE:
             own *= bonus_of(u, i_h, K, k0, BK)
         diagonal += tl.sum(own, 1)
-        if ONE:
-            begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
-            if one_serves(begin, total):
-                middle = (begin + total) * 0.5
-                X_q = b_q * decay_from_reference(b_R, middle, BEFORE)
-                X_k = b_k * decay_to_reference(b_G, middle)
-                whole, rest = two_of(X_k, b_q.dtype)
-                b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(whole), input_precision=PRECISION)
-                if b_q.dtype == tl.bfloat16:
-                    b_A += tl.dot(X_q.to(b_q.dtype), tl.trans(rest))
-                X_q *= tl.exp2(middle)[None, :]
-                if BEFORE:
-                    X_q = tl.where((rows > 0)[:, None], X_q, b_q)
-                X_k *= tl.exp2(total - middle)[None, :]
-                put(q_in, X_q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-                put(k_out, X_k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            else:
-                b_A = scores_by_halving(
-                    b_A=b_A, b_q=b_q, b_k=b_k, b_G=b_G, b_R=b_R, total=total, G=G, q_in=q_in, k_out=k_out,
-                    first=first, t0=t0, length=length, i_h=i_h, H=H,
-                    K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
-        else:
-            b_A = scores_by_halving(
-                b_A=b_A, b_q=b_q, b_k=b_k, b_G=b_G, b_R=b_R, total=total, G=G, q_in=q_in, k_out=k_out,
-                first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+        put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+            half = halves(level, BT)
+            second = half % 2 == 1
+            decay = decay_to_meeting(
+                b_G=b_G, G=G, half=half, level=level, last=last, first=first,
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+            b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
+            s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
+            b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
     b_A = tl.where(rows[:, None] > rows[None, :], b_A, 0.0)
     b_A += tl.where(rows[:, None] == rows[None, :], diagonal[:, None], 0.0)
     put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
@@ -323,7 +190,6 @@ def gla_scores(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
     VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -340,12 +206,53 @@ def gla_scores(
             scores_of_chunk(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
                 scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
+                K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         scores_of_chunk(
             q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
             scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE, PRECISION=PRECISION)
+            K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
+def gla_scores_rest(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    g,  # [rows, H, K], fp32
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, which are made here
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    served,  # [slots, H], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    shares,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``gla_scores`` of the chunks that ``gla_scores_one`` has left."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % shares
+    n = program // H // shares
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    for t0 in range(share * BT, length, shares * BT):
+        if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
+            for k0 in range(0, K, BK):
+                x = logs_of_chunk(g, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK)
+                put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            tl.debug_barrier()  # other threads read them
+            scores_of_chunk(
+                q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out, scale=scale, first=first, t0=t0,
+                length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
@@ -428,15 +335,33 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
     """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
     gla_sums and gla_scores; q_in and k_out where they have no memory yet. Cheap enough to be done again for
     backward instead of kept for it."""
-    q, launch = x["q"], plan.launch("gla_scores")
+    q, launch = x["q"], plan.either("gla_scores_one", "gla_scores")
     B, T, H, K = q.shape
     x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
-    x.update(G=sums_of_chunks(plan, x),
-             A=torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device))
-    if T:  # else there is no row to load, not even a chunk's last one
-        start(launch, gla_scores, x["N"] * x["S"] * H, dict(
-            K=K, BEFORE=x["u"] is not None, ONE=may_be_one(plan), VARLEN=x["bounds"] is not None,
-            PRECISION=precision(plan)), x)
+    x["A"] = torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)
+    constants = dict(K=K, BEFORE=x["u"] is not None, VARLEN=x["bounds"] is not None,
+                     PRECISION=precision(plan))
+    if launch.kernel == "gla_scores":
+        x["G"] = sums_of_chunks(plan, x)
+        if T:  # else there is no row to load, not even a chunk's last one
+            start(launch, gla_scores, x["N"] * x["S"] * H, constants, x)
+        return
+    x.update(G=torch.empty_like(x["g"]),
+             served=torch.empty(x["slots"], H, dtype=torch.int32, device=q.device))
+    if T:
+        shares = shares_of_rest(x)
+        start(launch, gla_scores_one, x["N"] * x["S"] * H, dict(constants, ONE=may_be_one(plan)), x)
+        start(plan.launch("gla_scores_rest"), gla_scores_rest, x["N"] * shares * H,
+              dict(constants, shares=shares), x)
+
+
+def shares_of_rest(x: dict[str, Any]) -> int:
+    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy; of packed
+    sequences, of which one may be as long as all others, one to a chunk."""
+    if x["bounds"] is not None:
+        return int(x["S"])
+    fewest: int = BUSY // max(1, x["N"] * x["HV"])
+    return max(1, min(int(x["S"]), fewest))
 
 
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -3,6 +3,8 @@ Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.compat.versions import release
+from flashlin.guards import proven
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.problem import Launch, Problem
 from flashlin.kernels.configs import Config, is_hopper, over_v, padded
@@ -26,10 +28,10 @@ from flashlin.kernels.scans import (
 CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
 # a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time. With 8 warps
-# and 64 they are no faster (benchmarks/results/kernels-*).
-SCORES, GRADS = 64, 32
-# Where a chunk has two ways to its scores, with 64 channels 0.8 KB a thread spill (3.6.0, sm_90).
-SCORES_OF_TWO_WAYS = 32
+# and 64 those that halve are no faster (benchmarks/results/kernels-*); those of one reference have them in 16
+# bits.
+SCORES, GRADS, GRADS_OF_ONE = 64, 32, 64
+TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 
 
 @calm
@@ -37,6 +39,15 @@ SCORES_OF_TWO_WAYS = 32
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the
     chunk's gradients."""
+    if not halves_all(problem, target):
+        by_one = planned(problem, target, one=True)
+        if one_is_proven(problem, target, by_one):
+            return by_one
+    return planned(problem, target, one=False)
+
+
+def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
+    """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
     bytes_each, dots = operand_bytes(problem), dot_traits(problem)
     size = tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
@@ -50,34 +61,50 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
-    BT, wide = scan.BT, min(SCORES if halves_all(problem, target) else SCORES_OF_TWO_WAYS, padded(problem.K))
+    BT, wide = scan.BT, min(SCORES, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores; decays on their way (3.4, in chunks of 32 tokens)
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
+
+    def grads(kernel: str, side: int, num_warps: int) -> Launch:
+        narrow, strip = min(side, padded(problem.K)), min(side, padded(problem.V))
+        finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
+        return over_tokens(kernel, problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, per_chunk,
+                           num_warps=num_warps)
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
-    kernels = [over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
-                           -(-problem.H * problem.K // CHANNELS)),
-               over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)]
+    sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS))
+    scores = over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)
+    kernels = ([scores._replace(kernel="gla_scores_one"), scores._replace(kernel="gla_scores_rest")] if one
+               else [sums, scores])
     if part:
         kernels += [state_launch("gla_alone", scan, problem, shared(scan), dots, part=part),
                     carry_launch(problem, target, part)]
     kernels.append(state_launch("gla_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
         single = scan._replace(num_stages=1)
-        narrow, strip = min(GRADS, padded(problem.K)), min(GRADS, padded(problem.V))
-        finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
         kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
-                  state_launch("gla_reverse", single, problem, shared(single), dots, part=part),
-                  over_tokens("gla_grads", problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing,
-                              per_chunk)]
+                    state_launch("gla_reverse", single, problem, shared(single), dots, part=part)]
+        of_one = (GRADS_OF_ONE, 8) if bytes_each == 2 else (GRADS, 4)
+        kernels += ([grads("gla_grads_one", *of_one), grads("gla_grads_rest", GRADS, 4)] if one
+                    else [grads("gla_grads", GRADS, 4)])
     return tuple(kernels)
 
 
 def halves_all(problem: Problem, target: Target) -> bool:
-    """Whether kernels halve every chunk, see forward.py: in float16; where a prefix has to have the same bits,
-    since one reference depends on a chunk's last token; and on cards but Hopper, a choice. There the two ways
-    beside each other spill up to 6 KB a thread (compiled for sm_80 with 3.6.0), and nobody has timed them."""
+    """Whether kernels halve every chunk, see one_reference.py: in float16; where a prefix has to have the
+    same bits, since one reference depends on a chunk's last token; and on cards but Hopper, where nobody has
+    timed it."""
     half = problem.dtype == "float16" and problem.dot == "native"
     return half or problem.invariant or not (is_hopper(target) or target.backend == "interpreter")
+
+
+def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...], fit: bool = True) -> bool:
+    """Whether these launches, of one decay reference, may be started: if they fit, once its own have run on
+    such a card."""
+    if target.backend == "interpreter":
+        return True
+    own = [launch for launch in launches if launch.kernel.endswith(("_one", "_rest"))]
+    return fit and release(target.triton) >= TRIED and (problem.trial or all(
+        proven.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
 
 
 SPECS = (over_heads(

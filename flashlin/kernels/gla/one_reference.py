@@ -1,0 +1,285 @@
+"""Gated linear attention and RWKV-6 by one decay reference: scores of chunks, and the gradients they give.
+
+Halving (forward.py) takes six products of a chunk's rows. Where a chunk forgets little, as most do, one
+reference serves all of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal.
+With M = (G_1 + G_L) / 2 in each channel no exponent exceeds half of what the channel forgets; up to 120 bits
+of that no factor exceeds 2^60, and inputs of any usual size leave float32 at neither end. (A reference at the
+middle row would let exponents reach 120.) Which way is taken is decided on the device, chunk by chunk
+(decays.py): each step has two kernels, of which the first does the chunks that one reference serves and
+leaves word of them, and the second, ``gla_scores_rest`` and ``gla_grads_rest``, halves the others. In one
+kernel the two ways took registers from each other. float16, whose numbers end at 2^16, always halves, and so
+do cards but Hopper (halves_all, recipe.py). The first kernels sum decays themselves; of the sums only those
+of whole chunks go to memory, which the scans read.
+
+Of the gradients, ds below the diagonal and its transpose are the only two products. First come those of what
+reads, which contract with the states, then those of what is written, which contract with the states'
+gradients, so that a thread's registers hold few tiles at a time.
+"""
+
+import triton
+import triton.language as tl
+
+from flashlin.kernels.gla.decays import (
+    bonus_of,
+    decays_of_chunk,
+    others_summed,
+    rows_beside,
+    scored,
+    served_by_one,
+)
+from flashlin.kernels.pieces import first_slot, put, sequence_of, state_offsets, tile
+
+
+@triton.jit
+def scores_from_reference(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    g,  # [rows, H, K], fp32
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    served,  # [slots, H], int32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As ``scores_of_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
+    for tests, it is said to serve none."""
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    serves = served_by_one(
+        g, G, last, first, t0, length, i_h, H, K=K, BT=BT, BK=BK, ALL=False) if ONE else 0
+    tl.store(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h, serves)
+    if serves > 0:
+        b_A = tl.zeros([BT, BT], dtype=tl.float32)
+        diagonal = tl.zeros([BT], dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            reading, written, entered, left, kept = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, ALL=False)
+            b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            own = b_q.to(tl.float32) * b_k.to(tl.float32)
+            if BEFORE:
+                own *= bonus_of(u, i_h, K, k0, BK)
+            diagonal += tl.sum(own, 1)
+            put(q_in, b_q * entered, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            X_k = b_k * written
+            put(k_out, X_k * left[None, :], first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_A = scored(b_A, b_q * reading, X_k, b_q.dtype, PRECISION)
+        b_A = tl.where(rows[:, None] > rows[None, :], b_A, tl.where(
+            rows[:, None] == rows[None, :], diagonal[:, None], 0.0))
+        put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def gla_scores_one(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    u,  # [H, K] or None
+    g,  # [rows, H, K], fp32
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
+    A,  # [rows, H, BT]
+    q_in,  # [rows, H, K]
+    k_out,  # [rows, H, K]
+    served,  # [slots, H], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    ONE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As ``gla_scores``, of the chunks that one reference serves. served [slots, H]: which those are."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            scores_from_reference(
+                q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
+                first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE,
+                PRECISION=PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        scores_from_reference(
+            q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
+            first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE,
+            ONE=ONE, PRECISION=PRECISION)
+
+
+@triton.jit
+def grads_from_reference(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    g,  # [rows, H, K], fp32
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    served,  # [slots, H], int32
+    scale,
+    n,  # the chunk's sequence
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As ``grads_of_chunk``, where one reference serves the chunk."""
+    rows = tl.arange(0, BT)
+    last = tl.minimum(BT, length - t0) - 1
+    slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
+    if tl.load(served + slot) > 0:
+        p = tl.zeros([BT, BT], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+            b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(b_v.dtype)
+            p += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        p *= scale
+        diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
+        apart = rows[:, None] - rows[None, :]
+        if BEFORE:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
+            reads_above = tl.sum(tl.where(apart == 1, p, 0.0), 1)
+            read_below = tl.sum(tl.where(apart == 1, p, 0.0), 0)
+            for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
+                b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+                b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+                columns = k0 + tl.arange(0, BK)
+                tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
+        ds = tl.where(apart > (1 if BEFORE else 0), p, 0.0).to(v.dtype.element_ty)
+        for k0 in range(0, K, BK):
+            reading, written, entered, left, kept = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, ALL=False)
+            b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
+            X_q, X_k = (b_q * reading).to(b_q.dtype), (b_k * written).to(b_q.dtype)
+            b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+            across = tl.zeros([BK], dtype=tl.float32)
+            for v0 in range(0, V, BV):
+                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+                h = tl.load(states + at, mask=whole, other=0.0)
+                dh = tl.load(dstates + at, mask=whole, other=0.0)
+                b_do = tile(do, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV).to(h.dtype)
+                b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
+                across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+            b_dq *= entered * scale
+            here = wide_q * b_dq
+            y = tl.dot(ds, X_k, input_precision=PRECISION)
+            here += X_q.to(tl.float32) * y
+            b_dq += y * reading
+            if BEFORE:
+                bonus = bonus_of(u, i_h, K, k0, BK)
+                b_dq += (diagonal[:, None] * bonus) * wide_k + reads_above[:, None] * rows_beside(
+                    k, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_dq += diagonal[:, None] * wide_k
+            put(dq, b_dq, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+            for v0 in range(0, V, BV):
+                at, whole = state_offsets(slot, k0, v0, K, V, BK, BV, False)
+                dh = tl.load(dstates + at, mask=whole, other=0.0)
+                b_v = tile(v, first, t0, length, i_h, H, D=V, d0=v0, BT=BT, BD=BV)
+                b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
+            b_dk *= written * left[None, :]
+            sent = wide_k * b_dk
+            y = tl.dot(tl.trans(ds), X_q, input_precision=PRECISION)
+            read = X_k.to(tl.float32) * y
+            here -= read
+            b_dk += y * written
+            if BEFORE:
+                b_dk += (diagonal[:, None] * bonus) * wide_q + read_below[:, None] * rows_beside(
+                    q, 1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_dk += diagonal[:, None] * wide_q
+            put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+            if BEFORE:
+                b_dg = others_summed(here, True) - read
+            else:
+                b_dg = tl.cumsum(here, 0, reverse=True)
+            b_dg += (kept * across)[None, :]
+            b_dg += others_summed(sent, False)
+            put(dg, b_dg, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "S", "scale"])
+def gla_grads_one(
+    q,  # [rows, H, K]
+    k,  # [rows, H, K]
+    v,  # [rows, H, V]
+    u,  # [H, K] or None
+    do,  # [rows, H, V]
+    g,  # [rows, H, K], fp32
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
+    states,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one for each chunk
+    dq,  # [rows, H, K]
+    dk,  # [rows, H, K]
+    dg,  # [rows, H, K], fp32
+    du,  # [slots, H, K], fp32, or None
+    served,  # [slots, H], int32
+    bounds,  # [N + 1] or None
+    scale,
+    T,  # tokens of a sequence
+    N,  # sequences
+    H,  # heads
+    S,  # programs to a sequence
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BEFORE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As ``gla_grads``, of the chunks that one reference serves."""
+    program = tl.program_id(0)
+    i_h = program % H
+    share = program // H % S
+    n = program // H // S
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    if VARLEN:
+        for t0 in range(share * BT, length, S * BT):
+            grads_from_reference(
+                q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
+                du=du, served=served, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K,
+                V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+        grads_from_reference(
+            q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
+            du=du, served=served, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
+            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
