@@ -7,9 +7,10 @@ kernels/gla/one_reference.py each step has two kernels: the first does the chunk
 sums their decays and leaves word of them, the second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves
 the others.
 
-Four scores [BT, BT] and as many gradients [BT, BK] are more than a thread's registers hold. So first come the
-scores of what a reads, which are inverted, then those of what q reads; first the gradients of q and a, which
-contract with the states, then those of b and k, which contract with the states' gradients.
+Four scores [BT, BT] and as many gradients [BT, BK] are more than a thread's registers hold. So with two
+writing vectors first come the scores of what a reads, which are inverted, then those of what q reads; and
+first the gradients of q and a, which contract with the states, then those of b and k, which contract with the
+states' gradients.
 """
 
 import triton
@@ -17,13 +18,15 @@ import triton.language as tl
 
 from flashlin.kernels.gla.decays import (
     decays_of_chunk,
+    logs,
     others_summed,
     rows_beside,
     scored,
-    served_by_one,
+    still_served,
     sums_at,
     sums_read,
 )
+from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.inverse import inverse, product
 from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, state_offsets, tile
 
@@ -91,45 +94,63 @@ def prepare_from_reference(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
-    for tests, it is said to serve none."""
+    """As ``prepare_chunk``, where one reference serves the chunk, and whether it does, stored: what is stored
+    of one that it does not serve is written again. Without ONE, for tests, it is said to serve none."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
     diagonal = rows[:, None] == rows[None, :]
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
-    serves = served_by_one(g, G, last, first, t0, length, i_h, HV, K=K, BT=BT, BK=BK, ALL=True)
-    if not ONE:
-        serves = 0
-    tl.store(served + slot, serves)
-    if serves > 0:
-        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
-        if not TWO and not ERASE:
-            b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-        L = tl.zeros([BT, BT], dtype=tl.float32)
-        N = tl.zeros([BT, BT], dtype=tl.float32)
+    serves = 1 if ONE else 0
+    b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
+    if not TWO and not ERASE:
+        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+    if TWO:  # sums first: beside two vectors' tiles they spill
         for k0 in range(0, K, BK):
-            reading, written, entered, left, kept = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO, ALL=True)
-            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            if TWO:
-                b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-                b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            else:
-                b_a = b_k * -rate_of(
-                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
-                b_b = b_k
-            if BACKWARD:
-                put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            b_a *= reading
-            X = b_b * written
-            put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            L = scored(L, b_a, X, b_k.dtype, PRECISION)
-            if TWO:
-                X = b_k * written
-                put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                N = scored(N, b_a, X, b_k.dtype, PRECISION)
+            x = logs(tile(g, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK))
+            put(G, tl.cumsum(x, 0), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            begin = logs(sum_of_chunk(g, 0, first, t0, i_h, HV, K, k0, BK))
+            serves = still_served(serves, tl.sum(x, 0) - begin)
+        tl.debug_barrier()  # other threads read the sums
+    L = tl.zeros([BT, BT], dtype=tl.float32)
+    N = tl.zeros([BT, BT], dtype=tl.float32)
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    qb = tl.zeros([BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        reading, written, entered, left, kept, forgotten = decays_of_chunk(
+            g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO, SUM=not TWO,
+            ALL=True)
+        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+        if TWO:
+            b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        else:
+            serves = still_served(serves, forgotten)
+            b_a = b_k * -rate_of(
+                a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+            b_b = b_k
+        if BACKWARD:
+            put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        X = b_b * written
+        put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+        b_a *= reading
+        L = scored(L, b_a, X, b_k.dtype, PRECISION)
+        if TWO:
+            X = b_k * written
+            put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            N = scored(N, b_a, X, b_k.dtype, PRECISION)
+        else:  # q reads where a does
+            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            qb += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+            b_P = scored(b_P, b_q * reading, X, b_q.dtype, PRECISION)
+    if not TWO:
+        b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
+        put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+    tl.store(served + slot, serves)
+    tl.debug_barrier()  # other threads read the sums
+    if serves > 0:
         X = inverse(tl.where(below, -L, 0.0), scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
         if TWO:
             N = tl.where(below, N, 0.0)
@@ -157,25 +178,23 @@ def prepare_from_reference(
                     a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
             put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
-        b_P = tl.zeros([BT, BT], dtype=tl.float32)
-        b_R = tl.zeros([BT, BT], dtype=tl.float32)
-        qb = tl.zeros([BT], dtype=tl.float32)
-        qk = tl.zeros([BT], dtype=tl.float32)
-        for k0 in range(0, K, BK):
-            reading, written, entered, left, kept = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, ALL=True)
-            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
-            put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
-            b_P = scored(b_P, b_q * reading, b_b * written, b_q.dtype, PRECISION)
-            if TWO:
-                qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-                b_R = scored(b_R, b_q * reading, b_k * written, b_q.dtype, PRECISION)
-        b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
-        put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if TWO:
+            b_R = tl.zeros([BT, BT], dtype=tl.float32)
+            qk = tl.zeros([BT], dtype=tl.float32)
+            for k0 in range(0, K, BK):
+                reading, written, entered, left, kept, _ = decays_of_chunk(
+                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False,
+                    SUM=False, ALL=True)
+                b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
+                qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+                b_P = scored(b_P, b_q * reading, b_b * written, b_q.dtype, PRECISION)
+                b_R = scored(b_R, b_q * reading, b_k * written, b_q.dtype, PRECISION)
+            b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
+            put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_R = tl.where(below, b_R, tl.where(diagonal, qk[:, None], 0.0))
             put(R, b_R * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
 
@@ -345,8 +364,9 @@ def grads_from_reference(
                 b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
                 b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
                 across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-            reading, written, entered, left, kept = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, ALL=True)
+            reading, written, entered, left, kept, _ = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, SUM=False,
+                ALL=True)
             b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
@@ -365,8 +385,9 @@ def grads_from_reference(
             b_dq += y * reading + qb[:, None] * b_b.to(tl.float32)
             put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             if TWO:
-                reading, written, entered, left, kept = decays_of_chunk(
-                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True, ALL=True)
+                reading, written, entered, left, kept, _ = decays_of_chunk(
+                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True, SUM=False,
+                    ALL=True)
                 b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 b_a = b_k * -rate_of(

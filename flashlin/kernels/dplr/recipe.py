@@ -53,6 +53,8 @@ class Strip(NamedTuple):
 # reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill,
 # compiled for gfx942 with 3.6.0).
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
+# The same of kernels of one reference: KDA, whose rate has no channels, keeps fewest tiles.
+BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 
 
@@ -128,18 +130,19 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     scan = fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
 
-    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset(), num_warps: int = 4) -> Launch:
+    def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset()) -> Launch:
         return over_tokens(kernel, problem, dict(BT=BT, BK=width), problem.H,
-                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts, num_warps=num_warps)
+                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
 
     def prepared(rest: str) -> Launch:
         kinds = [preparing("dplr_prepare" + rest, width, narrow_scores(BT, width))
                  for width in (wide, max(16, wide // 2))]
         return least_spilled([way for launch in kinds for way in (launch, *ways(launch, problem))], target)
     if one:
-        strip = Strip(min(32, padded(problem.K)), min(32, padded(problem.V)), warps)
-        first = preparing("dplr_prepare_one", min(WIDE, padded(problem.K)), num_warps=warps if two else 4)
-        preparation = [first, prepared("_rest")]
+        strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE
+        strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
+                      min(strip.num_warps, warps))
+        preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
         gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
         sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),

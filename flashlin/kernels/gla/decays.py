@@ -159,59 +159,16 @@ def others_summed(x, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def logs_of_chunk(
-    g,  # [rows, H, K], fp32
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """[BT, BK]: g / ln 2, as gla_sums sums it. Rows past the end add nothing."""
-    x = tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK) * 1.4426950408889634
+def logs(x):
+    """x / ln 2, as gla_sums sums it."""
+    x = x * 1.4426950408889634
     return tl.where(x < -126.0, -126.0, x)
-
-
-@triton.jit
-def served_by_one(
-    g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    ALL: tl.constexpr,
-):
-    """Whether one reference serves every channel of a chunk, so that no factor exceeds 2^60: 1 or 0. Sums are
-    put into G, with ALL of all rows, else of the chunk's last."""
-    served = 1
-    rows = tl.arange(0, BT)
-    for k0 in range(0, K, BK):
-        x = logs_of_chunk(g, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK)
-        after_first = tl.sum(tl.where((rows > 0)[:, None], x, 0.0), 0)
-        served = tl.where(tl.min(after_first, 0) >= -120.0, served, 0)
-        if ALL:
-            put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-        else:
-            columns = k0 + tl.arange(0, BK)
-            tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, tl.sum(x, 0), mask=columns < K)
-    tl.debug_barrier()  # other threads read them
-    return served
 
 
 @triton.jit
 def decays_of_chunk(
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: see served_by_one
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
     last,  # the chunk's last row
     first,  # the sequence's first row
     t0,  # the chunk's first token
@@ -223,21 +180,36 @@ def decays_of_chunk(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
+    SUM: tl.constexpr,
     ALL: tl.constexpr,
 ):
     """[BT, BK] three times: what stands at the rows that read, with BEFORE before they decay, at those that
-    are written, and what is left of the state that enters when a row reads it; [BK] twice: what is left of a
-    row at the chunk's end beyond what stands there, and of the state. ALL: as served_by_one was told."""
-    if ALL:
+    are written, and what is left of the state that enters when a row reads it; [BK] three times: what is left
+    of a row at the chunk's end beyond what stands there, and of the state, and how many bits all rows but the
+    first forget. SUM: sums go into G, else they are there already; with ALL those of all rows, else of the
+    chunk's last."""
+    begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
+    if ALL and not SUM:
         b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
         b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
     else:
-        x = logs_of_chunk(g, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK)
-        b_G = tl.cumsum(x, 0)
-        b_R = others_summed(x, False) if BEFORE else b_G
-    total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-    begin = sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK) * 1.4426950408889634
-    middle = (tl.where(begin < -126.0, -126.0, begin) + total) * 0.5
+        x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
+        if BEFORE:
+            b_R = tl.cumsum(logs(rows_beside(g, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)), 0)
+            b_G = b_R + x
+        else:
+            b_G = tl.cumsum(x, 0)
+            b_R = b_G
+    if SUM:
+        total = tl.sum(x, 0)
+        if ALL:
+            put(G, b_G, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        else:
+            columns = k0 + tl.arange(0, BK)
+            tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
+    else:
+        total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
+    middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
     reading = b_R - middle[None, :]
     if BEFORE:  # the first row reads no other, and where it forgets everything would have an infinite factor
@@ -247,7 +219,14 @@ def decays_of_chunk(
     else:
         reading = tl.exp2(reading)
         entered = reading * tl.exp2(middle)[None, :]
-    return reading, written, entered, tl.exp2(total - middle), tl.exp2(total)
+    return reading, written, entered, tl.exp2(total - middle), tl.exp2(total), total - begin
+
+
+@triton.jit
+def still_served(serves, forgotten):
+    """serves, or 0 where one of these channels forgets more than one reference serves, so that no factor
+    exceeds 2^60. forgotten: see ``decays_of_chunk``."""
+    return tl.where(tl.min(forgotten, 0) >= -120.0, serves, 0)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.chunked import Scalars
-from flashlin.kernels.gla.decays import bonus_of, logs_of_chunk, sums_at, sums_read
+from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
@@ -247,7 +247,7 @@ def gla_scores_rest(
     for t0 in range(share * BT, length, shares * BT):
         if tl.load(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h) == 0:
             for k0 in range(0, K, BK):
-                x = logs_of_chunk(g, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK)
+                x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
                 put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             tl.debug_barrier()  # other threads read them
             scores_of_chunk(

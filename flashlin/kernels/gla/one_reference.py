@@ -25,7 +25,7 @@ from flashlin.kernels.gla.decays import (
     others_summed,
     rows_beside,
     scored,
-    served_by_one,
+    still_served,
 )
 from flashlin.kernels.pieces import first_slot, put, sequence_of, state_offsets, tile
 
@@ -55,32 +55,32 @@ def scores_from_reference(
     ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As ``scores_of_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
-    for tests, it is said to serve none."""
+    """As ``scores_of_chunk`` of a chunk, and whether one reference serves it, stored: what is stored of one
+    that it does not serve is written again. Without ONE, for tests, it is said to serve none."""
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
-    serves = served_by_one(
-        g, G, last, first, t0, length, i_h, H, K=K, BT=BT, BK=BK, ALL=False) if ONE else 0
+    serves = 1 if ONE else 0
+    b_A = tl.zeros([BT, BT], dtype=tl.float32)
+    diagonal = tl.zeros([BT], dtype=tl.float32)
+    for k0 in range(0, K, BK):
+        reading, written, entered, left, kept, forgotten = decays_of_chunk(
+            g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=True,
+            ALL=False)
+        serves = still_served(serves, forgotten)
+        b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        own = b_q.to(tl.float32) * b_k.to(tl.float32)
+        if BEFORE:
+            own *= bonus_of(u, i_h, K, k0, BK)
+        diagonal += tl.sum(own, 1)
+        put(q_in, b_q * entered, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        X_k = b_k * written
+        put(k_out, X_k * left[None, :], first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
+        b_A = scored(b_A, b_q * reading, X_k, b_q.dtype, PRECISION)
+    b_A = tl.where(rows[:, None] > rows[None, :], b_A, tl.where(
+        rows[:, None] == rows[None, :], diagonal[:, None], 0.0))
+    put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
     tl.store(served + (first_slot(n, first, BT) + t0 // BT) * H + i_h, serves)
-    if serves > 0:
-        b_A = tl.zeros([BT, BT], dtype=tl.float32)
-        diagonal = tl.zeros([BT], dtype=tl.float32)
-        for k0 in range(0, K, BK):
-            reading, written, entered, left, kept = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, ALL=False)
-            b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            own = b_q.to(tl.float32) * b_k.to(tl.float32)
-            if BEFORE:
-                own *= bonus_of(u, i_h, K, k0, BK)
-            diagonal += tl.sum(own, 1)
-            put(q_in, b_q * entered, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            X_k = b_k * written
-            put(k_out, X_k * left[None, :], first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_A = scored(b_A, b_q * reading, X_k, b_q.dtype, PRECISION)
-        b_A = tl.where(rows[:, None] > rows[None, :], b_A, tl.where(
-            rows[:, None] == rows[None, :], diagonal[:, None], 0.0))
-        put(A, b_A * scale, first, t0, length, i_h, H, D=BT, d0=0, BT=BT, BD=BT)
 
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
@@ -181,8 +181,9 @@ def grads_from_reference(
                 tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
         ds = tl.where(apart > (1 if BEFORE else 0), p, 0.0).to(v.dtype.element_ty)
         for k0 in range(0, K, BK):
-            reading, written, entered, left, kept = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, ALL=False)
+            reading, written, entered, left, kept, _ = decays_of_chunk(
+                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=False,
+                ALL=False)
             b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)

@@ -27,10 +27,10 @@ from flashlin.kernels.scans import (
 
 CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
-# a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time. With 8 warps
-# and 64 those that halve are no faster (benchmarks/results/kernels-*); those of one reference have them in 16
-# bits.
-SCORES, GRADS, GRADS_OF_ONE = 64, 32, 64
+# a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time; those of one
+# reference take twice the columns in 16 bits. With 8 warps and 64 neither is faster
+# (benchmarks/results/kernels-*).
+SCORES, GRADS = 64, 32
 TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 
 
@@ -65,11 +65,10 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     # both operands, of fp32 two parts of each; the scores; decays on their way (3.4, in chunks of 32 tokens)
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
 
-    def grads(kernel: str, side: int, num_warps: int) -> Launch:
-        narrow, strip = min(side, padded(problem.K)), min(side, padded(problem.V))
+    def grads(kernel: str, columns: int) -> Launch:
+        narrow, strip = min(GRADS, padded(problem.K)), min(columns, padded(problem.V))
         finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
-        return over_tokens(kernel, problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, per_chunk,
-                           num_warps=num_warps)
+        return over_tokens(kernel, problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, per_chunk)
     part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
     sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS))
     scores = over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)
@@ -83,9 +82,9 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
         single = scan._replace(num_stages=1)
         kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
                     state_launch("gla_reverse", single, problem, shared(single), dots, part=part)]
-        of_one = (GRADS_OF_ONE, 8) if bytes_each == 2 else (GRADS, 4)
-        kernels += ([grads("gla_grads_one", *of_one), grads("gla_grads_rest", GRADS, 4)] if one
-                    else [grads("gla_grads", GRADS, 4)])
+        of_one = GRADS * 4 // bytes_each
+        kernels += ([grads("gla_grads_one", of_one), grads("gla_grads_rest", GRADS)] if one
+                    else [grads("gla_grads", GRADS)])
     return tuple(kernels)
 
 
