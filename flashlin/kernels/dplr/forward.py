@@ -403,14 +403,13 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
         return torch.empty(B, T, HV, columns, dtype=q.dtype, device=q.device) if wanted else None
     x.update(q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT),
              P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward), T_low=new(BT, low))
-    one = launch.kernel == "dplr_prepare_one"
-    x["G"] = torch.empty_like(x["g"]) if one else sums_of_chunks(plan, x)
+    x["G"] = sums_of_chunks(plan, x)
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
         constants = dict(scratch=scratch, K=K, TWO=two, ERASE=erases(x["a"], x["b"]), BACKWARD=backward,
                          HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan),
                          MERGE=merging(plan))
-        if not one:
+        if launch.kernel == "dplr_prepare":
             start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
             return
         x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device)

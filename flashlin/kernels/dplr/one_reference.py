@@ -3,9 +3,9 @@ gradients they give.
 
 Scores by halving (forward.py) take six products. Of a chunk none of whose channels forgets more than 120 bits
 one reference serves all pairs, in one product, and one for what rounding loses. As in
-kernels/gla/one_reference.py each step has two kernels: the first does the chunks that one reference serves,
-sums their decays and leaves word of them, the second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves
-the others.
+kernels/gla/one_reference.py each step has two kernels: the first does the chunks that one reference serves
+and leaves word of them, the second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves the others. (Sums
+of decays are a launch of their own: here they cost twice as much, benchmarks/NOTES.md.)
 
 Four scores [BT, BT] and as many gradients [BT, BK] are more than a thread's registers hold. So with two
 writing vectors first come the scores of what a reads, which are inverted, then those of what q reads; and
@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from flashlin.kernels.gla.decays import (
-    decays_of_chunk,
-    logs,
+    decays_of_sums,
     others_summed,
     rows_beside,
     scored,
@@ -60,7 +59,6 @@ def prepare_from_reference(
     a,  # [rows, HV, K]
     b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
@@ -94,8 +92,8 @@ def prepare_from_reference(
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As ``prepare_chunk``, where one reference serves the chunk, and whether it does, stored: what is stored
-    of one that it does not serve is written again. Without ONE, for tests, it is said to serve none."""
+    """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
+    for tests, it is said to serve none."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
@@ -103,54 +101,47 @@ def prepare_from_reference(
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     serves = 1 if ONE else 0
-    b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
-    if not TWO and not ERASE:
-        b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
-    if TWO:  # sums first: beside two vectors' tiles they spill
-        for k0 in range(0, K, BK):
-            x = logs(tile(g, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK))
-            put(G, tl.cumsum(x, 0), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            begin = logs(sum_of_chunk(g, 0, first, t0, i_h, HV, K, k0, BK))
-            serves = still_served(serves, tl.sum(x, 0) - begin)
-        tl.debug_barrier()  # other threads read the sums
-    L = tl.zeros([BT, BT], dtype=tl.float32)
-    N = tl.zeros([BT, BT], dtype=tl.float32)
-    b_P = tl.zeros([BT, BT], dtype=tl.float32)
-    qb = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        reading, written, entered, left, kept, forgotten = decays_of_chunk(
-            g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO, SUM=not TWO,
-            ALL=True)
-        b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-        if TWO:
-            b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
-            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        else:
-            serves = still_served(serves, forgotten)
-            b_a = b_k * -rate_of(
-                a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
-            b_b = b_k
-        if BACKWARD:
-            put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        X = b_b * written
-        put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        b_a *= reading
-        L = scored(L, b_a, X, b_k.dtype, PRECISION)
-        if TWO:
-            X = b_k * written
-            put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            N = scored(N, b_a, X, b_k.dtype, PRECISION)
-        else:  # q reads where a does
-            b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            qb += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-            b_P = scored(b_P, b_q * reading, X, b_q.dtype, PRECISION)
-    if not TWO:
-        b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
-        put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
+        begin = sum_of_chunk(G, 0, first, t0, i_h, HV, K, k0, BK)
+        serves = still_served(serves, sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK) - begin)
     tl.store(served + slot, serves)
-    tl.debug_barrier()  # other threads read the sums
     if serves > 0:
+        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
+        if not TWO and not ERASE:
+            b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
+        L = tl.zeros([BT, BT], dtype=tl.float32)
+        N = tl.zeros([BT, BT], dtype=tl.float32)
+        b_P = tl.zeros([BT, BT], dtype=tl.float32)
+        qb = tl.zeros([BT], dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            reading, written, entered, left, kept = decays_of_sums(
+                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
+            b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+            if TWO:
+                b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
+                b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            else:
+                b_a = b_k * -rate_of(
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                b_b = b_k
+            if BACKWARD:
+                put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            X = b_b * written
+            put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+            b_a *= reading
+            L = scored(L, b_a, X, b_k.dtype, PRECISION)
+            if TWO:
+                X = b_k * written
+                put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                N = scored(N, b_a, X, b_k.dtype, PRECISION)
+            else:  # q reads where a does
+                b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
+                put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
+                qb += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+                b_P = scored(b_P, b_q * reading, X, b_q.dtype, PRECISION)
+        if not TWO:
+            b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
+            put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
         if TWO:
             N = tl.where(below, N, 0.0)
@@ -182,9 +173,8 @@ def prepare_from_reference(
             b_R = tl.zeros([BT, BT], dtype=tl.float32)
             qk = tl.zeros([BT], dtype=tl.float32)
             for k0 in range(0, K, BK):
-                reading, written, entered, left, kept, _ = decays_of_chunk(
-                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False,
-                    SUM=False, ALL=True)
+                reading, written, entered, left, kept = decays_of_sums(
+                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False)
                 b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -206,7 +196,6 @@ def dplr_prepare_one(
     a,  # [rows, HV, K]
     b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     q_in,  # [rows, HV, K]
     a_in,  # [rows, HV, K]
@@ -249,13 +238,13 @@ def dplr_prepare_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             prepare_from_reference(
-                q=q, k=k, a=a, b=b, beta=beta, g=g, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
+                q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
                 M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
                 first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, TWO=TWO,
                 ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_from_reference(
-            q=q, k=k, a=a, b=b, beta=beta, g=g, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
+            q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
             M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
             first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
             TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
@@ -272,7 +261,6 @@ def grads_from_reference(
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
     dy,  # [rows, HV, V]
-    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     states,  # [slots, HV, K, V], one for each chunk
     dstates,  # [slots, HV, K, V], one for each chunk
@@ -364,9 +352,8 @@ def grads_from_reference(
                 b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
                 b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
                 across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-            reading, written, entered, left, kept, _ = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False, SUM=False,
-                ALL=True)
+            reading, written, entered, left, kept = decays_of_sums(
+                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False)
             b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
@@ -385,9 +372,8 @@ def grads_from_reference(
             b_dq += y * reading + qb[:, None] * b_b.to(tl.float32)
             put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             if TWO:
-                reading, written, entered, left, kept, _ = decays_of_chunk(
-                    g, G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True, SUM=False,
-                    ALL=True)
+                reading, written, entered, left, kept = decays_of_sums(
+                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True)
                 b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 b_a = b_k * -rate_of(
@@ -464,7 +450,6 @@ def dplr_grads_one(
     do,  # [rows, HV, V]
     x,  # [rows, HV, V]
     dy,  # [rows, HV, V]
-    g,  # [rows, HV, K], fp32
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     states,  # [slots, HV, K, V], one for each chunk
     dstates,  # [slots, HV, K, V], one for each chunk
@@ -502,13 +487,13 @@ def dplr_grads_one(
     if VARLEN:
         for t0 in range(share * BT, length, S * BT):
             grads_from_reference(
-                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, g=g, G=G, states=states,
+                q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
                 BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
-            q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, g=g, G=G, states=states, dstates=dstates,
+            q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
             dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n,
             first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
             TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)

@@ -145,9 +145,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         preparation = [preparing("dplr_prepare_one", min(WIDE, padded(problem.K))), prepared("_rest")]
         gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
-        sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS),
-                           -(-problem.H * problem.K // CHANNELS))
-        preparation, gradients = [sums, prepared("")], [grads(BT, strip_beside(BT))]
+        preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
@@ -159,7 +157,8 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     single = scan._replace(BV=NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = deepest(single, scanning, target)
-    kernels = preparation
+    sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS))
+    kernels = [sums, *preparation]
     if part:
         kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
                     carry_launch(problem, target, part, transfer=True)]

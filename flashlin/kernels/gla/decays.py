@@ -166,9 +166,9 @@ def logs(x):
 
 
 @triton.jit
-def decays_of_chunk(
+def decays_of_gates(
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is there
     last,  # the chunk's last row
     first,  # the sequence's first row
     t0,  # the chunk's first token
@@ -181,34 +181,62 @@ def decays_of_chunk(
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
     SUM: tl.constexpr,
-    ALL: tl.constexpr,
 ):
-    """[BT, BK] three times: what stands at the rows that read, with BEFORE before they decay, at those that
-    are written, and what is left of the state that enters when a row reads it; [BK] three times: what is left
-    of a row at the chunk's end beyond what stands there, and of the state, and how many bits all rows but the
-    first forget. SUM: sums go into G, else they are there already; with ALL those of all rows, else of the
-    chunk's last."""
+    """What ``decays_from`` returns of a chunk whose gates nobody has summed yet, and [BK]: how many bits all
+    rows but the first forget. SUM: G's last row is put there, too."""
     begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
-    if ALL and not SUM:
-        b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
-        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+    x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
+    if BEFORE:
+        b_R = tl.cumsum(logs(rows_beside(g, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)), 0)
+        b_G = b_R + x
     else:
-        x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
-        if BEFORE:
-            b_R = tl.cumsum(logs(rows_beside(g, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)), 0)
-            b_G = b_R + x
-        else:
-            b_G = tl.cumsum(x, 0)
-            b_R = b_G
+        b_G = tl.cumsum(x, 0)
+        b_R = b_G
     if SUM:
         total = tl.sum(x, 0)
-        if ALL:
-            put(G, b_G, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-        else:
-            columns = k0 + tl.arange(0, BK)
-            tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
+        columns = k0 + tl.arange(0, BK)
+        tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
     else:
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
+    reading, written, entered, left, kept = decays_from(b_G, b_R, begin, total, BT, BEFORE)
+    return reading, written, entered, left, kept, total - begin
+
+
+@triton.jit
+def decays_of_sums(
+    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    last,  # the chunk's last row
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    K: tl.constexpr,
+    k0,  # first column
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
+    """What ``decays_from`` returns of a chunk whose gates are summed."""
+    b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
+    b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+    begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
+    total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
+    return decays_from(b_G, b_R, begin, total, BT, BEFORE)
+
+
+@triton.jit
+def decays_from(
+    b_G,  # [BT, BK]: sums of decays
+    b_R,  # [BT, BK]: those that count where a row reads
+    begin,  # [BK]: the first row's
+    total,  # [BK]: the last row's
+    BT: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
+    """[BT, BK] three times: what stands at the rows that read, with BEFORE before they decay, at those that
+    are written, and what is left of the state that enters when a row reads it; [BK] twice: what is left of a
+    row at the chunk's end beyond what stands there, and of the state."""
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
     reading = b_R - middle[None, :]
@@ -219,13 +247,13 @@ def decays_of_chunk(
     else:
         reading = tl.exp2(reading)
         entered = reading * tl.exp2(middle)[None, :]
-    return reading, written, entered, tl.exp2(total - middle), tl.exp2(total), total - begin
+    return reading, written, entered, tl.exp2(total - middle), tl.exp2(total)
 
 
 @triton.jit
 def still_served(serves, forgotten):
     """serves, or 0 where one of these channels forgets more than one reference serves, so that no factor
-    exceeds 2^60. forgotten: see ``decays_of_chunk``."""
+    exceeds 2^60. forgotten: by all rows but the first, in bits."""
     return tl.where(tl.min(forgotten, 0) >= -120.0, serves, 0)
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from flashlin.kernels.gla.decays import (
     bonus_of,
-    decays_of_chunk,
+    decays_of_gates,
     others_summed,
     rows_beside,
     scored,
@@ -63,9 +63,8 @@ def scores_from_reference(
     b_A = tl.zeros([BT, BT], dtype=tl.float32)
     diagonal = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
-        reading, written, entered, left, kept, forgotten = decays_of_chunk(
-            g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=True,
-            ALL=False)
+        reading, written, entered, left, kept, forgotten = decays_of_gates(
+            g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=True)
         serves = still_served(serves, forgotten)
         b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -181,9 +180,8 @@ def grads_from_reference(
                 tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
         ds = tl.where(apart > (1 if BEFORE else 0), p, 0.0).to(v.dtype.element_ty)
         for k0 in range(0, K, BK):
-            reading, written, entered, left, kept, _ = decays_of_chunk(
-                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=False,
-                ALL=False)
+            reading, written, entered, left, kept, _ = decays_of_gates(
+                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=False)
             b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
