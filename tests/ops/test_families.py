@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, randn
 
 import flashlin
-from flashlin.ops.mamba3 import _angles, _packed, _Turned
+from flashlin.guards import tensors
+from flashlin.kernels.turning.torch_path import Turned, angles_of, packed_of
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 
@@ -110,13 +111,13 @@ def test_a_broken_turn_reaches_only_later_tokens_of_its_sequence(edges: tuple[in
     b, T = (1, edges[-1]) if edges else (3, 4200)
     turns, gradient = (randn(b, T, 2, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     row, first, at, end = (0, 75, 4200, 4300) if edges else (1, 0, 4100, T)
-    packed = _packed(T, torch.tensor(edges), turns.device) if edges else None
+    packed = packed_of(T, torch.tensor(edges)) if edges else None
 
     def run(broken: bool) -> tuple[Tensor, Tensor]:
         x, dy = turns.clone(), gradient.clone()
         if broken:
             x[row, at, 1, 2] = dy[row, at, 0, 1] = value
-        angle = _angles(x.requires_grad_(), None, packed)
+        angle = angles_of(x.requires_grad_(), None, packed)
         return angle.detach(), torch.autograd.grad(angle, x, dy)[0]
     (whole, d_whole), (angle, dx) = run(False), run(True)
     spoiled, d_spoiled = torch.zeros_like(angle, dtype=torch.bool), torch.zeros_like(dx, dtype=torch.bool)
@@ -140,8 +141,18 @@ def test_mamba3s_turns_have_second_order_gradients() -> None:
                    for shape in ((1, 3, 2, 2), (1, 3, 1, 6), (1, 3, 1, 6)))
     bias = randn(2, 6, dtype=torch.float64, requires_grad=True)
     check, start = torch.autograd.gradgradcheck, angle[:, 0].detach().requires_grad_()
-    assert check(lambda *x: _Turned.apply(x[0], torch.float64, x[1], x[3], x[2], x[3]), (angle, q, k, bias))
-    assert check(lambda turns, begin: _angles(turns, begin, None), (angle, start))
+    assert check(lambda *x: Turned.apply(x[0], torch.float64, x[1], x[3], x[2], x[3]), (angle, q, k, bias))
+    assert check(lambda turns, begin: angles_of(turns, begin, None), (angle, start))
+
+
+def test_rows_of_no_sequence_are_zero_in_mamba3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside D and Z, which do not ask whose they are. On a GPU nobody reads the edges before."""
+    monkeypatch.setattr(tensors, "check_bounds", lambda *edges: None)
+    given = {name: x.requires_grad_() for name, x in mamba3(12, D=randn(2), Z=randn(1, 12, 2, 3)).items()}
+    y = flashlin.mamba3_siso_combined(**given, cu_seqlens=torch.tensor([2, 7, 7, 9]))
+    dV, dZ = torch.autograd.grad(y.sum(), [given["V"], given["Z"]])
+    for x in (y, dV, dZ):
+        assert not x[:, :2].any() and not x[:, 9:].any() and x[:, 2:9].all()
 
 
 def test_mamba3_refuses_unknown_keywords() -> None:

@@ -9,6 +9,7 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
                  where p = g dy, q = sum over columns of p v
     scale        dx = s dy,  ds = sum over a head's columns of x dy
     skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),  D' = x p     where p = silu(z) dy
+    read         the same with c for D, but dc = sum over a head's columns of x p
 With marks a scale adds their gradient to dx and ds; a skip's do has 0 for what is not finite, and the
 gradient of its marks a mark. A program takes every so many-th BT rows of its strip and keeps its share of the
 parameters' gradients in registers; the shares are [parameters, programs of a strip, D] in fp32, and torch
@@ -38,7 +39,7 @@ from flashlin.kernels.pointwise.forward import (
     strip_of,
     tile,
 )
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP, strip_width
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, READ, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -348,11 +349,49 @@ def pointwise_skip_backward(
         put_share(shares, total, 0, share, count, cols, there, D)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_read_backward(
+    dy,  # [rows, D]
+    o,  # [rows, D]
+    x,  # [rows, D]
+    c,  # [rows, D // W]
+    z,  # [rows, D] or None
+    do,  # [rows, D]
+    dx,  # [rows, D]
+    dc,  # [rows, D // W]
+    dz,  # [rows, D] or None
+    x_n,  # elements from one row of x to the next
+    z_n,  # elements from one row of z to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """do, dx and dz [rows, D], dc [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    places, known = of_head(first, rows, D, W, BT)
+    b_c = tl.load(c + places, mask=known, other=0.0)[:, None]
+    p = tile(dy, first, rows, cols, there, D, BT)
+    b_x = tile(x, first, rows, cols, there, x_n, BT)
+    if z is not None:
+        b_z = tile(z, first, rows, cols, there, z_n, BT)
+        on = tl.sigmoid(b_z)
+        value = tile(o, first, rows, cols, there, D, BT) + b_c * b_x
+        put(dz, p * value * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
+        p *= b_z * on
+    put(do, p, first, rows, cols, there, D, BT)
+    put(dx, p * b_c, first, rows, cols, there, D, BT)
+    tl.store(dc + places, tl.sum(p * b_x, 1), mask=known)
+
+
 KERNELS = {GATE: pointwise_gate_backward, MIX: pointwise_mix_backward, KEY: pointwise_key_backward,
            CORRECTION: pointwise_correction_backward, SCALE: pointwise_scale_backward,
-           SKIP: pointwise_skip_backward}
+           SKIP: pointwise_skip_backward, READ: pointwise_read_backward}
 # Which tensors are parameters, in the order of their shares.
-PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,)}
+PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,),
+              READ: ()}
 UNREAD = {MIX: "h", SCALE: "marks"}  # which backward's kernel does not take
 
 

@@ -6,10 +6,11 @@
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u
     scale        y = x s
     skip         y = (o + D x) silu(z)
+    read         y = (o + c x) silu(z)
 Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
-scale has one for each row and head. With marks (marks.py) a scale gives 0 for what is not finite and marks
-its row, and a skip adds the marks of its row to o. A program owns BT rows and a strip of BD columns; for the
-correction and the scale a strip is a head, whose columns they add up.
+scale and c of a read have one for each row and head. With marks (marks.py) a scale gives 0 for what is not
+finite and marks its row, and a skip adds the marks of its row to o. A program owns BT rows and a strip of BD
+columns; for the correction, the scale and the read a strip is a head, whose columns they add up.
 """
 
 from itertools import zip_longest
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Launch, Plan
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP, strip_width
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, READ, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 
 
@@ -290,6 +291,33 @@ def pointwise_skip(
     put(y, value, first, rows, cols, there, D, BT)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def pointwise_read(
+    o,  # [rows, D]
+    x,  # [rows, D]
+    c,  # [rows, D // W]
+    z,  # [rows, D] or None
+    y,  # [rows, D]
+    x_n,  # elements from one row of x to the next
+    z_n,  # elements from one row of z to the next
+    rows,  # rows in all
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """y [rows, D]; a strip of W columns is a head."""
+    block, _, cols, there = strip_of(D, W, BD)
+    first = block.to(tl.int64) * BT
+    places, known = of_head(first, rows, D, W, BT)
+    b_c = tl.load(c + places, mask=known, other=0.0)[:, None]
+    value = tile(o, first, rows, cols, there, D, BT) + b_c * tile(x, first, rows, cols, there, x_n, BT)
+    if z is not None:
+        b_z = tile(z, first, rows, cols, there, z_n, BT)
+        value *= b_z * tl.sigmoid(b_z)
+    put(y, value, first, rows, cols, there, D, BT)
+
+
 # from one row to the next, for 32-bit offsets to reach all rows of a tile, however narrow it is
 FARTHEST = 2**31 // 2048
 
@@ -306,7 +334,7 @@ def rows_of(x: Tensor | None, D: int) -> tuple[Tensor | None, int]:
 
 
 KERNELS = {GATE: pointwise_gate, MIX: pointwise_mix, KEY: pointwise_key, CORRECTION: pointwise_correction,
-           SCALE: pointwise_scale, SKIP: pointwise_skip}
+           SCALE: pointwise_scale, SKIP: pointwise_skip, READ: pointwise_read}
 # What goes in and what comes out, as the kernels name it.
 NAMES = {
     GATE: ("g", "A_log", "dt_bias"),
@@ -315,10 +343,11 @@ NAMES = {
     CORRECTION: ("o", "r", "k", "u", "v", "g"),
     SCALE: ("x", "s", "marks"),
     SKIP: ("o", "x", "skip", "z", "marks"),
+    READ: ("o", "x", "c", "z"),
 }
 OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",), CORRECTION: ("y",),
-           SCALE: ("y", "marks"), SKIP: ("y",)}
-STRIDED = {SCALE: ("x",), SKIP: ("x", "z")}  # whose rows may lie at any distance
+           SCALE: ("y", "marks"), SKIP: ("y",), READ: ("y",)}
+STRIDED = {SCALE: ("x",), SKIP: ("x", "z"), READ: ("x", "z")}  # whose rows may lie at any distance
 
 
 def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bound: float | None,

@@ -15,9 +15,9 @@ from flashlin.kernels.moving import block, cdiv, moving, rows_of_heads
 
 # Families, and their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
-SCALE, SKIP = "pointwise_scale", "pointwise_skip"
-APART = (SCALE, SKIP)  # parts of a scan, which take slices of a projection as they lie
-BY_HEAD = (CORRECTION, SCALE)  # add up a head's columns
+SCALE, SKIP, READ = "pointwise_scale", "pointwise_skip", "pointwise_read"
+APART = (SCALE, SKIP, READ)  # parts of a scan, which take slices of a projection as they lie
+BY_HEAD = (CORRECTION, SCALE, READ)  # add up a head's columns
 
 
 class Config(NamedTuple):
@@ -37,7 +37,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     forward = _launch(problem.family, FORWARD, problem, target)
     if not problem.needs_grad:
         return (forward,)
-    config = FORWARD if problem.family == SCALE else BACKWARD  # a scale has no parameters
+    config = FORWARD if problem.family in (SCALE, READ) else BACKWARD  # which have no parameters
     return forward, _launch(problem.family + "_backward", config, problem, target)
 
 
@@ -85,6 +85,7 @@ SPECS = (
     Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
     Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, rows_of_heads,
            limits=_LIMITS),
-    # Parts of Mamba2's scan, which plans them.
+    # Parts of Mamba2's and Mamba-3's scans, which plan them.
     Family(SCALE, launches, axes=_AXES, limits=_LIMITS),
-    Family(SKIP, launches, axes=_AXES))
+    Family(SKIP, launches, axes=_AXES),
+    Family(READ, launches, axes=_AXES, limits=_LIMITS))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin.kernels.plain import wide
 from flashlin.kernels.pointwise.marks import contained, released
-from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, SCALE, SKIP
+from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, READ, SCALE, SKIP
 
 
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
@@ -59,8 +59,16 @@ def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks:
     return y if z is None else y * F.silu(z)
 
 
+def read(o: Tensor, x: Tensor, c: Tensor, z: Tensor | None) -> Tensor:
+    """(o + c x) silu(z), all [..., H, K] but c [..., H]; z may be None."""
+    o, x, c, z = wide(o, x, c, z)
+    y = torch.addcmul(o, c[..., None], x)
+    return y if z is None else y * F.silu(z)
+
+
 # of one output, which depends on nothing else
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {GATE: gate, KEY: key, CORRECTION: correction, SKIP: skip}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {GATE: gate, KEY: key, CORRECTION: correction, SKIP: skip,
+                                             READ: read}
 
 
 def run(family: str, tensors: tuple[Any, ...], bound: float | None,

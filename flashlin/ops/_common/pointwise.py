@@ -14,7 +14,7 @@ from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, shown
 from flashlin.kernels.pointwise import torch_path
-from flashlin.kernels.pointwise.recipe import APART, MIX, SCALE, SKIP
+from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
 from flashlin.ops._common.calls import contiguous, strictest
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
@@ -59,6 +59,13 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
     H, P = x.shape[-2:]
     y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(),
              z, None if marked is None else marked.contiguous(), family=SKIP)
+    return y
+
+
+def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(o + c x) silu(z) in that dtype: o [..., H, K] of float32, c [..., H], z or None."""
+    H, P = x.shape[-2:]
+    y, = run(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, family=READ)
     return y
 
 

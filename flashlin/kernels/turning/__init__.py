@@ -1,0 +1,1 @@
+"""Rotations by running sums of angles: Mamba-3's."""

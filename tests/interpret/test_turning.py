@@ -1,0 +1,55 @@
+"""Mamba-3's rotation by kernels, where something is not finite or belongs to no sequence."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashlin.kernels.turning.inputs import Inputs
+from flashlin.ops._common.turning import turned
+
+OP, R, H = "mamba3_siso_combined", 3, 2
+
+
+def inputs(b: int, T: int, edges: tuple[int, ...] = ()) -> Inputs:
+    draw = torch.Generator().manual_seed(0)
+    q, k, q_bias, k_bias, angles = (torch.randn(*shape, generator=draw) for shape in
+                                    ((b, T, 1, 8), (b, T, 1, 8), (H, 8), (H, 8), (b, T, H, R)))
+    step, weight = (torch.rand(b, T, H, generator=draw) for _ in range(2))
+    return Inputs(q, k, q_bias, k_bias, angles, step, weight, bounds=torch.tensor(edges) if edges else None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("edges", [(), (0, 70, 70, 75, 190, 200)], ids=["dense", "packed"])
+def test_a_broken_step_reaches_only_later_tokens_of_its_sequence(edges: tuple[int, ...],
+                                                                 value: float) -> None:
+    """And a broken gradient of an angle only earlier ones."""
+    b, T = (1, edges[-1]) if edges else (3, 110)
+    row, first, at, end = (0, 75, 150, 190) if edges else (1, 0, 70, T)
+    x = inputs(b, T, edges)
+    gradient = torch.randn(b, T, H, R, generator=torch.Generator().manual_seed(1))
+
+    def run(step: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.angles.clone().requires_grad_()
+        *_, angle = turned(OP, x._replace(angles=leaf, step=step), torch.float32)
+        return angle.detach(), torch.autograd.grad(angle, leaf, dy)[0]
+    step, dy = x.step.clone(), gradient.clone()
+    step[row, at, 1], dy[row, at, 0, 1] = value, value
+    whole, d_whole = run(x.step, gradient)
+    (angle, _), (_, dx) = run(step, gradient), run(x.step, dy)
+    spoiled, d_spoiled = torch.zeros_like(angle, dtype=torch.bool), torch.zeros_like(dx, dtype=torch.bool)
+    spoiled[row, at:end, 1] = d_spoiled[row, first:at + 1, 0, 1] = True
+    for found, known, where in ((angle, whole, spoiled), (dx, d_whole, d_spoiled)):
+        assert not found[where].isfinite().any()
+        torch.testing.assert_close(found[~where], known[~where])
+
+
+def test_rows_of_no_sequence_are_zero() -> None:
+    x = inputs(1, 100)
+    leaves = [y.requires_grad_() for y in x[:7]]
+    q, k, _, angle = turned(OP, x._replace(bounds=torch.tensor([2, 40, 40, 90])), torch.float32)
+    dq, dk, _, _, dangles, dstep, dweight = torch.autograd.grad([y.sin().sum() for y in (q, k, angle)], leaves)
+    for y in (q, k, angle, dq, dk, dangles, dstep[..., None], dweight[..., None]):
+        assert not y[:, :2].any() and not y[:, 90:].any() and y[:, 3:39].any(-1).all()
