@@ -26,20 +26,32 @@ def token_by_token(
     assert q is not None and k is not None and v is not None
     B, T, HV, V = v.shape
     q, k = (x.repeat_interleave(HV // max(x.shape[2], 1), 2) for x in (q, k))
+    K = q.shape[3]
+    if bounds is None and B:  # all sequences at once
+        tokens = [None if x is None else x.transpose(0, 1) for x in (q, k, v, *others)]
+        at_once = torch.vmap(step, in_dims=(0, *(None if x is None else 0 for x in tokens)))
+        o, S = _walk(at_once, tokens, q.new_zeros(B, HV, K, V) if h0 is None else h0)
+        return o.transpose(0, 1), S
     o, states = torch.zeros_like(v), []
     for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
-        S = q.new_zeros(HV, q.shape[3], V) if h0 is None else h0[n].double()
-        outputs = []
-        # unbound at once: an index for each token would make backward quadratic in their number
-        for token in zip(*(repeat(None, last - first) if x is None else x[row, first:last].unbind()
-                           for x in (q, k, v, *others)), strict=True):
-            S, o_t = step(S, *token)
-            outputs.append(o_t)
-        if outputs:
-            o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)),
-                            torch.stack(outputs))
+        S = q.new_zeros(HV, K, V) if h0 is None else h0[n]
+        outputs, S = _walk(step, [None if x is None else x[row, first:last] for x in (q, k, v, *others)], S)
+        o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)), outputs)
         states.append(S)
-    return o, torch.stack(states) if states else q.new_zeros(0, HV, q.shape[3], V)
+    return o, torch.stack(states) if states else q.new_zeros(0, HV, K, V)
+
+
+def _walk(step: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensors: Sequence[torch.Tensor | None],
+          S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, the state after the last token) of q, k, v and others [T, ...], from S on."""
+    q, _, v, *_ = tensors
+    assert q is not None and v is not None
+    S, outputs = S.double(), []
+    # unbound at once: an index for each token would make backward quadratic in their number
+    for token in zip(*(repeat(None, len(q)) if x is None else x.unbind() for x in tensors), strict=True):
+        S, o = step(S, *token)
+        outputs.append(o)
+    return torch.stack(outputs) if outputs else torch.zeros_like(v), S
 
 
 def read(S: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
