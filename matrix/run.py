@@ -106,6 +106,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
     from matrix.workload import Seen, calls, seen
     launches: dict[str, Recorded] = {}
     shared: dict[tuple[str, str], int] = {}
+    configs: dict[tuple[str, str], str] = {}
     outcomes = []
     for n, card in enumerate(cards):
         progress("plan", n, len(cards), card.name)
@@ -129,6 +130,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
             ids = [identity(launch) for launch in (tried if target.backend == "hip" else made).launches]
             launches.update(every)
             shared.update({(name, card.name): launch.shared for name, launch in every.items()})
+            configs.update({(name, card.name): launch.config for name, launch in every.items()})
             steps = [(reason, remedy) for plan in own for reason, remedy in plan.steps if reason.forced]
             refused = [str(reason) for plan in own for reason in plan.refused]
             outcomes.append(Outcome(
@@ -136,7 +138,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
                 launches=tuple(ids), remedies=tuple(dict.fromkeys(remedy for _, remedy in steps)),
                 because=tuple(dict.fromkeys([*(f"{reason.code}: {reason.got}" for reason, _ in steps),
                                              *refused]))))
-    return Planned(tuple(outcomes), launches, shared)
+    return Planned(tuple(outcomes), launches, shared, configs)
 
 
 def plan_by(result: CellResult) -> bool:

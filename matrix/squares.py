@@ -50,10 +50,12 @@ class Outcome(NamedTuple):
 @dataclass(frozen=True)
 class Planned:
     """What a cell's calls lead to. launches: by id; shared: (id, card) -> bytes of shared memory that are
-    reckoned with."""
+    reckoned with; configs: (id, card) -> its configuration there. Of one id they differ where a card without
+    bf16 computes in float32."""
     outcomes: tuple[Outcome, ...] = ()
     launches: dict[str, Recorded] = field(default_factory=dict)
     shared: dict[tuple[str, str], int] = field(default_factory=dict)
+    configs: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def places(self) -> list[tuple[str, str]]:
@@ -64,7 +66,7 @@ class Planned:
     def beside(self, other: Planned) -> Planned:
         """Both, for what is compiled."""
         return Planned((*self.outcomes, *other.outcomes), {**other.launches, **self.launches},
-                       {**other.shared, **self.shared})
+                       {**other.shared, **self.shared}, {**other.configs, **self.configs})
 
     @property
     def started(self) -> set[tuple[str, str]]:

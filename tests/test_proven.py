@@ -189,7 +189,8 @@ def found(**compiled: Compiled) -> CellState:
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for name, one in compiled.items():
         result.enter(launches[f"gate_cumsum-{name[1:]}"], f"gate_cumsum-{name[1:]}", "sm90", one)
-    return CellState(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches}))
+    return CellState(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches},
+                                     {(name, "sm90"): CONFIG for name in launches}))
 
 
 CONFIG = "gate_cumsum BT=64 warps=4 stages=1"

@@ -114,7 +114,7 @@ def mamba3_siso_combined(
     of_angle, of_k, of_v = (None, None, None) if states is None else (
         states.angle, states.k.to(dtype), states.v.to(V.dtype))
     weight = decay.exp() * (torch_path.before(own, None, packed) + past)
-    inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, of_k, of_angle, bounds)
+    inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, of_k, of_angle, bounds=bounds)
     q, k, last_k, angle = turned(op, inputs, dtype)
 
     request = chunked.Request(op, 1.0, None if states is None else states.ssm, return_final_states, bounds,
