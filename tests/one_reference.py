@@ -76,8 +76,7 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
     case = case._replace(make=partial(make, of=case, decays=decays, K=K, V=V))
     found, beyond = {}, []
     for name, (ours, right) in results(case, device, dtype).items():
-        # [sequences, heads, ...]; not on a GPU, where each of thousands of comparisons would be waited for
-        ours, right = (x.cpu() for x in (ours, right))
+        # [sequences, heads, ...]
         ours, right = (x if "state" in name or name == "ht" else x[None] if name == "du" else x.transpose(1, 2)
                        for x in (ours, right))
         for n in range(right.shape[0]):
