@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import flashlin
 from flashlin import dispatch, policy
@@ -33,6 +35,17 @@ def pytest_collection_finish() -> None:
     the time of the interpreter's tests."""
     gc.freeze()
     gc.set_threshold(*GARBAGE)
+
+
+@pytest.fixture(scope="session")
+def modules_read() -> None:
+    """Hypothesis looks through every module of the checkout for constants, once, at an early draw: two
+    seconds, which its own health check would count as inputs that are slow to make."""
+    @settings(max_examples=5, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.integers())
+    def draw(_: int) -> None:
+        pass
+    draw()
 
 
 def forget() -> None:
