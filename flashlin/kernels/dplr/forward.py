@@ -414,7 +414,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
             return
         x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device)
         shares = shares_of_rest(x)
-        start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one(plan)), x)
+        start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one()), x)
         start(plan.launch("dplr_prepare_rest"), dplr_prepare_rest, x["N"] * shares * HV,
               dict(constants, shares=shares), x)
 

@@ -66,7 +66,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     and the chunk's gradients."""
     if not halves_all(problem, target):
         by_one = planned(problem, target, narrow, one=True)
-        fit = operand_bytes(problem) == 2 and by_one[-1].block("BT") == BLOCK <= problem.K
+        fit = by_one[-1].block("BT") == BLOCK <= problem.K
         if one_is_proven(problem, target, by_one, fit):
             return by_one
     return planned(problem, target, narrow, one=False)

@@ -35,7 +35,6 @@ from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
-from flashlin.kernels.gla.recipe import halves_all
 from flashlin.kernels.pieces import (
     Batch,
     first_slot,
@@ -316,9 +315,9 @@ def gla_scan(
         tl.store(ht + at, h, mask=inside & last)
 
 
-def may_be_one(plan: Plan) -> bool:
+def may_be_one() -> bool:
     """Whether kernels ask if one reference serves a chunk."""
-    return not halving and not halves_all(plan.problem, plan.target)
+    return not halving
 
 
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
@@ -350,7 +349,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
              served=torch.empty(x["slots"], H, dtype=torch.int32, device=q.device))
     if T:
         shares = shares_of_rest(x)
-        start(launch, gla_scores_one, x["N"] * x["S"] * H, dict(constants, ONE=may_be_one(plan)), x)
+        start(launch, gla_scores_one, x["N"] * x["S"] * H, dict(constants, ONE=may_be_one()), x)
         start(plan.launch("gla_scores_rest"), gla_scores_rest, x["N"] * shares * H,
               dict(constants, shares=shares), x)
 

@@ -7,9 +7,10 @@ of that no factor exceeds 2^60, and inputs of any usual size leave float32 at ne
 middle row would let exponents reach 120.) Which way is taken is decided on the device, chunk by chunk
 (decays.py): each step has two kernels, of which the first does the chunks that one reference serves and
 leaves word of them, and the second, ``gla_scores_rest`` and ``gla_grads_rest``, halves the others. In one
-kernel the two ways took registers from each other. float16, whose numbers end at 2^16, always halves, and so
-do cards but Hopper (halves_all, recipe.py). The first kernels sum decays themselves; of the sums only those
-of whole chunks go to memory, which the scans read.
+kernel the two ways took registers from each other. What always halves: float16, whose numbers end at 2^16;
+float32, where sums of so many bits round by more than halving loses; cards but Hopper (halves_all,
+recipe.py). The first kernels sum decays themselves; of the sums only those of whole chunks go to memory, which
+the scans read.
 
 Of the gradients, ds below the diagonal and its transpose are the only two products. First come those of what
 reads, which contract with the states, then those of what is written, which contract with the states'

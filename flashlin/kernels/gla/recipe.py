@@ -28,7 +28,7 @@ from flashlin.kernels.scans import (
 CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
 # a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time; those of one
-# reference take twice the columns in 16 bits. With 8 warps and 64 neither is faster
+# reference take twice the columns. With 8 warps and 64 neither is faster
 # (benchmarks/results/kernels-*).
 SCORES, GRADS = 64, 32
 TRIED = (3, 6)  # the first release under which kernels of one reference have been started
@@ -82,18 +82,19 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
         single = scan._replace(num_stages=1)
         kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
                     state_launch("gla_reverse", single, problem, shared(single), dots, part=part)]
-        of_one = GRADS * 4 // bytes_each
-        kernels += ([grads("gla_grads_one", of_one), grads("gla_grads_rest", GRADS)] if one
+        kernels += ([grads("gla_grads_one", 2 * GRADS), grads("gla_grads_rest", GRADS)] if one
                     else [grads("gla_grads", GRADS)])
     return tuple(kernels)
 
 
 def halves_all(problem: Problem, target: Target) -> bool:
-    """Whether kernels halve every chunk, see one_reference.py: in float16; where a prefix has to have the
-    same bits, since one reference depends on a chunk's last token; and on cards but Hopper, where nobody has
-    timed it."""
-    half = problem.dtype == "float16" and problem.dot == "native"
-    return half or problem.invariant or not (is_hopper(target) or target.backend == "interpreter")
+    """Whether kernels halve every chunk, see one_reference.py: in float16; in float32, where sums of up to 120
+    bits round by more than halving loses, 4e-6 of a gradient for 2e-7 (the interpreter, which knows no
+    bfloat16, does not); where a prefix has to have the same bits, since one reference depends on a chunk's last
+    token; and on cards but Hopper, where nobody has timed it."""
+    if problem.invariant or (problem.dtype == "float16" and problem.dot == "native"):
+        return True
+    return target.backend != "interpreter" and not (is_hopper(target) and operand_bytes(problem) == 2)
 
 
 def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...], fit: bool = True) -> bool:
