@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from hypothesis import HealthCheck, settings
 
 import flashlin
 from flashlin import dispatch, policy
@@ -24,6 +25,9 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # the tensors are small
+# How long inputs take to make says how busy the machine is, and nothing about what is tested.
+settings.register_profile("anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("anywhere")
 GARBAGE = (100_000, 50, 100)  # allocations, and collections of younger objects, from one collection to the next
 Compile = Callable[[str, list[Job]], list[Result]]
 
