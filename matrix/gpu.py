@@ -26,7 +26,7 @@ from flashlin.testing import cases, compare
 from flashlin.testing.compare import Case
 from flashlin.testing.record import is_current, recording, source_hash
 from matrix import record
-from matrix.results import RIGHT, load_gpu
+from matrix.results import RIGHT, by_source, load_gpu
 from matrix.workload import as_in_a_case
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -186,7 +186,8 @@ def main() -> int:
     failed = [row for row in rows if not row["ok"]]
     facts = merged(before, rows)
     if arguments.out:
-        record.write(arguments.out, "gpu", card, **{**facts, "rows": [brief(row) for row in facts["rows"]]})
+        record.write(arguments.out, "gpu", card, **{**facts, "configs": by_source(facts["configs"]),
+                                                    "rows": [brief(row) for row in facts["rows"]]})
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")

@@ -235,10 +235,20 @@ RIGHT = ("op", "case", "dtype", "worst", "rms", "row", "allowed")
 
 
 def load_gpu(path: Path) -> dict[str, Any]:
-    """The record of a GPU, with a dict for each case."""
+    """The record of a GPU, with a dict for each case, and the source of each configuration."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    return {**record, "rows": [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list)
-                               else row for row in record.get("rows", ())]}
+    configs = {config: source for source, of_one in record.get("configs", {}).items() for config in of_one}
+    rows = [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list) else row
+            for row in record.get("rows", ())]
+    return {**record, "configs": configs, "rows": rows}
+
+
+def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
+    """Configurations as a record of a GPU keeps them: those of one kernel together."""
+    kept: dict[str, list[str]] = {}
+    for config, source in sorted(configs.items()):
+        kept.setdefault(source, []).append(config)
+    return kept
 
 
 def one_a_line(fields: dict[str, Any]) -> str:

@@ -104,9 +104,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
     import torch
 
     from matrix.workload import Seen, calls, seen
-    launches: dict[str, Recorded] = {}
-    shared: dict[tuple[str, str], int] = {}
-    configs: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], Recorded] = {}
     outcomes = []
     for n, card in enumerate(cards):
         progress("plan", n, len(cards), card.name)
@@ -128,9 +126,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
                     tried = seen(call, target)
             every = {identity(launch): launch for one in (made, tried) for launch in one.launches}
             ids = [identity(launch) for launch in (tried if target.backend == "hip" else made).launches]
-            launches.update(every)
-            shared.update({(name, card.name): launch.shared for name, launch in every.items()})
-            configs.update({(name, card.name): launch.config for name, launch in every.items()})
+            places.update({(name, card.name): launch for name, launch in every.items()})
             steps = [(reason, remedy) for plan in own for reason, remedy in plan.steps if reason.forced]
             refused = [str(reason) for plan in own for reason in plan.refused]
             outcomes.append(Outcome(
@@ -138,7 +134,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
                 launches=tuple(ids), remedies=tuple(dict.fromkeys(remedy for _, remedy in steps)),
                 because=tuple(dict.fromkeys([*(f"{reason.code}: {reason.got}" for reason, _ in steps),
                                              *refused]))))
-    return Planned(tuple(outcomes), launches, shared, configs)
+    return Planned(tuple(outcomes), places)
 
 
 def plan_by(result: CellResult) -> bool:
@@ -210,7 +206,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
                     if (first[card] == (launch, card)) == ahead and card not in untried]
             if not todo:
                 continue
-            wanted = [Job(names[card].arch, planned.launches[launch]) for launch, card in todo]
+            wanted = [Job(names[card].arch, planned.places[launch, card]) for launch, card in todo]
             for number, answer in compiling(wanted, triton_environment(result.cell.triton), at_once=jobs,
                                             timeout=timeout):
                 launch, card = todo[number]
@@ -220,8 +216,8 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
                     why = f"{NOT_TRIED}: {answer.message}"
                 else:
                     verdict = compiled(answer)
-                    result.enter(planned.launches[launch], launch, card, verdict)
-                    why = verdict.why(planned.shared[launch, card])
+                    result.enter(planned.places[launch, card], launch, card, verdict)
+                    why = verdict.why(planned.places[launch, card].shared)
                 progress("compile", done, of, f"{launch} {card} {why or 'ok'}")
                 if time.monotonic() - saved > SAVED_EVERY:
                     result.save(folder)

@@ -85,7 +85,7 @@ def _slow(states: Iterable[CellState]) -> Iterator[list[str]]:
         for card in dict.fromkeys(one.card for one in state.planned.outcomes):
             for launch in _main(state.planned, card):
                 if figures := state.slow(launch, card):
-                    config = state.planned.launches[launch].config
+                    config = state.planned.places[launch, card].config
                     rows.setdefault(config, []).append((card, triton, figures))
                     for other in state.result.launches.values():
                         if (other.config != config and _same(other.config, config) and card in other.cards

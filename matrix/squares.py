@@ -49,24 +49,15 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a cell's calls lead to. launches: by id; shared: (id, card) -> bytes of shared memory that are
-    reckoned with; configs: (id, card) -> its configuration there. Of one id they differ where a card without
-    bf16 computes in float32."""
+    """What a cell's calls lead to. places: each launch, by its id and the card that it is compiled for, be it
+    that no plan leads there before it has run. Launches of one id are the same code, but cards may reckon
+    with other shared memory or, where one without bf16 computes in float32, have another configuration."""
     outcomes: tuple[Outcome, ...] = ()
-    launches: dict[str, Recorded] = field(default_factory=dict)
-    shared: dict[tuple[str, str], int] = field(default_factory=dict)
-    configs: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    @property
-    def places(self) -> list[tuple[str, str]]:
-        """Each launch with each card that it is compiled for, be it that no plan leads there before it has
-        run."""
-        return list(self.shared)
+    places: dict[tuple[str, str], Recorded] = field(default_factory=dict)
 
     def beside(self, other: Planned) -> Planned:
         """Both, for what is compiled."""
-        return Planned((*self.outcomes, *other.outcomes), {**other.launches, **self.launches},
-                       {**other.shared, **self.shared}, {**other.configs, **self.configs})
+        return Planned((*self.outcomes, *other.outcomes), {**other.places, **self.places})
 
     @property
     def started(self) -> set[tuple[str, str]]:
@@ -95,7 +86,7 @@ class CellState:
     def why(self, launch: str, card: str) -> str:
         """``""`` of a launch that holds, and of one that was not tried."""
         tried = self.verdict(launch, card)
-        return tried.why(self.planned.shared[launch, card]) if tried else ""
+        return tried.why(self.planned.places[launch, card].shared) if tried else ""
 
 
 class Square(NamedTuple):
@@ -145,7 +136,7 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "FAILED", [f"{outcome.call}: {outcome.failed}"]
     if outcome.path == "refused":
         return "refused", forced
-    broken = [f"{outcome.call}: {state.planned.launches[launch]}: {why}"
+    broken = [f"{outcome.call}: {state.planned.places[launch, outcome.card]}: {why}"
               for launch in outcome.launches if (why := state.why(launch, outcome.card))]
     tried = all(state.verdict(launch, outcome.card) for launch in outcome.launches)
     if outcome.path == "torch":
@@ -155,7 +146,7 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
         return "FAILED", broken
     if not tried:
         return "not run", []
-    slow = [f"{outcome.call}: {state.planned.launches[launch].kernel} spills: {one.spills} bytes"
+    slow = [f"{outcome.call}: {state.planned.places[launch, outcome.card].kernel} spills: {one.spills} bytes"
             for launch in outcome.launches if (one := state.slow(launch, outcome.card))]
     if slow:
         return "slow", [*forced, *slow]

@@ -121,7 +121,7 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
     for state in every:
         triton, holds = state.result.cell.triton, dict[tuple[str, str], bool]()
         for launch, card in state.planned.started:
-            place = state.planned.configs[launch, card], card
+            place = state.planned.places[launch, card].config, card
             holds[place] = (holds.get(place, True) and state.verdict(launch, card) is not None
                             and not state.why(launch, card))
         facts |= {(config, triton, "compiled", card) for (config, card), good in holds.items() if good}

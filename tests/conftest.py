@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import flashlin
 from flashlin import dispatch, policy
@@ -25,9 +26,6 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # the tensors are small
-# How long inputs take to make says how busy the machine is, and nothing about what is tested.
-settings.register_profile("anywhere", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("anywhere")
 GARBAGE = (100_000, 50, 100)  # allocations, and collections of younger objects, from one collection to the next
 Compile = Callable[[str, list[Job]], list[Result]]
 
@@ -37,6 +35,17 @@ def pytest_collection_finish() -> None:
     the time of the interpreter's tests."""
     gc.freeze()
     gc.set_threshold(*GARBAGE)
+
+
+@pytest.fixture(scope="session")
+def modules_read() -> None:
+    """Hypothesis looks through every module of the checkout for constants, once, at an early draw: two
+    seconds, which its own health check would count as inputs that are slow to make."""
+    @settings(max_examples=5, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.integers())
+    def draw(_: int) -> None:
+        pass
+    draw()
 
 
 def forget() -> None:

@@ -315,7 +315,7 @@ def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
              "s": Tried(config="", cards={"sm90": Compiled(counted=True, slow=Figures(8, 32, 9, 2))}),
              "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
-    planned = Planned(tuple(outcomes), dict.fromkeys("abcs", LAUNCH), {(name, "sm90"): 0 for name in "abcs"})
+    planned = Planned(tuple(outcomes), {(name, "sm90"): LAUNCH for name in "abcs"})
     found = CellState(CellResult(cell=CELL, launches=tried), planned)
     [square] = squares([found], {("op", "sm90", "3.6.0"): record} if record else {})
     assert square.status == status and square.status in STATUSES and square.calls == len(outcomes)
@@ -325,7 +325,7 @@ def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
     """What has changed since has another id, of which nothing is known."""
     result = CellResult(cell=CELL, launches={"a": Tried(config="", cards={"sm90": Compiled()})})
     ran = {("op", "sm90", "3.6.0"): "a record"}
-    then, now = (squares([CellState(result, Planned((outcome(launches=(name,)),), {}, {(name, "sm90"): 0}))],
+    then, now = (squares([CellState(result, Planned((outcome(launches=(name,)),), {(name, "sm90"): LAUNCH}))],
                          ran)[0] for name in "ab")
     assert (now.status, now.evidence, then.status, then.evidence) == ("not run", "", "ran", "a record")
 

@@ -17,7 +17,7 @@ from flashlin.policy import Policy
 from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
-from matrix.results import Cell, CellResult, Compiled, load_result
+from matrix.results import Cell, CellResult, Compiled, by_source, load_result
 from matrix.squares import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
@@ -189,8 +189,21 @@ def found(**compiled: Compiled) -> CellState:
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for name, one in compiled.items():
         result.enter(launches[f"gate_cumsum-{name[1:]}"], f"gate_cumsum-{name[1:]}", "sm90", one)
-    return CellState(result, Planned(outcomes, launches, {(name, "sm90"): 0 for name in launches},
-                                     {(name, "sm90"): CONFIG for name in launches}))
+    return CellState(result, Planned(outcomes, {(name, "sm90"): one for name, one in launches.items()}))
+
+
+def test_a_configuration_is_that_of_its_card(tmp_path: Path) -> None:
+    """One code for both, but a card without bf16 starts it for a call in float32."""
+    one = Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (), f"{CONFIG} bf16")
+    on = {"sm75": one._replace(config=CONFIG), "sm80": one}
+    result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
+    for card, launch in on.items():
+        result.enter(launch, "gate_cumsum-1", card, Compiled(counted=True))
+    planned = Planned(tuple(Outcome(op="op", call="", card=card, path="triton", launches=("gate_cumsum-1",))
+                            for card in on),
+                      {("gate_cumsum-1", card): launch for card, launch in on.items()})
+    assert support.launch_facts([CellState(result, planned)], tmp_path) == {
+        (launch.config, "3.6.0", "compiled", card) for card, launch in on.items()}
 
 
 CONFIG = "gate_cumsum BT=64 warps=4 stages=1"
@@ -220,7 +233,7 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0],
-           "configs": {CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
-                       "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"}}
+           "configs": by_source({CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
+                                 "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"})}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
     assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}

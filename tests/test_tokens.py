@@ -216,6 +216,7 @@ def test_gradients_of_gradients():
 
 
 @given(st.data())
+@pytest.mark.usefixtures("modules_read")
 @settings(max_examples=200, deadline=None)
 def test_every_mixture_of_tokens(data):
     vocab = data.draw(st.integers(1, 6))

@@ -658,6 +658,7 @@ def test_more_sequences_and_heads_than_a_grid_axis_holds(packed: bool) -> None:
 
 # Anything.
 
+@pytest.mark.usefixtures("modules_read")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_anything_against_the_reference(data: st.DataObject) -> None:

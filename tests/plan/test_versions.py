@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flashlin.compat.versions import affected, is_unreleased, release
 
+pytestmark = pytest.mark.usefixtures("modules_read")
 numbers = st.tuples(*[st.integers(0, 20)] * 3)
 ends = st.sampled_from(("", ".post1", "+cu128", "rc1", "a0", ".dev20250401", "+git1a2b3c", ".dev0+git1a2b3c"))
 UNRELEASED = ("rc1", "a0", ".dev20250401", "+git1a2b3c", ".dev0+git1a2b3c")
