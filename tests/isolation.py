@@ -35,7 +35,8 @@ Tensors = dict[str, torch.Tensor]
 class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
     own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
-    back. at_once: tokens that are one part. numbered: several sequences to a row, told apart by seq_idx, so
+    back. at_once: tokens that are one part; beyond: so many behind it, too (of Mamba-3 a token's weight has a
+    share of the next one's step). numbered: several sequences to a row, told apart by seq_idx, so
     that states are of the first and the last; what is not finite reaches all heads of its own."""
     op: str
     inputs: str
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     at_once: int = CHUNK
     function: Callable[..., Any] | None = None
     numbered: bool = False
+    beyond: int = 0
 
     def __str__(self) -> str:
         layout = "numbered" if self.numbered else "packed" if self.packed else "dense"
@@ -81,7 +83,7 @@ class Call(NamedTuple):
         (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
-        token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
+        token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once + self.beyond, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
         rows = {"token": token, "part": part, "all": slice(first, last)}[tokens]
@@ -266,7 +268,7 @@ CALLS: list[Call] = [
     *_both("mamba3_siso_combined",
            "Q:BTHK K:BTHK V:BTHV ADT:BHT DT:BHT Trap:BHT Q_bias:HK K_bias:HK Angles:BTHR D:H Z:BTHV "
            "angle:NHR state:NHVK k:NHK v:NHV", "BTHV NHR NHVK NHK NHV", {"return_final_states": True},
-           function=with_states),
+           function=with_states, beyond=1),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK",
          {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",
