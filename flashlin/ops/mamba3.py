@@ -121,7 +121,7 @@ def mamba3_siso_combined(
 
     found = None if states is None else _found(states, torch_path.first(past, packed), dtype)
     request = chunked.Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
-    y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None), out_dtype=wide)
+    y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
     del q, k
     kept, itself = torch_path.unless_first(decay.exp(), packed), own * alike
     y = read(op, y, V, itself if D is None else itself + D.to(wide), Z, kept, V.dtype)

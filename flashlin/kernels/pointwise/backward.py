@@ -419,8 +419,10 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
     if family == SKIP and tensors[4] is not None:
         grads[0] = torch.empty_like(dy, dtype=torch.float32) if tensors[0] is None else grads[0]
         grads[4] = torch.zeros_like(tensors[4])
-    of_above = dy.new_empty((1 + plan.problem.T if family == READ else 0, D), dtype=torch.float32)
+    of_above = None
     if family == READ:  # nobody reads the last row
+        assert tensors[0] is not None
+        of_above = tensors[0].new_empty((1 + plan.problem.T, D))
         of_above[-1:] = 0
         grads[0] = of_above[1:].view(dy.shape)
     shares = None

@@ -64,11 +64,16 @@ def with_line(
 
 
 @triton.jit
-def with_rest(x, d, at, row, K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """As with_line, of channels [BT, BD] that are not turned."""
-    if d is not None:
-        x += tl.where((tl.arange(0, BT) == row)[:, None], line(d + at * K, d0, K, BD)[None, :], 0.0)
-    return x
+def heads_of(G, H, S, shares):
+    """(the program's sequence, group, number among those of both, share, and its first head and the one after
+    its last)."""
+    program = tl.program_id(0)
+    share = program % shares
+    i_g = program // shares % G
+    part = program // shares // G
+    heads = H // G
+    begin = i_g * heads + share * heads // shares
+    return part // S, i_g, part % S, share.to(tl.int64), begin, i_g * heads + (share + 1) * heads // shares
 
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
@@ -104,24 +109,17 @@ def turn_back(
     R: tl.constexpr,
     BT: tl.constexpr,
     BR: tl.constexpr,
-    BX: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """The gradients of q and k, of weights, of a chunk's biases and angles, and what the latter add up to. A
-    program: chunks of one group, with a share of its heads."""
-    program = tl.program_id(0)
-    share = program % shares
-    i_g = program // shares % G
-    part = program // shares // G
-    n = part // S
+    """Of the channels that are turned: the gradients of q and k, of a chunk's biases and angles, what the
+    latter add up to, and the channels' part of the weights' gradients. A program: chunks of one group, with a
+    share of its heads."""
+    n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
     first, length = sequence_of(n, bounds, T, VARLEN)
     slot = first_slot(n, first, BT)
-    heads = H // G
-    begin = i_g * heads + share * heads // shares
-    end = i_g * heads + (share + 1) * heads // shares
-    dq += share.to(tl.int64) * rows * G * K
-    dk += share.to(tl.int64) * rows * G * K
-    for t0 in range(part % S * BT, length, S * BT):
+    dq += share * rows * G * K
+    dk += share * rows * G * K
+    for t0 in range(part * BT, length, S * BT):
         there = t0 + tl.arange(0, BT) < length
         b_q = loaded(q, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
         b_k = loaded(k, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
@@ -131,11 +129,6 @@ def turn_back(
         sum_q_odd = tl.zeros([BT, BR], dtype=tl.float32)
         sum_k_even = tl.zeros([BT, BR], dtype=tl.float32)
         sum_k_odd = tl.zeros([BT, BR], dtype=tl.float32)
-        if BX > 0:
-            q_rest = loaded(q, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
-            k_rest = loaded(k, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
-            sum_q = tl.zeros([BT, BX], dtype=tl.float32)
-            sum_k = tl.zeros([BT, BX], dtype=tl.float32)
         for i_h in range(begin, end):
             place = (slot + t0 // BT) * H + i_h
             at = n.to(tl.int64) * H + i_h
@@ -177,19 +170,6 @@ def turn_back(
             sum_k_even += even
             sum_k_odd += odd
             store_line(dk_bias + place * K, columns_of(even, odd, BR), 0, K, 2 * BR)
-            if BX > 0:
-                x = q_rest + line(q_bias + i_h * K, 2 * BR, K, BX)[None, :]
-                y = k_rest + line(k_bias + i_h * K, 2 * BR, K, BX)[None, :]
-                b_d = loaded(dq_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, True)
-                b_d = with_rest(b_d, dq_first, at, -t0, K=K, d0=2 * BR, BT=BT, BD=BX) + both * y
-                sum_q += b_d
-                store_line(dq_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
-                b_d = loaded(dk_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, False)
-                product += tl.sum(b_d * y, 1)
-                b_d = with_rest(b_d * b_weight, dk_last, at, length - 1 - t0, K=K, d0=2 * BR, BT=BT,
-                                BD=BX) + both * x
-                sum_k += b_d
-                store_line(dk_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
             tl.store(dweight + (first + t0 + tl.arange(0, BT)) * H + i_h, product, mask=there)
             if dangle is not None:
                 crossed += tile(dangle, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
@@ -198,9 +178,80 @@ def turn_back(
             store_line(table + place * R, tl.sum(crossed, 0), 0, R, BR)
         stored(dq, joined(sum_q_even, sum_q_odd, BT, BR), first, t0, length, i_g, G, K, 0, BT, 2 * BR)
         stored(dk, joined(sum_k_even, sum_k_odd, BT, BR), first, t0, length, i_g, G, K, 0, BT, 2 * BR)
-        if BX > 0:
-            stored(dq, sum_q, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
-            stored(dk, sum_k, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
+
+
+@triton.jit
+def with_rest(x, d, at, row, K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """As with_line, of channels [BT, BD] that are not turned."""
+    if d is not None:
+        x += tl.where((tl.arange(0, BT) == row)[:, None], line(d + at * K, d0, K, BD)[None, :], 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
+def turn_back_rest(
+    q,  # [rows, G, K]
+    k,  # [rows, G, K]
+    q_bias,  # [H, K]
+    k_bias,  # [H, K]
+    weight,  # [rows, H]
+    dq_turned,  # [rows, H, K]: of the q of the token behind
+    dk_turned,  # [rows, H, K]
+    dq_first,  # [N, H, K] or None
+    dk_last,  # [N, H, K] or None
+    dalike,  # [rows, H] or None
+    dq,  # [shares, rows, G, K], fp32
+    dk,  # [shares, rows, G, K], fp32
+    dweight_rest,  # [rows, H], fp32
+    dq_bias,  # [slots, H, K], fp32
+    dk_bias,  # [slots, H, K], fp32
+    bounds,  # [N + 1] or None
+    T,  # tokens of a sequence
+    N,  # sequences
+    G,  # groups
+    H,  # heads
+    S,  # programs to a sequence, group and share
+    shares,  # of a group's heads
+    rows,  # rows in all
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """As turn_back, of the channels that are not turned."""
+    n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
+    first, length = sequence_of(n, bounds, T, VARLEN)
+    slot = first_slot(n, first, BT)
+    dq += share * rows * G * K
+    dk += share * rows * G * K
+    for t0 in range(part * BT, length, S * BT):
+        there = t0 + tl.arange(0, BT) < length
+        b_q = loaded(q, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
+        b_k = loaded(k, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
+        sum_q = tl.zeros([BT, BX], dtype=tl.float32)
+        sum_k = tl.zeros([BT, BX], dtype=tl.float32)
+        for i_h in range(begin, end):
+            place = (slot + t0 // BT) * H + i_h
+            at = n.to(tl.int64) * H + i_h
+            b_weight = beta_of(weight, first, t0, length, i_h, H, BT=BT).to(tl.float32)[:, None]
+            both = tl.zeros([BT, 1], dtype=tl.float32)
+            if dalike is not None:
+                both += beta_of(dalike, first, t0, length, i_h, H, BT=BT).to(tl.float32)[:, None]
+            x = b_q + line(q_bias + i_h * K, 2 * BR, K, BX)[None, :]
+            y = b_k + line(k_bias + i_h * K, 2 * BR, K, BX)[None, :]
+            b_d = loaded(dq_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, True)
+            b_d = with_rest(b_d, dq_first, at, -t0, K=K, d0=2 * BR, BT=BT, BD=BX) + both * y
+            sum_q += b_d
+            store_line(dq_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
+            b_d = loaded(dk_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, False)
+            tl.store(dweight_rest + (first + t0 + tl.arange(0, BT)) * H + i_h, tl.sum(b_d * y, 1), mask=there)
+            b_d = with_rest(b_d * b_weight, dk_last, at, length - 1 - t0, K=K, d0=2 * BR, BT=BT,
+                            BD=BX) + both * x
+            sum_k += b_d
+            store_line(dk_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
+        stored(dq, sum_q, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
+        stored(dk, sum_k, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "S"])
@@ -253,20 +304,25 @@ def run(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs:
     new = torch.empty if x.bounds is None else torch.zeros
     cut, shares = chunks(x, plan.launch("turn_back").block("BT")), -(-H // max(G * SHARED, 1))
     of_heads = [new(shares, B, T, G, K, dtype=torch.float32, device=device) for _ in range(2)]
-    of_rows = [new(y.shape, dtype=torch.float32, device=device) for y in (x.angles, x.step, x.weight)]
+    angles, step, weight = (new(y.shape, dtype=torch.float32, device=device) for y in (x.angles, x.step, x.weight))
     biases = [torch.zeros(cut.slots, H, K, dtype=torch.float32, device=device) for _ in range(2)]
     began = None if x.began is None else torch.zeros_like(x.began, dtype=torch.float32)
     if B * T * H * K:
         dtheta = torch.empty(B, T, H, R, dtype=torch.float32, device=device)
         table = torch.empty(cut.slots, H, R, dtype=torch.float64, device=device)
-        shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S, dtheta=dtheta)
-        constants = dict(R=R, VARLEN=x.bounds is not None)
-        start(plan.launch("turn_back"), turn_back, N * cut.S * G * shares, dict(constants, K=K), dict(
-            shared, angle=angle, dq_turned=dy.q, dk_turned=dy.k, dq_first=dy.q_first, dk_last=dy.k_last,
-            dalike=dy.alike, dangle=dy.angle, dq=of_heads[0], dk=of_heads[1], dweight=of_rows[2],
-            dq_bias=biases[0], dk_bias=biases[1], table=table, shares=shares, rows=B * T))
-        start(plan.launch("turn_finish"), turn_finish, N * cut.S * H, constants, dict(
-            shared, carried=carry(plan, x, table, None, back=True), dangles=of_rows[0], dstep=of_rows[1],
-            dbegan=began))
+        rest = [launch for launch in plan.launches if launch.kernel == "turn_back_rest"]
+        dweight_rest = new(weight.shape, dtype=torch.float32, device=device) if rest else None
+        shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S, shares=shares, rows=B * T, angle=angle,
+                      dq_turned=dy.q, dk_turned=dy.k, dq_first=dy.q_first, dk_last=dy.k_last, dalike=dy.alike,
+                      dangle=dy.angle, dq=of_heads[0], dk=of_heads[1], dweight=weight,
+                      dweight_rest=dweight_rest, dtheta=dtheta, dq_bias=biases[0], dk_bias=biases[1],
+                      table=table, dangles=angles, dstep=step, dbegan=began)
+        programs, varlen = N * cut.S * G * shares, x.bounds is not None
+        start(plan.launch("turn_back"), turn_back, programs, dict(K=K, R=R, VARLEN=varlen), shared)
+        for launch in rest:
+            start(launch, turn_back_rest, programs, dict(K=K, VARLEN=varlen), shared)
+            weight += dweight_rest
+        shared["carried"] = carry(plan, x, table, None, back=True)
+        start(plan.launch("turn_finish"), turn_finish, N * cut.S * H, dict(R=R, VARLEN=varlen), shared)
     dq, dk = (y[0] if shares == 1 else y.sum(0) for y in of_heads)
-    return Inputs(dq, dk, biases[0].sum(0), biases[1].sum(0), *of_rows, began)
+    return Inputs(dq, dk, biases[0].sum(0), biases[1].sum(0), angles, step, weight, began)

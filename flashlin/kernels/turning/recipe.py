@@ -35,8 +35,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     forward = (launch("turn_totals", dict(BT=BT, BR=BR)), carried(), launch("turn", pairs))
     if not problem.needs_grad:
         return forward
-    return (*forward, launch("turn_back", pairs),
-            launch("turn_finish", dict(BT=BT, BR=BR)))
+    back = [launch("turn_back", dict(BT=BT, BR=BR))]
+    if rest > 0:
+        back.append(launch("turn_back_rest", pairs))
+    return (*forward, *back, launch("turn_finish", dict(BT=BT, BR=BR)))
 
 
 SPECS = (Family(FAMILY, launches, axes={"K": "channels of a head", "V": "pairs of them that are turned"},
