@@ -13,8 +13,8 @@ from flashlin.kernels.moving import block, cdiv, moving
 FAMILY = "turning"
 BT = 32  # tokens of a chunk, whose angles are summed by one program
 BS = 32  # chunks that are added up at a time
-WARPS = 4
-SHARED = 8  # heads of a group, at most, whose gradients a program adds up
+WARPS, FEWER = 4, 2  # of the rotation; of its sums, and of the way back, whose programs share a group's heads
+SHARED = 16  # heads of a group, at most, whose gradients a program adds up
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -32,12 +32,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
     def carried() -> Launch:
         return launch("turn_carry", dict(BT=BT, BS=BS, BR=BR), problem.N * problem.H)
-    forward = (launch("turn_totals", dict(BT=BT, BR=BR)), carried(), launch("turn", pairs))
+    forward = (launch("turn_totals", dict(BT=BT, BR=BR), num_warps=FEWER), carried(), launch("turn", pairs))
     if not problem.needs_grad:
         return forward
-    back = [launch("turn_back", dict(BT=BT, BR=BR))]
+    back = [launch("turn_back", dict(BT=BT, BR=BR), num_warps=FEWER)]
     if rest > 0:
-        back.append(launch("turn_back_rest", pairs))
+        back.append(launch("turn_back_rest", pairs, num_warps=FEWER))
     return (*forward, *back, launch("turn_finish", dict(BT=BT, BR=BR)))
 
 
