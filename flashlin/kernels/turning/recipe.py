@@ -8,12 +8,15 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import is_hopper
 from flashlin.kernels.moving import block, cdiv, moving
 
 FAMILY = "turning"
 BT = 32  # tokens of a chunk, whose angles are summed by one program
 BS = 32  # chunks that are added up at a time
-WARPS, FEWER = 4, 2  # of the rotation; of its sums, and of the way back, whose programs share a group's heads
+# Of the rotation; of its sums, and, on Hopper, of the way back, a third faster by 2 on an H200
+# (benchmarks/NOTES.md), where other cards would spill 1 KB a thread and more.
+WARPS, FEWER = 4, 2
 SHARED = 16  # heads of a group, at most, whose gradients a program adds up
 
 
@@ -35,9 +38,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     forward = (launch("turn_totals", dict(BT=BT, BR=BR), num_warps=FEWER), carried(), launch("turn", pairs))
     if not problem.needs_grad:
         return forward
-    back = [launch("turn_back", dict(BT=BT, BR=BR), num_warps=FEWER)]
+    warps = FEWER if is_hopper(target) else WARPS
+    back = [launch("turn_back", dict(BT=BT, BR=BR), num_warps=warps)]
     if rest > 0:
-        back.append(launch("turn_back_rest", pairs, num_warps=FEWER))
+        back.append(launch("turn_back_rest", pairs, num_warps=warps))
     return (*forward, *back, launch("turn_finish", dict(BT=BT, BR=BR)))
 
 
