@@ -36,8 +36,8 @@ class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
     own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
     back. at_once: tokens that are one part; beyond: so many behind it, too (of Mamba-3 a token's weight has a
-    share of the next one's step). numbered: several sequences to a row, told apart by seq_idx, so
-    that states are of the first and the last; what is not finite reaches all heads of its own."""
+    share of the next one's step). numbered: several sequences to a row, told apart by seq_idx, so that
+    states are of the first and the last; what is not finite reaches all heads of its own."""
     op: str
     inputs: str
     outputs: str
@@ -83,7 +83,8 @@ class Call(NamedTuple):
         (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
-        token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once + self.beyond, last))
+        token = first + TOKEN
+        part = slice(first + begin, min(first + begin + self.at_once + self.beyond, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
         rows = {"token": token, "part": part, "all": slice(first, last)}[tokens]

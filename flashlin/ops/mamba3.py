@@ -142,8 +142,8 @@ def mamba3_siso_combined(
 
 
 def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state [n, H, P, N] that first tokens find, of which their own side of the token before them, past [n,
-    H], is a part."""
+    """The state [n, H, P, N] that first tokens find, of which their own side of the token before them, past
+    [n, H], is a part."""
     k, v = states.k.to(dtype), states.v.to(dtype)
     return states.ssm + (past[..., None] * v)[..., None] * k[:, :, None]
 

@@ -59,13 +59,15 @@ def test_rows_of_no_sequence_are_zero() -> None:
 
 @pytest.mark.parametrize("edges", [(), (3, 40, 40, 97)], ids=["dense", "packed"])
 @pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
-def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int, channels: int) -> None:
+def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int,
+                                            channels: int) -> None:
     """Groups of heads in several shares, channels that are not turned, and what only states read."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((2 - bool(edges), 100, G, channels),) * 2 + ((heads, channels),) * 2
     given = [torch.randn(*shape, generator=draw) for shape in shapes]
     of_heads = (2 - bool(edges), 100, heads)
-    given += [torch.randn(*of_heads, R, generator=draw), *(torch.rand(of_heads, generator=draw) for _ in range(2))]
+    given.append(torch.randn(*of_heads, R, generator=draw))
+    given += [torch.rand(of_heads, generator=draw) for _ in range(2)]
     N = len(edges) - 1 if edges else 2
     leaves = [y.requires_grad_() for y in (*given, torch.randn(N, heads, R, generator=draw))]
     x = Inputs(*leaves, bounds=torch.tensor(edges) if edges else None)
@@ -73,8 +75,8 @@ def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, head
     if edges:  # plain torch turns rows of no sequence, too
         covered[:edges[0]] = covered[edges[-1]:] = 0
     for y in (turned(OP, x, torch.float32), torch_path.run(x, torch.float32)):
-        y = Outputs(*(one if one is y.q_first or one is y.k_last else one * covered.view(-1, *[1] * (one.ndim - 2))
-                      for one in y))
+        y = Outputs(*(one if one is y.q_first or one is y.k_last
+                      else one * covered.view(-1, *[1] * (one.ndim - 2)) for one in y))
         weights = [torch.randn(one.shape, generator=draw.manual_seed(1)) for one in y]
         loss = sum((one * weight).sum() for one, weight in zip(y, weights, strict=True))
         found.append((*y[:5], y.angle.cos(), *torch.autograd.grad(loss, leaves)))

@@ -372,8 +372,8 @@ def pointwise_read_backward(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a strip
-    of W columns."""
+    """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a
+    strip of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)

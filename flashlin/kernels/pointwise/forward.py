@@ -9,9 +9,9 @@
     read         y_t = (d_t o_{t-1} + c_t x_t) silu(z_t)
 Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
 scale, c and d of a read have one for each row and head; where d is 0, the row above is not read at all. With
-marks (marks.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its row
-to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a strip is a
-head, whose columns they add up.
+marks (marks.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its
+row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a strip
+is a head, whose columns they add up.
 """
 
 from itertools import zip_longest
@@ -297,7 +297,8 @@ def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
     """[BT, BD] in fp32 of the rows before those from first on; zeros where d [BT] is."""
     row = tl.arange(0, BT)
     known = ((first + row > 0) & (d != 0))[:, None] & there[None, :]
-    return tl.load(x + first * D + ((row[:, None] - 1) * D + cols[None, :]), mask=known, other=0.0).to(tl.float32)
+    return tl.load(x + first * D + ((row[:, None] - 1) * D + cols[None, :]), mask=known,
+                   other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])

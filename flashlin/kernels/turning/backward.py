@@ -121,8 +121,8 @@ def turn_back(
     dk += share * rows * G * K
     for t0 in range(part * BT, length, S * BT):
         there = t0 + tl.arange(0, BT) < length
-        b_q = loaded(q, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
-        b_k = loaded(k, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
+        b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
+        b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
         q_even, q_odd = split(b_q, BT, BR)
         k_even, k_odd = split(b_k, BT, BR)
         sum_q_even = tl.zeros([BT, BR], dtype=tl.float32)
@@ -146,7 +146,7 @@ def turn_back(
             y_even = k_even + bias_even
             y_odd = k_odd + bias_odd
 
-            b_d = loaded(dq_turned, first, t0, length, i_h, H, K, 0, BT, 2 * BR, True)
+            b_d = loaded(dq_turned, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=True)
             even, odd = split(b_d, BT, BR)
             even, odd = turned_back(even, odd, c, s)
             even, odd = with_line(even, odd, dq_first, at, -t0, c, s, K=K, BT=BT, BR=BR)
@@ -157,7 +157,7 @@ def turn_back(
             sum_q_odd += odd
             store_line(dq_bias + place * K, columns_of(even, odd, BR), 0, K, 2 * BR)
 
-            b_d = loaded(dk_turned, first, t0, length, i_h, H, K, 0, BT, 2 * BR, False)
+            b_d = loaded(dk_turned, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
             even, odd = split(b_d, BT, BR)
             even, odd = turned_back(even, odd, c, s)
             # turned or not, a product of both is the same
@@ -176,8 +176,10 @@ def turn_back(
             crossed = tl.where(there[:, None], crossed, 0.0)
             put(dtheta, crossed, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR)
             store_line(table + place * R, tl.sum(crossed, 0), 0, R, BR)
-        stored(dq, joined(sum_q_even, sum_q_odd, BT, BR), first, t0, length, i_g, G, K, 0, BT, 2 * BR)
-        stored(dk, joined(sum_k_even, sum_k_odd, BT, BR), first, t0, length, i_g, G, K, 0, BT, 2 * BR)
+        stored(dq, joined(sum_q_even, sum_q_odd, BT, BR), first, t0, length, i_g, G, D=K, d0=0, BT=BT,
+               BD=2 * BR)
+        stored(dk, joined(sum_k_even, sum_k_odd, BT, BR), first, t0, length, i_g, G, D=K, d0=0, BT=BT,
+               BD=2 * BR)
 
 
 @triton.jit
@@ -227,8 +229,8 @@ def turn_back_rest(
     dk += share * rows * G * K
     for t0 in range(part * BT, length, S * BT):
         there = t0 + tl.arange(0, BT) < length
-        b_q = loaded(q, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
-        b_k = loaded(k, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
+        b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
+        b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
         sum_q = tl.zeros([BT, BX], dtype=tl.float32)
         sum_k = tl.zeros([BT, BX], dtype=tl.float32)
         for i_h in range(begin, end):
@@ -240,18 +242,18 @@ def turn_back_rest(
                 both += beta_of(dalike, first, t0, length, i_h, H, BT=BT).to(tl.float32)[:, None]
             x = b_q + line(q_bias + i_h * K, 2 * BR, K, BX)[None, :]
             y = b_k + line(k_bias + i_h * K, 2 * BR, K, BX)[None, :]
-            b_d = loaded(dq_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, True)
+            b_d = loaded(dq_turned, first, t0, length, i_h, H, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=True)
             b_d = with_rest(b_d, dq_first, at, -t0, K=K, d0=2 * BR, BT=BT, BD=BX) + both * y
             sum_q += b_d
             store_line(dq_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
-            b_d = loaded(dk_turned, first, t0, length, i_h, H, K, 2 * BR, BT, BX, False)
+            b_d = loaded(dk_turned, first, t0, length, i_h, H, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
             tl.store(dweight_rest + (first + t0 + tl.arange(0, BT)) * H + i_h, tl.sum(b_d * y, 1), mask=there)
             b_d = with_rest(b_d * b_weight, dk_last, at, length - 1 - t0, K=K, d0=2 * BR, BT=BT,
                             BD=BX) + both * x
             sum_k += b_d
             store_line(dk_bias + place * K, tl.sum(b_d, 0), 2 * BR, K, BX)
-        stored(dq, sum_q, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
-        stored(dk, sum_k, first, t0, length, i_g, G, K, 2 * BR, BT, BX)
+        stored(dq, sum_q, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX)
+        stored(dk, sum_k, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "S"])
@@ -298,20 +300,21 @@ def turn_finish(
 
 
 def run(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs:
-    """Gradients of all but bounds, float32. angle: what forward gave; dy: of what it gave, contiguous, of which
-    those of q and k are there."""
+    """Gradients of all but bounds, float32. angle: what forward gave; dy: of what it gave, contiguous, of
+    which those of q and k are there."""
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device
     new = torch.empty if x.bounds is None else torch.zeros
     cut, shares = chunks(x, plan.launch("turn_back").block("BT")), -(-H // max(G * SHARED, 1))
     of_heads = [new(shares, B, T, G, K, dtype=torch.float32, device=device) for _ in range(2)]
-    angles, step, weight = (new(y.shape, dtype=torch.float32, device=device) for y in (x.angles, x.step, x.weight))
+    angles, step, weight = (new(y.shape, dtype=torch.float32, device=device)
+                            for y in (x.angles, x.step, x.weight))
     biases = [torch.zeros(cut.slots, H, K, dtype=torch.float32, device=device) for _ in range(2)]
     began = None if x.began is None else torch.zeros_like(x.began, dtype=torch.float32)
     if B * T * H * K:
         dtheta = torch.empty(B, T, H, R, dtype=torch.float32, device=device)
         table = torch.empty(cut.slots, H, R, dtype=torch.float64, device=device)
         rest = [launch for launch in plan.launches if launch.kernel == "turn_back_rest"]
-        dweight_rest = new(weight.shape, dtype=torch.float32, device=device) if rest else None
+        dweight_rest = new(weight.shape if rest else (0,), dtype=torch.float32, device=device)
         shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S, shares=shares, rows=B * T, angle=angle,
                       dq_turned=dy.q, dk_turned=dy.k, dq_first=dy.q_first, dk_last=dy.k_last, dalike=dy.alike,
                       dangle=dy.angle, dq=of_heads[0], dk=of_heads[1], dweight=weight,

@@ -4,9 +4,9 @@ in, tensors out.
     theta_t = theta_{t-1} + pi tanh(a_t) dt_t
     y_2i + i y_2i+1 = (x_2i + i x_2i+1 + bias) e^{i theta_ti}
 The scan behind it gives each q what its token finds, which is what the token before left: so q goes a token
-earlier. Angles are summed in turns: of each chunk of BT tokens one sum in float64, then what the chunks before
-it add up to, so that chunks are independent of each other and long sequences lose no digits, and only then
-each token's, in 32 bits of a turn, which lose whole turns by themselves. A chunk's place in a table is
+earlier. Angles are summed in turns: of each chunk of BT tokens one sum in float64, then what the chunks
+before it add up to, so that chunks are independent of each other and long sequences lose no digits, and only
+then each token's, in 32 bits of a turn, which lose whole turns by themselves. A chunk's place in a table is
 first_slot's.
 """
 
@@ -36,7 +36,8 @@ def turns(
     BT: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the end."""
+    """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the
+    end."""
     x = tile(angles, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
     e = tl.exp(-2.0 * tl.abs(x))
     grown = (1.0 - e) / (1.0 + e)
@@ -162,7 +163,8 @@ def loaded(
     BD: tl.constexpr,
     ABOVE: tl.constexpr,
 ):
-    """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the first."""
+    """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the
+    first."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     mask = (t0 + rows < length)[:, None]
@@ -243,7 +245,7 @@ def put_q(
 ):
     """Store the q of tokens a row earlier, and a zero for the last of the sequence before."""
     is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
-    stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, K, d0, BT, BD)
+    stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
     if t0 == 0:
         store_line(q_first + (n.to(tl.int64) * H + i_h) * K, tl.sum(tl.where(is_first, x, 0.0), 0), d0, K, BD)
 
@@ -266,7 +268,7 @@ def put_k(
     BD: tl.constexpr,
 ):
     """Store the k of tokens times their weights, and the sequence's last without."""
-    stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, K, d0, BT, BD)
+    stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
     if t0 + BT >= length:
         is_last = (t0 + tl.arange(0, BT) == length - 1)[:, None]
         store_line(k_last + (n.to(tl.int64) * H + i_h) * K, tl.sum(tl.where(is_last, x, 0.0), 0), d0, K, BD)
@@ -319,8 +321,8 @@ def turn(
         c = tl.cos(theta)
         s = tl.sin(theta)
         b_weight = beta_of(weight, first, t0, length, i_h, H, BT=BT).to(tl.float32)
-        b_q = loaded(q, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
-        b_k = loaded(k, first, t0, length, i_g, G, K, 0, BT, 2 * BR, False)
+        b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
+        b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
         b_q += line(q_bias, 0, K, 2 * BR)[None, :]
         b_k += line(k_bias, 0, K, 2 * BR)[None, :]
         product = tl.sum(b_q * b_k, 1)
@@ -329,15 +331,16 @@ def turn(
               i_h, n, H, K=K, d0=0, BT=BT, BD=2 * BR)
         even, odd = split(b_k, BT, BR)
         put_k(k_turned, k_last, joined(even * c - odd * s, even * s + odd * c, BT, BR), b_weight, first, t0,
-              length, i_h, n, H, K=K, d0=0, BT=BT, BD=2 * BR)
+              length, i_h, n, H=H, K=K, d0=0, BT=BT, BD=2 * BR)
         if BX > 0:
-            b_q = loaded(q, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
-            b_k = loaded(k, first, t0, length, i_g, G, K, 2 * BR, BT, BX, False)
+            b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
+            b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
             b_q += line(q_bias, 2 * BR, K, BX)[None, :]
             b_k += line(k_bias, 2 * BR, K, BX)[None, :]
             product += tl.sum(b_q * b_k, 1)
             put_q(q_turned, q_first, b_q, first, t0, length, i_h, n, H, K=K, d0=2 * BR, BT=BT, BD=BX)
-            put_k(k_turned, k_last, b_k, b_weight, first, t0, length, i_h, n, H, K=K, d0=2 * BR, BT=BT, BD=BX)
+            put_k(k_turned, k_last, b_k, b_weight, first, t0, length, i_h, n, H=H, K=K, d0=2 * BR, BT=BT,
+                  BD=BX)
         tl.store(alike + (first + t0 + rows) * H + i_h, product, mask=t0 + rows < length)
 
 

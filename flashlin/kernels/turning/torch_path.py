@@ -149,7 +149,8 @@ def _row(x: Tensor, packed: Packed | None, at_first: bool) -> Tensor:
         return x.new_zeros(x.shape[0] if packed is None else len(packed.begins), *x.shape[2:])
     if packed is None:
         return x[:, 0 if at_first else -1].clone()
-    rows = x[0].index_select(0, packed.begins.clamp(max=T - 1) if at_first else (packed.ends - 1).clamp(min=0))
+    at = packed.begins.clamp(max=T - 1) if at_first else (packed.ends - 1).clamp(min=0)
+    rows = x[0].index_select(0, at)
     return torch.where(any_rows(packed, rows), rows, 0)
 
 

@@ -50,7 +50,8 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
             for dy in (grads.q, grads.k))
     dy = Outputs(*contiguous(q, k, *grads[2:]))
     found = kernels(FAMILY, "backward").run(plan, x, y.angle, dy)
-    return {name: None if dx is None else dx.to(getattr(x, name).dtype) for name, dx in found._asdict().items()}
+    return {name: None if dx is None else dx.to(getattr(x, name).dtype)
+            for name, dx in found._asdict().items()}
 
 
 OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, forward=_forward,
