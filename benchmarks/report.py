@@ -201,11 +201,9 @@ def plot(found: Sequence[Record]) -> str:
     """The ratios of these records; ``""`` without any."""
     chosen = [(one, pair) for one in found for pair in pairs(one)
               if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
-    made_by = {"triton": "Triton {}", "device": "{}"}
-    differing = [name for name in made_by if len({one[name] for one, _ in chosen}) > 1]
+    several = len({one["triton"] for one, _ in chosen}) > 1
     rows = [(f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
-             + "".join(f", {made_by[name].format(one[name].removeprefix('NVIDIA ').split()[0])}"
-                       for name in differing),
+             + (f", Triton {one['triton']}" if several else ""),
              {what: ratio for what in FILLS if (ratio := pair.ratio(what)) is not None})
             for one, pair in chosen]
     return bars(rows, ", ".join(dict.fromkeys(one["device"] for one, _ in chosen)))

@@ -33,7 +33,8 @@ def test_one_reference_loses_no_more_than_halving(op: str, K: int, halve: Callab
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("op", one_reference.GATES)
-def test_float32_loses_no_more_since_it_halves(op: str, K: int, halve: Callable[[bool], None]) -> None:
+def test_float32_is_right_there(op: str, K: int, halve: Callable[[bool], None]) -> None:
+    """Within the op's own bounds: it always halves (tests/plan/test_one_reference.py)."""
     with flashlin.settings(canary="trial"):
         assert one_reference.failures(op, CUDA, torch.float32, halve, K=K, V=K) == []
 

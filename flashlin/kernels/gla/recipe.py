@@ -28,8 +28,7 @@ from flashlin.kernels.scans import (
 CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
 # a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time; those of one
-# reference take twice the columns. With 8 warps and 64 neither is faster
-# (benchmarks/results/kernels-*).
+# reference take twice the columns. With 8 warps and 64 neither is faster (benchmarks/results/kernels-*).
 SCORES, GRADS = 64, 32
 TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 

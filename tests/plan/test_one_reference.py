@@ -1,0 +1,32 @@
+"""Where kernels of one decay reference are planned, forward and backward."""
+from __future__ import annotations
+
+import pytest
+
+from flashlin.compat.target import parse
+from matrix.workload import calls, seen
+from tests import one_reference
+
+CALLS = {(call.op, call.label): call for call in calls() if call.op in one_reference.GATES}
+
+
+def by_one(op: str, label: str, machine: str) -> set[str]:
+    launches = seen(CALLS[op, label], parse(machine)).launches
+    return {launch.kernel for launch in launches if launch.kernel.endswith("_one")}
+
+
+@pytest.mark.parametrize("triton", ["3.6.0", "3.7.1"])
+@pytest.mark.parametrize("label", ["bfloat16 D=64", "bfloat16 D=128"])
+@pytest.mark.parametrize("op", one_reference.GATES)
+def test_they_are_where_they_have_run(op: str, label: str, triton: str) -> None:
+    """Nothing tries them first: what the launch table knows is enough."""
+    family, first = ("gla", "scores") if op in ("chunk_gla", "chunk_rwkv6") else ("dplr", "prepare")
+    assert by_one(op, label, f"triton={triton},sm=90,sms=132") == {f"{family}_{first}_one", f"{family}_grads_one"}
+
+
+@pytest.mark.parametrize(("label", "machine"), [
+    ("float16 D=128", "triton=3.6.0,sm=90,sms=132"), ("float32 D=128", "triton=3.6.0,sm=90,sms=132"),
+    ("bfloat16 D=128", "triton=3.6.0,sm=80,sms=108"), ("bfloat16 D=128", "triton=3.5.1,sm=90,sms=132")])
+@pytest.mark.parametrize("op", one_reference.GATES)
+def test_they_are_nowhere_else(op: str, label: str, machine: str) -> None:
+    assert not by_one(op, label, machine)
