@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FIELDS = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg")
+USUAL = {"num_ctas": 1, "maxnreg": None}  # of nearly every configuration, so the file leaves it out
 
 
 class Tuned(NamedTuple):
@@ -82,7 +83,8 @@ class Winners:
 
 def fields(config: Any) -> dict[str, Any]:
     """A configuration as the file has it."""
-    return {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
+    found = {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
+    return {name: value for name, value in found.items() if name not in USUAL or value != USUAL[name]}
 
 
 def _key(value: Any) -> Any:

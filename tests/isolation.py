@@ -36,7 +36,8 @@ class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
     own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
     back. at_once: tokens that are one part. numbered: several sequences to a row, told apart by seq_idx, so
-    that states are of the first and the last; what is not finite reaches all heads of its own."""
+    that states are of the first and the last; what is not finite reaches all heads of its own. shared: of
+    these the token behind a part has a share in it, so a gradient that is not finite reaches theirs, too."""
     op: str
     inputs: str
     outputs: str
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     at_once: int = CHUNK
     function: Callable[..., Any] | None = None
     numbered: bool = False
+    shared: str = ""
 
     def __str__(self) -> str:
         layout = "numbered" if self.numbered else "packed" if self.packed else "dense"
@@ -77,14 +79,15 @@ class Call(NamedTuple):
                 for letters in self.outputs.split()]
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
-        """Where a tensor holds the token, its part (its chunk), or all of its sequence, in one head
-        (numbered: in all)."""
+        """Where a tensor holds the token, its part (its chunk), the token behind that, or all of its sequence,
+        in one head (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         begin = TOKEN // self.at_once * self.at_once
         token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
-        rows = {"token": token, "part": part, "all": slice(first, last)}[tokens]
+        behind = slice(part.stop, min(part.stop + 1, last))
+        rows = {"token": token, "part": part, "behind": behind, "all": slice(first, last)}[tokens]
         index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0,
                  "H": slice(None) if self.numbered and tokens != "token" else 1, "C": 2}
         return tuple(index.get(letter, slice(None)) for letter in letters)
@@ -157,13 +160,16 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
             other = [changed(dx, call.place(letters, "part"), call.cotangents(1)[n]) if i == n else dx
                      for i, dx in enumerate(cotangents)]
             after = call.run(inputs, other)[1]
+            free = {name: kept(dx, after[name]) for name, dx in grads.items()}
+            for name in call.shared.split():
+                free[name][call.place(layouts[name], "behind")] = False
             for value in (torch.nan,) if briefly else (torch.nan, torch.inf):
                 broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx
                           for i, dx in enumerate(cotangents)]
                 found_grads = call.run(inputs, broken)[1]
                 yield from (f"{value} in the gradient of output {n} reaches d{name}"
-                            for name, dx in grads.items()
-                            if not dx[where := kept(dx, after[name])].equal(found_grads[name][where]))
+                            for name, where in free.items()
+                            if not grads[name][where].equal(found_grads[name][where]))
 
 
 def in_place(op: str, state: str) -> Callable[..., Any]:
@@ -266,7 +272,7 @@ CALLS: list[Call] = [
     *_both("mamba3_siso_combined",
            "Q:BTHK K:BTHK V:BTHV ADT:BHT DT:BHT Trap:BHT Q_bias:HK K_bias:HK Angles:BTHR D:H Z:BTHV "
            "angle:NHR state:NHVK k:NHK v:NHV", "BTHV NHR NHVK NHK NHV", {"return_final_states": True},
-           function=with_states),
+           function=with_states, shared="DT Trap"),
     Call("selective_scan_fn", "u:BCT delta:BCT A:CK B:BKT C:BKT D:C z:BCT", "BCT BCK",
          {"delta_softplus": True, "return_last_state": True}),
     Call("selective_state_update", "*state:NHVK *x:BHV *dt:BHV *A:HVK *B:BHK *C:BHK", "BHV NHVK",

@@ -5,16 +5,18 @@
     q_t, k_t = Q_t + Q_bias, K_t + K_bias, turned by theta_t        r_t = sigmoid(Trap_t)
     S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
     y_t = (S_t q_t + D v_t) silu(Z_t)
-Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: a token reads those before it with one weight each,
-(r_j DT_j + (1 - r_{j+1}) DT_{j+1}) times the decays since, so one scan of simple GLA (simple_gla.py) does, in
-which every k and v comes a token later; its own k and v it reads with r_t DT_t, beside that scan, where D
-and Z are read, too (kernels/pointwise). Angles are summed and q and k turned by kernels/turning.
+Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: of a token those behind it read k and v with one
+weight, r_j DT_j + (1 - r_{j+1}) DT_{j+1}, times the decays since, so one scan of simple GLA (simple_gla.py)
+does, in which every q comes a token earlier and finds what the token before has left; what it finds decays
+once more, and its own k and v are read with r_t DT_t, where D and Z are read, too (kernels/pointwise). Angles
+are summed and q and k turned by kernels/turning.
 """
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
@@ -57,7 +59,7 @@ def mamba3_siso_combined(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Mamba-3's scan. Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``.
-    Composed: a scan of simple GLA, in which every k and v comes a token later, and a rotation.
+    Composed: a scan of simple GLA, in which every q comes a token earlier, and a rotation.
 
     Args:
         Q, K: [b, T, G, N], N even, G a divisor of H: head h reads group h // (H / G). V: [b, T, H, P].
@@ -110,30 +112,52 @@ def mamba3_siso_combined(
     wide = torch.float64 if doubles else torch.float32
     packed = None if bounds is None else torch_path.packed_of(T, bounds)
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
-    own, past = step * trap.sigmoid(), step * (-trap).sigmoid()
-    of_angle, of_k, of_v = (None, None, None) if states is None else (
-        states.angle, states.k.to(dtype), states.v.to(V.dtype))
-    weight = decay.exp() * (torch_path.before(own, None, packed) + past)
-    inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, of_k, of_angle, bounds=bounds)
-    q, k, last_k, angle = turned(op, inputs, dtype)
+    own = step * trap.sigmoid()
+    past = step - own
+    weight = own + torch_path.after(past, packed)
+    inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, None if states is None else states.angle,
+                    bounds=bounds)
+    q, k, q_first, last_k, alike, angle = turned(op, inputs, dtype)
 
-    request = chunked.Request(op, 1.0, None if states is None else states.ssm, return_final_states, bounds,
-                              state_v_first=True)
-    v = torch_path.before(V, of_v, packed).to(dtype)
-    y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, v, decay, None), out_dtype=wide)
-    del q, k, v
-    itself = own * _alike(Q, Q_bias, K, K_bias, wide)
-    y = read(op, y, V, itself if D is None else itself + D.to(wide), Z, V.dtype)
+    found = None if states is None else _found(states, torch_path.first(past, packed), dtype)
+    request = chunked.Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
+    y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
+    del q, k
+    kept, itself = torch_path.unless_first(decay.exp(), packed), own * alike
+    y = read(op, y, V, itself if D is None else itself + D.to(wide), Z, kept, V.dtype)
     if packed is not None:
         y = torch.where(packed.covered[:, None, None], y, 0)
+    if found is not None and T:
+        y = _with_first(y, q_first, found, torch_path.first(decay, packed).exp(),
+                        None if Z is None else torch_path.first(Z, packed), packed)
     if ssm is None:
         return y
-    began = None if of_angle is None else of_angle.double().remainder(torch_path.TURN).to(wide)
-    last_angle, last_v, last_own = (torch_path.last(x, start, packed)
-                                    for x, start in ((angle, began), (V, of_v), (own, None)))
-    # what the last token brings, which nobody has read yet
-    brought = (last_own[..., None] * last_v)[..., None] * last_k[:, :, None]
-    return y, last_angle, ssm + brought, last_k, last_v
+    last_angle, last_v = (torch_path.last(x, packed) for x in (angle, V))
+    if states is not None:  # what a sequence without tokens began with
+        began = states.angle.double().remainder(torch_path.TURN).to(wide)
+        last_angle, last_k, last_v = (
+            torch_path.where_any(packed, T, x, start.to(x.dtype))
+            for x, start in ((last_angle, began), (last_k, states.k), (last_v, states.v)))
+    return y, last_angle, ssm, last_k, last_v
+
+
+def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:
+    """The state [n, H, P, N] that first tokens find, of which their own side of the token before them, past
+    [n, H], is a part."""
+    k, v = states.k.to(dtype), states.v.to(dtype)
+    return states.ssm + (past[..., None] * v)[..., None] * k[:, :, None]
+
+
+def _with_first(y: Tensor, q: Tensor, found: Tensor, kept: Tensor, z: Tensor | None,
+                packed: torch_path.Packed | None) -> Tensor:
+    """y with what first tokens read of that state. q [n, H, N], kept [n, H], z [n, H, P]: of first tokens."""
+    more = kept[..., None] * (found * q[:, :, None]).sum(-1)
+    if z is not None:
+        more = more * F.silu(z.to(more.dtype))
+    if packed is None:
+        return y.index_add(1, torch.zeros(1, dtype=torch.long, device=y.device), more.to(y.dtype)[:, None])
+    more = torch.where(torch_path.any_rows(packed, more), more, 0)
+    return y.index_add(1, packed.begins.clamp(max=y.shape[1] - 1), more.to(y.dtype)[None])
 
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
@@ -175,12 +199,3 @@ def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Ten
         need_tensor(f"Input_States: {name}", x, shape, meaning, V.device, "V")
     return States(*given)
 
-
-def _alike(Q: Tensor, Q_bias: Tensor, K: Tensor, K_bias: Tensor, wide: torch.dtype) -> Tensor:
-    """q . k of each token, [b, T, H]: both turn together, so as if neither did."""
-    (H, N), G = Q_bias.shape, Q.shape[2]
-    q, k = Q.to(wide), K.to(wide)
-    of_q, of_k = (bias.to(wide).view(G, H // max(G, 1), N) for bias in (Q_bias, K_bias))
-    crossed = [torch.einsum("btgn,ghn->btgh", x, bias) for x, bias in ((q, of_k), (k, of_q))]
-    products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
-    return products.flatten(2)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashlin.kernels.turning.inputs import Inputs
+from flashlin.kernels.turning import torch_path
+from flashlin.kernels.turning.inputs import Inputs, Outputs
 from flashlin.ops._common.turning import turned
 
 OP, R, H = "mamba3_siso_combined", 3, 2
@@ -49,8 +50,35 @@ def test_a_broken_step_reaches_only_later_tokens_of_its_sequence(edges: tuple[in
 def test_rows_of_no_sequence_are_zero() -> None:
     x = inputs(1, 100)
     leaves = [y.requires_grad_() for y in x[:7]]
-    q, k, _, angle = turned(OP, x._replace(bounds=torch.tensor([2, 40, 40, 90])), torch.float32)
-    loss = q.sin().sum() + k.sin().sum() + angle.sin().sum()
+    q, k, *_, alike, angle = turned(OP, x._replace(bounds=torch.tensor([2, 40, 40, 90])), torch.float32)
+    loss = q.sin().sum() + k.sin().sum() + angle.sin().sum() + alike.sin().sum()
     dq, dk, _, _, dangles, dstep, dweight = torch.autograd.grad(loss, leaves)
-    for y in (q, k, angle, dq, dk, dangles, dstep[..., None], dweight[..., None]):
+    for y in (q, k, alike[..., None], angle, dq, dk, dangles, dstep[..., None], dweight[..., None]):
         assert not y[:, :2].any() and not y[:, 90:].any() and y[:, 3:39].any(-1).all()
+
+
+@pytest.mark.parametrize("edges", [(), (3, 40, 40, 97)], ids=["dense", "packed"])
+@pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
+def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int,
+                                            channels: int) -> None:
+    """Groups of heads in several shares, channels that are not turned, and what only states read."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2 - bool(edges), 100, G, channels),) * 2 + ((heads, channels),) * 2
+    given = [torch.randn(*shape, generator=draw) for shape in shapes]
+    of_heads = (2 - bool(edges), 100, heads)
+    given.append(torch.randn(*of_heads, R, generator=draw))
+    given += [torch.rand(of_heads, generator=draw) for _ in range(2)]
+    N = len(edges) - 1 if edges else 2
+    leaves = [y.requires_grad_() for y in (*given, torch.randn(N, heads, R, generator=draw))]
+    x = Inputs(*leaves, bounds=torch.tensor(edges) if edges else None)
+    found, covered = [], torch.ones(100)
+    if edges:  # plain torch turns rows of no sequence, too
+        covered[:edges[0]] = covered[edges[-1]:] = 0
+    for y in (turned(OP, x, torch.float32), torch_path.run(x, torch.float32)):
+        y = Outputs(*(one if one is y.q_first or one is y.k_last
+                      else one * covered.view(-1, *[1] * (one.ndim - 2)) for one in y))
+        weights = [torch.randn(one.shape, generator=draw.manual_seed(1)) for one in y]
+        loss = sum((one * weight).sum() for one, weight in zip(y, weights, strict=True))
+        found.append((*y[:5], y.angle.cos(), *torch.autograd.grad(loss, leaves)))
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,8 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
                  where p = g dy, q = sum over columns of p v
     scale        dx = s dy,  ds = sum over a head's columns of x dy
     skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),  D' = x p     where p = silu(z) dy
-    read         the same with c for D, but dc = sum over a head's columns of x p
+    read         do_{t-1} = d_t p_t,  dx = c p,  dz = dy (d_t o_{t-1} + c x) silu'(z),
+                 dc, dd = sums over a head's columns of x p, o_{t-1} p
 With marks a scale adds their gradient to dx and ds; a skip's do has 0 for what is not finite, and the
 gradient of its marks a mark. A program takes every so many-th BT rows of its strip and keeps its share of the
 parameters' gradients in registers; the shares are [parameters, programs of a strip, D] in fp32, and torch
@@ -29,6 +30,7 @@ from flashlin.kernels.moving import cdiv
 from flashlin.kernels.pointwise.forward import (
     NAMES,
     OUTPUTS,
+    above,
     arguments,
     contained,
     line,
@@ -356,10 +358,12 @@ def pointwise_read_backward(
     x,  # [rows, D]
     c,  # [rows, D // W]
     z,  # [rows, D] or None
-    do,  # [rows, D]
+    d,  # [rows, D // W]
+    do,  # [1 + rows, D]: of what each row reads
     dx,  # [rows, D]
     dc,  # [rows, D // W]
     dz,  # [rows, D] or None
+    dd,  # [rows, D // W]
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,  # rows in all
@@ -368,22 +372,26 @@ def pointwise_read_backward(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """do, dx and dz [rows, D], dc [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
+    """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a
+    strip of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
     b_c = tl.load(c + places, mask=known, other=0.0)[:, None]
+    b_d = tl.load(d + places, mask=known, other=0.0)
     p = tile(dy, first, rows, cols, there, D, BT)
     b_x = tile(x, first, rows, cols, there, x_n, BT)
+    b_o = above(o, b_d, first, cols, there, D, BT)
     if z is not None:
         b_z = tile(z, first, rows, cols, there, z_n, BT)
         on = tl.sigmoid(b_z)
-        value = tile(o, first, rows, cols, there, D, BT) + b_c * b_x
+        value = b_d[:, None] * b_o + b_c * b_x
         put(dz, p * value * on * (1 + b_z * (1 - on)), first, rows, cols, there, D, BT)
         p *= b_z * on
-    put(do, p, first, rows, cols, there, D, BT)
+    put(do, tl.where((b_d != 0)[:, None], p * b_d[:, None], 0.0), first, rows, cols, there, D, BT)
     put(dx, p * b_c, first, rows, cols, there, D, BT)
     tl.store(dc + places, tl.sum(p * b_x, 1), mask=known)
+    tl.store(dd + places, tl.sum(p * b_o, 1), mask=known)
 
 
 KERNELS = {GATE: pointwise_gate_backward, MIX: pointwise_mix_backward, KEY: pointwise_key_backward,
@@ -411,6 +419,12 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
     if family == SKIP and tensors[4] is not None:
         grads[0] = torch.empty_like(dy, dtype=torch.float32) if tensors[0] is None else grads[0]
         grads[4] = torch.zeros_like(tensors[4])
+    of_above = None
+    if family == READ:  # nobody reads the last row
+        assert tensors[0] is not None
+        of_above = tensors[0].new_empty((1 + plan.problem.T, D))
+        of_above[-1:] = 0
+        grads[0] = of_above[1:].view(dy.shape)
     shares = None
     if sums:
         count = launch.grid[0] // max(cdiv(D, strip_width(plan.problem, launch.block("BD"))), 1)
@@ -421,6 +435,8 @@ def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
             del named[UNREAD[family]]
         named.update((f"d{name}", y) for name, y in zip_longest(OUTPUTS[family], dys))
         named.update((f"d{name}", grads[at]) for at, name in enumerate(NAMES[family]) if at not in parameters)
+        if family == READ:
+            named["do"] = of_above
         if parameters:
             named["shares"] = shares
         start(launch, KERNELS[family], launch.grid[0], named)

@@ -6,11 +6,12 @@
     correction   y = (o + s v) g,  s = sum over a head's columns of r k u
     scale        y = x s
     skip         y = (o + D x) silu(z)
-    read         y = (o + c x) silu(z)
+    read         y_t = (d_t o_{t-1} + c_t x_t) silu(z_t)
 Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
-scale and c of a read have one for each row and head. With marks (marks.py) a scale gives 0 for what is not
-finite and marks its row, and a skip adds the marks of its row to o. A program owns BT rows and a strip of BD
-columns; for the correction, the scale and the read a strip is a head, whose columns they add up.
+scale, c and d of a read have one for each row and head; where d is 0, the row above is not read at all. With
+marks (marks.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its
+row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a strip
+is a head, whose columns they add up.
 """
 
 from itertools import zip_longest
@@ -291,12 +292,22 @@ def pointwise_skip(
     put(y, value, first, rows, cols, there, D, BT)
 
 
+@triton.jit
+def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
+    """[BT, BD] in fp32 of the rows before those from first on; zeros where d [BT] is."""
+    row = tl.arange(0, BT)
+    known = ((first + row > 0) & (d != 0))[:, None] & there[None, :]
+    return tl.load(x + first * D + ((row[:, None] - 1) * D + cols[None, :]), mask=known,
+                   other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_read(
     o,  # [rows, D]
     x,  # [rows, D]
     c,  # [rows, D // W]
     z,  # [rows, D] or None
+    d,  # [rows, D // W]
     y,  # [rows, D]
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
@@ -311,7 +322,9 @@ def pointwise_read(
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
     b_c = tl.load(c + places, mask=known, other=0.0)[:, None]
-    value = tile(o, first, rows, cols, there, D, BT) + b_c * tile(x, first, rows, cols, there, x_n, BT)
+    b_d = tl.load(d + places, mask=known, other=0.0)
+    value = b_d[:, None] * above(o, b_d, first, cols, there, D, BT)
+    value += b_c * tile(x, first, rows, cols, there, x_n, BT)
     if z is not None:
         b_z = tile(z, first, rows, cols, there, z_n, BT)
         value *= b_z * tl.sigmoid(b_z)
@@ -343,7 +356,7 @@ NAMES = {
     CORRECTION: ("o", "r", "k", "u", "v", "g"),
     SCALE: ("x", "s", "marks"),
     SKIP: ("o", "x", "skip", "z", "marks"),
-    READ: ("o", "x", "c", "z"),
+    READ: ("o", "x", "c", "z", "d"),
 }
 OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",), CORRECTION: ("y",),
            SCALE: ("y", "marks"), SKIP: ("y",), READ: ("y",)}

@@ -59,10 +59,13 @@ def skip(o: Tensor, x: Tensor | None, D: Tensor | None, z: Tensor | None, marks:
     return y if z is None else y * F.silu(z)
 
 
-def read(o: Tensor, x: Tensor, c: Tensor, z: Tensor | None) -> Tensor:
-    """(o + c x) silu(z), all [..., H, K] but c [..., H]; z may be None."""
-    o, x, c, z = wide(o, x, c, z)
-    y = torch.addcmul(o, c[..., None], x)
+def read(o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor) -> Tensor:
+    """(d o + c x) silu(z), where o is that of the row above, all [..., H, K] but c and d [..., H]; z may be
+    None. Where d is 0, as for the first of all, nothing above is read."""
+    o, x, c, z, d = wide(o, x, c, z, d)
+    above = o.flatten(0, -3).roll(1, 0).view(o.shape)
+    d = d[..., None]
+    y = torch.addcmul(c[..., None] * x, d, torch.where(d == 0, 0, above))
     return y if z is None else y * F.silu(z)
 
 

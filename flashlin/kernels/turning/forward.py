@@ -3,10 +3,11 @@ in, tensors out.
 
     theta_t = theta_{t-1} + pi tanh(a_t) dt_t
     y_2i + i y_2i+1 = (x_2i + i x_2i+1 + bias) e^{i theta_ti}
-The scan behind it reads each k one token later, so it is written there, times a weight of that token.
-Sums are float64: of each chunk of BT tokens one, then what the chunks before it add up to, and only then each
-token's, so that chunks are independent of each other and long sequences lose no digits. A chunk's place in a
-table is first_slot's.
+The scan behind it gives each q what its token finds, which is what the token before left: so q goes a token
+earlier. Angles are summed in turns: of each chunk of BT tokens one sum in float64, then what the chunks
+before it add up to, so that chunks are independent of each other and long sequences lose no digits, and only
+then each token's, in 32 bits of a turn, which lose whole turns by themselves. A chunk's place in a table is
+first_slot's.
 """
 
 from typing import NamedTuple
@@ -35,11 +36,12 @@ def turns(
     BT: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """(tanh of the angles [BT, BR], pi times the steps [BT]), zeros past the end."""
+    """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the
+    end."""
     x = tile(angles, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
     e = tl.exp(-2.0 * tl.abs(x))
     grown = (1.0 - e) / (1.0 + e)
-    rate = beta_of(step, first, t0, length, i_h, H, BT=BT).to(tl.float32) * 3.141592653589793
+    rate = beta_of(step, first, t0, length, i_h, H, BT=BT).to(tl.float32) * 0.5
     return tl.where(x < 0, -grown, grown), rate
 
 
@@ -58,7 +60,7 @@ def turn_totals(
     BR: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """By how much each chunk turns."""
+    """By how many turns each chunk turns."""
     program = tl.program_id(0)
     i_h = program % H
     n = program // H // S
@@ -87,8 +89,8 @@ def turn_carry(
     BACK: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """What the chunks before each add up to, began included; BACK those behind it. A program: a sequence and
-    a head. Never a difference of sums, which one broken chunk would spoil for all."""
+    """What the chunks before each add up to, began, in radians, included; BACK those behind it. A program: a
+    sequence and a head. Never a difference of sums, which one broken chunk would spoil for all."""
     program = tl.program_id(0)
     i_h = program % H
     n = program // H
@@ -98,7 +100,8 @@ def turn_carry(
     chunks = (length + BT - 1) // BT
     sums = tl.zeros([BR], dtype=tl.float64)
     if began is not None:
-        sums += tl.load(began + program.to(tl.int64) * R + pairs, mask=pairs < R, other=0.0).to(tl.float64)
+        angle = tl.load(began + program.to(tl.int64) * R + pairs, mask=pairs < R, other=0.0).to(tl.float64)
+        sums += angle * 0.15915494309189535
     for s0 in range(0, chunks, BS):
         at = s0 + tl.arange(0, BS)  # in the order of the walk
         if BACK:
@@ -117,25 +120,98 @@ def turn_carry(
 
 
 @triton.jit
-def pairs_of(
-    x,  # [rows, G, K]
-    bias,  # [H, K] or None
+def thetas(
+    angles,  # [rows, H, R]
+    step,  # [rows, H]
+    carried,  # [R]: turns up to the chunk
     first,  # the sequence's first row
     t0,  # the chunk's first token
     length,  # the sequence's length
-    i_g,  # the group
-    G,  # groups
     i_h,  # the head
-    K: tl.constexpr,
+    H,  # heads
+    R: tl.constexpr,
     BT: tl.constexpr,
-    BP: tl.constexpr,
+    BR: tl.constexpr,
 ):
-    """(even, odd) channels of x, [BT, BP] each in fp32, plus the bias of a head."""
-    b_x = tile(x, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BP).to(tl.float32)
-    if bias is not None:
-        channels = tl.arange(0, 2 * BP)
-        b_x += tl.load(bias + i_h * K + channels, mask=channels < K, other=0.0).to(tl.float32)[None, :]
-    return tl.split(tl.reshape(b_x, [BT, BP, 2]))
+    """[BT, BR] angles in 0 .. 2 pi; NaN from where one is not finite."""
+    pairs = tl.arange(0, BR)
+    rows = tl.arange(0, BT)
+    grown, rate = turns(angles, step, first, t0, length, i_h, H, R=R, BT=BT, BR=BR)
+    part = grown * rate[:, None]
+    part -= tl.floor(part + 0.5)
+    broken = tl.min(tl.where(part == part, BT, rows[:, None]), 0)
+    # numbers of 32 bits that run over
+    sums = tl.cumsum((part * 4294967296.0).to(tl.int32), 0).to(tl.int32)
+    until = tl.load(carried + pairs, mask=pairs < R, other=0.0)
+    until -= tl.floor(until)
+    total = until.to(tl.float32)[None, :] + sums.to(tl.float32) * 2.3283064365386963e-10
+    total -= tl.floor(total)
+    return tl.where(rows[:, None] < broken[None, :], total * 6.283185307179586, float("nan"))
+
+
+@triton.jit
+def loaded(
+    x,  # [rows, H, D]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    ABOVE: tl.constexpr,
+):
+    """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the
+    first."""
+    rows = tl.arange(0, BT)
+    cols = d0 + tl.arange(0, BD)
+    mask = (t0 + rows < length)[:, None]
+    if ABOVE:
+        mask = mask & (t0 + rows > 0)[:, None]
+        x -= H * D
+    if d0 + BD > D:
+        mask = mask & (cols < D)[None, :]
+    offsets = rows[:, None] * (H * D) + cols[None, :]
+    return tl.load(x + ((first + t0) * H + i_h) * D + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def stored(
+    x,  # [rows, H, D]
+    value,  # [BT, BD]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    H,  # heads
+    D: tl.constexpr,
+    d0: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Store [BT, BD] into a [rows, H, D] tensor, from column d0 on."""
+    rows = tl.arange(0, BT)
+    cols = d0 + tl.arange(0, BD)
+    mask = (t0 + rows < length)[:, None]
+    if d0 + BD > D:
+        mask = mask & (cols < D)[None, :]
+    offsets = rows[:, None] * (H * D) + cols[None, :]
+    tl.store(x + ((first + t0) * H + i_h) * D + offsets, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def line(x, d0, K: tl.constexpr, BD: tl.constexpr):
+    """[BD] of x [K] in fp32."""
+    channels = d0 + tl.arange(0, BD)
+    return tl.load(x + channels, mask=channels < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def split(x, BT: tl.constexpr, BP: tl.constexpr):
+    """(even, odd) channels [BT, BP] of x [BT, 2 BP]."""
+    return tl.split(tl.reshape(x, [BT, BP, 2]))
 
 
 @triton.jit
@@ -145,21 +221,57 @@ def joined(even, odd, BT: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
-def put_pairs(
-    x,  # [rows, H, K]
-    even,  # [BT, BP]
-    odd,  # [BT, BP]
+def store_line(x, value, d0, K: tl.constexpr, BD: tl.constexpr):
+    """Store [BD] into x [K]."""
+    channels = d0 + tl.arange(0, BD)
+    tl.store(x + channels, value.to(x.dtype.element_ty), mask=channels < K)
+
+
+@triton.jit
+def put_q(
+    q_turned,  # [1 + rows, H, K]: the row before all is read by nobody
+    q_first,  # [N, H, K]
+    x,  # [BT, BD]
     first,  # the sequence's first row
     t0,  # the chunk's first token
     length,  # the sequence's length
     i_h,  # the head
+    n,  # the sequence
     H,  # heads
     K: tl.constexpr,
+    d0: tl.constexpr,
     BT: tl.constexpr,
-    BP: tl.constexpr,
+    BD: tl.constexpr,
 ):
-    """Store what pairs_of loads."""
-    put(x, joined(even, odd, BT=BT, BP=BP), first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=2 * BP)
+    """Store the q of tokens a row earlier, and a zero for the last of the sequence before."""
+    is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
+    stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
+    if t0 == 0:
+        store_line(q_first + (n.to(tl.int64) * H + i_h) * K, tl.sum(tl.where(is_first, x, 0.0), 0), d0, K, BD)
+
+
+@triton.jit
+def put_k(
+    k_turned,  # [rows, H, K]
+    k_last,  # [N, H, K]
+    x,  # [BT, BD]
+    weight,  # [BT]
+    first,  # the sequence's first row
+    t0,  # the chunk's first token
+    length,  # the sequence's length
+    i_h,  # the head
+    n,  # the sequence
+    H,  # heads
+    K: tl.constexpr,
+    d0: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Store the k of tokens times their weights, and the sequence's last without."""
+    stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
+    if t0 + BT >= length:
+        is_last = (t0 + tl.arange(0, BT) == length - 1)[:, None]
+        store_line(k_last + (n.to(tl.int64) * H + i_h) * K, tl.sum(tl.where(is_last, x, 0.0), 0), d0, K, BD)
 
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S"])
@@ -171,11 +283,12 @@ def turn(
     angles,  # [rows, H, R]
     step,  # [rows, H]
     weight,  # [rows, H]
-    k_before,  # [N, H, K] or None
     carried,  # [slots, H, R], fp64
-    q_turned,  # [rows, H, K]
-    k_later,  # [rows, H, K]
+    q_turned,  # [1 + rows, H, K]
+    k_turned,  # [rows, H, K]
+    q_first,  # [N, H, K]
     k_last,  # [N, H, K]
+    alike,  # [rows, H], fp32
     angle,  # [rows, H, R], fp32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
@@ -186,47 +299,49 @@ def turn(
     K: tl.constexpr,
     R: tl.constexpr,
     BT: tl.constexpr,
-    BP: tl.constexpr,
+    BR: tl.constexpr,
+    BX: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """q of each head, turned, and by which angle, within 0 .. 2 pi; k, turned, a token later and times that
-    one's weight. Pairs from R on turn by 0."""
+    """q of each head, turned, a token earlier; k, turned, times its weight; q . k; and the angle. The first 2
+    BR channels are turned (by 0 from R on), BX others are not."""
     program = tl.program_id(0)
     i_h = program % H
     i_g = i_h // (H // G)
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
     slot = first_slot(n, first, BT)
-    pairs = tl.arange(0, BP)
-    channels = tl.arange(0, 2 * BP)
-    own = (n.to(tl.int64) * H + i_h) * K + channels
+    rows = tl.arange(0, BT)
+    q_bias += i_h * K
+    k_bias += i_h * K
     for t0 in range(program // H % S * BT, length, S * BT):
-        grown, rate = turns(angles, step, first, t0, length, i_h, H, R=R, BT=BT, BR=BP)
-        sums = tl.cumsum((grown * rate[:, None]).to(tl.float64), 0)
-        place = ((slot + t0 // BT) * H + i_h) * R
-        sums += tl.load(carried + place + pairs, mask=pairs < R, other=0.0)[None, :]
-        theta = (sums - 6.283185307179586 * tl.floor(sums * 0.15915494309189535)).to(tl.float32)
-        put(angle, theta, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BP)
+        theta = thetas(angles, step, carried + ((slot + t0 // BT) * H + i_h) * R, first, t0, length, i_h, H,
+                       R=R, BT=BT, BR=BR)
+        put(angle, theta, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR)
         c = tl.cos(theta)
         s = tl.sin(theta)
-        even, odd = pairs_of(q, q_bias, first, t0, length, i_g, G, i_h, K=K, BT=BT, BP=BP)
-        put_pairs(q_turned, even * c - odd * s, even * s + odd * c, first, t0, length, i_h, H,
-                  K=K, BT=BT, BP=BP)
-        even, odd = pairs_of(k, k_bias, first, t0, length, i_g, G, i_h, K=K, BT=BT, BP=BP)
-        x = joined(even * c - odd * s, even * s + odd * c, BT=BT, BP=BP)
-        later = beta_of(weight, first + 1, t0, length - 1, i_h, H, BT=BT).to(tl.float32)
-        put(k_later, x * later[:, None], first + 1, t0, length - 1, i_h, H, D=K, d0=0, BT=BT, BD=2 * BP)
-        if t0 + BT >= length:
-            is_last = (t0 + tl.arange(0, BT) == length - 1)[:, None]
-            tl.store(k_last + own, tl.sum(tl.where(is_last, x, 0.0), 0).to(k_last.dtype.element_ty),
-                     mask=channels < K)
-        if t0 == 0:
-            b_k = tl.zeros([2 * BP], dtype=tl.float32)
-            if k_before is not None:
-                b_k = tl.load(k_before + own, mask=channels < K, other=0.0).to(tl.float32)
-                b_k *= tl.load(weight + first * H + i_h).to(tl.float32)
-            tl.store(k_later + (first * H + i_h) * K + channels, b_k.to(k_later.dtype.element_ty),
-                     mask=channels < K)
+        b_weight = beta_of(weight, first, t0, length, i_h, H, BT=BT).to(tl.float32)
+        b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
+        b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
+        b_q += line(q_bias, 0, K, 2 * BR)[None, :]
+        b_k += line(k_bias, 0, K, 2 * BR)[None, :]
+        product = tl.sum(b_q * b_k, 1)
+        even, odd = split(b_q, BT, BR)
+        put_q(q_turned, q_first, joined(even * c - odd * s, even * s + odd * c, BT, BR), first, t0, length,
+              i_h, n, H, K=K, d0=0, BT=BT, BD=2 * BR)
+        even, odd = split(b_k, BT, BR)
+        put_k(k_turned, k_last, joined(even * c - odd * s, even * s + odd * c, BT, BR), b_weight, first, t0,
+              length, i_h, n, H=H, K=K, d0=0, BT=BT, BD=2 * BR)
+        if BX > 0:
+            b_q = loaded(q, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
+            b_k = loaded(k, first, t0, length, i_g, G, D=K, d0=2 * BR, BT=BT, BD=BX, ABOVE=False)
+            b_q += line(q_bias, 2 * BR, K, BX)[None, :]
+            b_k += line(k_bias, 2 * BR, K, BX)[None, :]
+            product += tl.sum(b_q * b_k, 1)
+            put_q(q_turned, q_first, b_q, first, t0, length, i_h, n, H, K=K, d0=2 * BR, BT=BT, BD=BX)
+            put_k(k_turned, k_last, b_k, b_weight, first, t0, length, i_h, n, H=H, K=K, d0=2 * BR, BT=BT,
+                  BD=BX)
+        tl.store(alike + (first + t0 + rows) * H + i_h, product, mask=t0 + rows < length)
 
 
 class Chunks(NamedTuple):
@@ -251,15 +366,17 @@ def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool
 
 
 def run(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
-    """q, k and k_last of that dtype, angles in float32. Rows outside packed sequences are zero."""
-    (B, T, G, K), (H, R), N = x.q.shape, x.angles.shape[2:], x.sequences
+    """q, k, q_first and k_last of that dtype, the others in float32. Rows outside packed sequences are
+    zero."""
+    (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device
     new = torch.empty if x.bounds is None else torch.zeros
-    q, k = (new(B, T, H, K, dtype=dtype, device=x.q.device) for _ in range(2))
-    angle = new(B, T, H, R, dtype=torch.float32, device=x.q.device)
-    # an empty sequence leaves what it began with
-    k_last = q.new_zeros(N, H, K) if x.k_before is None else x.k_before.to(dtype, copy=True)
-    y = Outputs(q, k, k_last, angle)
-    if not q.numel():
+    q = new(1 + B * T, H, K, dtype=dtype, device=device)  # the first of which is not given
+    q[-1:] = 0
+    k = new(B, T, H, K, dtype=dtype, device=device)
+    alike, angle = (new(B, T, H, *more, dtype=torch.float32, device=device) for more in ((), (R,)))
+    q_first, k_last = (torch.zeros(N, H, K, dtype=dtype, device=device) for _ in range(2))
+    y = Outputs(q[1:].view(k.shape), k, q_first, k_last, alike, angle)
+    if not k.numel():
         return y
     cut = chunks(x, plan.launch("turn").block("BT"))
     shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S,
@@ -268,5 +385,5 @@ def run(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
     start(plan.launch("turn_totals"), turn_totals, programs, constants, shared)
     shared["carried"] = carry(plan, x, shared["table"], x.began, back=False)
     start(plan.launch("turn"), turn, programs, dict(constants, K=K),
-          dict(shared, q_turned=q, k_later=k, k_last=k_last, angle=angle))
+          dict(shared, q_turned=q, k_turned=k, q_first=q_first, k_last=k_last, alike=alike, angle=angle))
     return y

@@ -8,9 +8,8 @@ from torch import Tensor
 
 class Inputs(NamedTuple):
     """q, k [B, T, G, K]; q_bias, k_bias [H, K], head h with group h // (H / G). angles [B, T, H, R], 2 R at
-    most K; step [B, T, H]. weight [B, T, H]: what multiplies the k of the token before. k_before [N, H, K],
-    turned, and began [N, H, R]: what sequences begin with, None for zeros. bounds [N + 1] or None. All
-    contiguous, of any dtypes."""
+    most K; step [B, T, H]. weight [B, T, H]: what multiplies k. began [N, H, R]: the angles that sequences
+    begin with, None for zeros. bounds [N + 1] or None. All contiguous, of any dtypes."""
     q: Tensor
     k: Tensor
     q_bias: Tensor
@@ -18,7 +17,6 @@ class Inputs(NamedTuple):
     angles: Tensor
     step: Tensor
     weight: Tensor
-    k_before: Tensor | None = None
     began: Tensor | None = None
     bounds: Tensor | None = None
 
@@ -28,9 +26,12 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """q [B, T, H, K], turned; k [B, T, H, K], weight times that of the token before, turned; k_last [N, H,
-    K], each sequence's last, turned; angle [B, T, H, R], within 0 .. 2 pi."""
+    """q [B, T, H, K]: that of the token behind, turned; zeros for a sequence's last. k [B, T, H, K]: turned,
+    times its weight. q_first, k_last [N, H, K]: each sequence's first q and last k, turned; zeros where it
+    has no tokens. alike [B, T, H]: q . k of each token. angle [B, T, H, R], within 0 .. 2 pi."""
     q: Tensor
     k: Tensor
+    q_first: Tensor
     k_last: Tensor
+    alike: Tensor
     angle: Tensor

@@ -8,32 +8,41 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit
 from flashlin.guards.problem import Launch, Problem
+from flashlin.kernels.configs import is_hopper
 from flashlin.kernels.moving import block, cdiv, moving
 
 FAMILY = "turning"
 BT = 32  # tokens of a chunk, whose angles are summed by one program
 BS = 32  # chunks that are added up at a time
-WARPS, GATHERING = 4, 8  # of the program that adds up the gradients of a group of heads
+# Of the rotation; of its sums, and, on Hopper, of the way back, a third faster by 2 on an H200
+# (benchmarks/NOTES.md), where other cards would spill 1 KB a thread and more.
+WARPS, FEWER = 4, 2
+SHARED = 16  # heads of a group, at most, whose gradients a program adds up
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """The sums of chunks, what is carried from chunk to chunk and the rotation; then the way back."""
-    BR, BP = block(problem.V, 4), block(cdiv(problem.K, 2), 4)
+    BR = block(problem.V, 4)
+    rest = problem.K - 2 * BR  # channels that are not turned
+    pairs = dict(BT=BT, BR=BR, BX=block(rest, 4) if rest > 0 else 0)
     chunks = cdiv(problem.T, BT) * problem.N * problem.H
     # shared: one exchange of a tile between threads; offsets in 32 bits are those of a tile
     far = BT * problem.H * problem.K
 
     def launch(kernel: str, tile: dict[str, int], programs: int = chunks, num_warps: int = WARPS) -> Launch:
-        return moving(kernel, problem, programs, tile, shared=8 * BT * BP + 4096, span=far,
+        return moving(kernel, problem, programs, tile, shared=8 * BT * block(problem.K, 4) + 4096, span=far,
                       num_warps=num_warps)
 
     def carried() -> Launch:
         return launch("turn_carry", dict(BT=BT, BS=BS, BR=BR), problem.N * problem.H)
-    forward = (launch("turn_totals", dict(BT=BT, BR=BR)), carried(), launch("turn", dict(BT=BT, BP=BP)))
+    forward = (launch("turn_totals", dict(BT=BT, BR=BR), num_warps=FEWER), carried(), launch("turn", pairs))
     if not problem.needs_grad:
         return forward
-    return (*forward, launch("turn_back", dict(BT=BT, BP=BP), num_warps=GATHERING),
-            launch("turn_finish", dict(BT=BT, BR=BR)))
+    warps = FEWER if is_hopper(target) else WARPS
+    back = [launch("turn_back", dict(BT=BT, BR=BR), num_warps=warps)]
+    if rest > 0:
+        back.append(launch("turn_back_rest", pairs, num_warps=warps))
+    return (*forward, *back, launch("turn_finish", dict(BT=BT, BR=BR)))
 
 
 SPECS = (Family(FAMILY, launches, axes={"K": "channels of a head", "V": "pairs of them that are turned"},

@@ -17,7 +17,7 @@ BLOCK = 64  # rows that one thread adds up
 
 
 def run(x: Inputs, dtype: torch.dtype) -> Outputs:
-    """What forward.run gives, angles in the dtype that it is computed in."""
+    """What forward.run gives, angles and q . k in the dtype that they are computed in."""
     compute = widest(*x[:-1])
     packed = None if x.bounds is None else packed_of(x.q.shape[1], x.bounds)
     angles, step, weight = (y.to(compute) for y in (x.angles, x.step, x.weight))
@@ -26,9 +26,18 @@ def run(x: Inputs, dtype: torch.dtype) -> Outputs:
     # Traced, the compiler makes one kernel of the rotation, but not of complex numbers.
     both = turned if torch.compiler.is_compiling() else Turned.apply
     q, k = both(angle, dtype, x.q, x.q_bias, x.k, x.k_bias)
-    k_before = None if x.k_before is None else x.k_before.to(dtype)
-    later = (before(k, k_before, packed).to(compute) * weight[..., None]).to(dtype)
-    return Outputs(q, later, last(k, k_before, packed), angle)
+    return Outputs(after(q, packed), (k.to(compute) * weight[..., None]).to(dtype), first(q, packed),
+                   last(k, packed), alike(x, compute), angle)
+
+
+def alike(x: Inputs, compute: torch.dtype) -> Tensor:
+    """q . k of each token, [b, T, H]: both turn together, so as if neither did."""
+    (H, N), G = x.q_bias.shape, x.q.shape[2]
+    q, k = x.q.to(compute), x.k.to(compute)
+    of_q, of_k = (bias.to(compute).view(G, H // max(G, 1), N) for bias in (x.q_bias, x.k_bias))
+    crossed = [torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
+    products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
+    return products.flatten(2)
 
 
 class Turned(torch.autograd.Function):
@@ -115,26 +124,49 @@ def packed_of(T: int, bounds: Tensor) -> Packed:
                    begins, ends)
 
 
-def before(x: Tensor, start: Tensor | None, packed: Packed | None) -> Tensor:
-    """The row of x [b, T, ...] before each in its sequence; before the first start [n, ...], or zeros."""
-    T, n = x.shape[1], x.shape[0] if packed is None else len(packed.begins)
-    start = x.new_zeros(n, *x.shape[2:]) if start is None else start
+def after(x: Tensor, packed: Packed | None) -> Tensor:
+    """The row of x [b, T, ...] after each in its sequence; zeros after the last."""
     if packed is None:
-        return torch.cat([start[:, None], x[:, :-1]], 1)[:, :T]
-    at = torch.arange(T, device=x.device)
-    return torch.cat([start, x[0]]).index_select(
-        0, torch.where(at > packed.first, n + at - 1, packed.sequence))[None]
+        return F.pad(x[:, 1:], (*[0] * (2 * x.ndim - 4), 0, min(x.shape[1], 1)))
+    at = torch.arange(1, x.shape[1] + 1, device=x.device)
+    inside = (at < packed.end).view(-1, *[1] * (x.ndim - 2))
+    return torch.where(inside, x.index_select(1, at.clamp(max=max(x.shape[1] - 1, 0))), 0)
 
 
-def last(x: Tensor, start: Tensor | None, packed: Packed | None) -> Tensor:
-    """The last row of each sequence of x [b, T, ...]; of one without rows start [n, ...], or zeros."""
-    n = x.shape[0] if packed is None else len(packed.begins)
-    if x.shape[1] == 0:
-        return x.new_zeros(n, *x.shape[2:]) if start is None else start.clone()
+def first(x: Tensor, packed: Packed | None) -> Tensor:
+    """The first row of each sequence of x [b, T, ...]; zeros for one without rows."""
+    return _row(x, packed, True)
+
+
+def last(x: Tensor, packed: Packed | None) -> Tensor:
+    """The last row of each sequence of x [b, T, ...]; zeros for one without rows."""
+    return _row(x, packed, False)
+
+
+def _row(x: Tensor, packed: Packed | None, at_first: bool) -> Tensor:
+    T = x.shape[1]
+    if T == 0:
+        return x.new_zeros(x.shape[0] if packed is None else len(packed.begins), *x.shape[2:])
     if packed is None:
-        return x[:, -1].clone()
-    rows = x[0].index_select(0, (packed.ends - 1).clamp(min=0))
-    return torch.where(any_rows(packed, rows), rows, 0 if start is None else start)
+        return x[:, 0 if at_first else -1].clone()
+    at = packed.begins.clamp(max=T - 1) if at_first else (packed.ends - 1).clamp(min=0)
+    rows = x[0].index_select(0, at)
+    return torch.where(any_rows(packed, rows), rows, 0)
+
+
+def unless_first(x: Tensor, packed: Packed | None) -> Tensor:
+    """x [b, T, ...] with zeros for the first row of each sequence."""
+    if packed is None:
+        return F.pad(x[:, 1:], (*[0] * (2 * x.ndim - 4), min(x.shape[1], 1), 0))
+    at = torch.arange(x.shape[1], device=x.device)
+    return torch.where((at > packed.first).view(-1, *[1] * (x.ndim - 2)), x, 0)
+
+
+def where_any(packed: Packed | None, T: int, x: Tensor, start: Tensor) -> Tensor:
+    """x [n, ...] of sequences with tokens, start of those without."""
+    if packed is None or T == 0:
+        return x if T else start.clone()
+    return torch.where(any_rows(packed, x), x, start)
 
 
 def any_rows(packed: Packed, like: Tensor) -> Tensor:

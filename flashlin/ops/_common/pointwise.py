@@ -62,10 +62,11 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
     return y
 
 
-def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(o + c x) silu(z) in that dtype: o [..., H, K] of float32, c [..., H], z or None."""
+def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
+    """(d o + c x) silu(z) in that dtype, where o is that of the row above: o [..., H, K] of float32, c and d
+    [..., H], z or None. Where d is 0, as for the first of all, nothing above is read."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, family=READ)
+    y, = run(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, d.contiguous(), family=READ)
     return y
 
 

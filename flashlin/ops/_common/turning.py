@@ -21,14 +21,14 @@ class Scalars(NamedTuple):
 
 
 def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
-    """q, k and k_last of that dtype; angles in float32, or float64 if a tensor has that."""
+    """q, k, q_first and k_last of that dtype; the others in float32, or float64 if a tensor has that."""
     pairs = x.angles.shape[3]
     if pairs and not torch.compiler.is_compiling():
         plan = planned(problem_of(op, x), x.q.device)
         if plan.problem.path != "torch":
             how = Scalars(dtype_as_planned(dtype, plan.problem.dot), wants_grad(*x), op)
-            q, k, k_last, angle = OPERATOR(plan, contiguous(*as_planned(x, plan.problem.dot)), how)
-            return Outputs(q.to(dtype), k.to(dtype), k_last.to(dtype), angle)
+            y = OPERATOR(plan, contiguous(*as_planned(x, plan.problem.dot)), how)
+            return Outputs(*(vectors.to(dtype) for vectors in y[:4]), *y[4:])
     return torch_path.run(x, dtype)
 
 
@@ -46,12 +46,13 @@ def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     (B, T, _, K), H = x.q.shape, x.angles.shape[2]
-    dq, dk = (torch.zeros(B, T, H, K, dtype=how.dtype, device=x.q.device) if dy is None else dy.contiguous()
-              for dy in (grads.q, grads.k))
-    found = kernels(FAMILY, "backward").run(plan, x, y.angle, dq, dk, *contiguous(grads.k_last, grads.angle))
-    return {name: None if dy is None else dy.to(getattr(x, name).dtype)
-            for name, dy in found._asdict().items()}
+    q, k = (torch.zeros(B, T, H, K, dtype=how.dtype, device=x.q.device) if dy is None else dy
+            for dy in (grads.q, grads.k))
+    dy = Outputs(*contiguous(q, k, *grads[2:]))
+    found = kernels(FAMILY, "backward").run(plan, x, y.angle, dy)
+    return {name: None if dx is None else dx.to(getattr(x, name).dtype)
+            for name, dx in found._asdict().items()}
 
 
-OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 4, forward=_forward,
-                    kept=lambda x, y, how: (x, (None, None, None, y.angle)), backward=_backward)
+OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, forward=_forward,
+                    kept=lambda x, y, how: (x, (*[None] * 5, y.angle)), backward=_backward)
