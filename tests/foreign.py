@@ -17,6 +17,16 @@ def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
+def running(x, o, T, N: tl.constexpr):
+    """What the sums of rows add up to, before each of T tiles."""
+    n = tl.arange(0, N)
+    total = tl.zeros([N], dtype=tl.float32)
+    for t in range(T):
+        tl.store(o + t * N + n, total)
+        total += tl.sum(tl.load(x + t * N * N + n[:, None] * N + n[None, :]), 1)
+
+
+@triton.jit
 def states(k, v, w, h, g, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
     """The states of a delta rule between chunks of BT, one [K, V] for each: what users meet failure
     reshapeOuts with."""

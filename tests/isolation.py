@@ -25,8 +25,7 @@ SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
 # of each token's sequence
 NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
-# of the packed ones: the one, and the token of it, that get what is not finite
-SEQUENCE, TOKEN = 2, 66
+SEQUENCE = 2  # of the packed ones: that which gets what is not finite
 GATES = ("g", "gk", "gv", "w", "A", "ADT")
 
 Tensors = dict[str, torch.Tensor]
@@ -36,8 +35,8 @@ class Call(NamedTuple):
     """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
     own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
     back. at_once: tokens that are one part. numbered: several sequences to a row, told apart by seq_idx, so
-    that states are of the first and the last; what is not finite reaches all heads of its own. shared: of
-    these the token behind a part has a share in it, so a gradient that is not finite reaches theirs, too."""
+    that states are of the first and the last; what is not finite reaches all heads of its own. shared: inputs of
+    which the token after a part has a share in it, so that a gradient that is not finite reaches theirs."""
     op: str
     inputs: str
     outputs: str
@@ -79,15 +78,16 @@ class Call(NamedTuple):
                 for letters in self.outputs.split()]
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
-        """Where a tensor holds the token, its part (its chunk), the token behind that, or all of its sequence,
-        in one head (numbered: in all)."""
+        """Where a tensor holds the token (a chunk's first, of packed ones one inside), its part (its chunk),
+        the token after that, or all of its sequence, in one head (numbered: in all)."""
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
-        begin = TOKEN // self.at_once * self.at_once
-        token, part = first + TOKEN, slice(first + begin, min(first + begin + self.at_once, last))
+        at = CHUNK + 2 * self.packed
+        begin = at // self.at_once * self.at_once
+        token, part = first + at, slice(first + begin, min(first + begin + self.at_once, last))
         if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
-        behind = slice(part.stop, min(part.stop + 1, last))
-        rows = {"token": token, "part": part, "behind": behind, "all": slice(first, last)}[tokens]
+        after = slice(part.stop, min(part.stop + 1, last))
+        rows = {"token": token, "part": part, "after": after, "all": slice(first, last)}[tokens]
         index = {"T": rows, "B": 0, "N": SEQUENCE if self.packed else 0,
                  "H": slice(None) if self.numbered and tokens != "token" else 1, "C": 2}
         return tuple(index.get(letter, slice(None)) for letter in letters)
@@ -162,7 +162,7 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
             after = call.run(inputs, other)[1]
             free = {name: kept(dx, after[name]) for name, dx in grads.items()}
             for name in call.shared.split():
-                free[name][call.place(layouts[name], "behind")] = False
+                free[name][call.place(layouts[name], "after")] = False
             for value in (torch.nan,) if briefly else (torch.nan, torch.inf):
                 broken = [changed(dx, call.place(letters, "token"), value) if i == n else dx
                           for i, dx in enumerate(cotangents)]

@@ -363,8 +363,10 @@ class Timer:
         return [1.0 / self.calls] * 3
 
 
-def tuner(timer: Timer, *sizes: int, maxnreg: int | None = None) -> Any:
-    configs = [triton.Config({"BK": size}, num_warps=2, maxnreg=maxnreg) for size in sizes]
+def tuner(timer: Timer, *sizes: int) -> Any:
+    """Negative sizes: with fewer registers."""
+    configs = [triton.Config({"BK": abs(size)}, num_warps=2, maxnreg=128 if size < 0 else None)
+               for size in sizes]
     return Autotuner(Kernel(), Kernel.arg_names, configs, ["n"], None, None, do_bench=timer)
 
 
@@ -373,19 +375,22 @@ def opened(file: Path, **made_by: str) -> Winners:
 
 
 @pytest.mark.usefixtures("made_anew")
-@pytest.mark.parametrize("maxnreg", [None, 128])
-def test_what_one_process_has_tuned_the_next_one_does_not(tmp_path: Path, maxnreg: int | None) -> None:
+@pytest.mark.parametrize(("sizes", "best"), [
+    ((16, 32), triton.Config({"BK": 32}, num_warps=2)),
+    ((16, -16), triton.Config({"BK": 16}, num_warps=2, maxnreg=128))], ids=["tiles", "registers"])
+def test_what_one_process_has_tuned_the_next_one_does_not(tmp_path: Path, sizes: tuple[int, ...],
+                                                          best: triton.Config) -> None:
     file, start, first = tmp_path / "w.json", Autotuner.__init__, Timer()
     found = opened(file, triton="3.6.0")
     for n in (1, 2):
-        tuner(first, 16, 32, maxnreg=maxnreg).run(n)
+        tuner(first, *sizes).run(n)
     found.write()
     assert first.calls == 4
     Autotuner.__init__ = start
     again, second = opened(file, triton="3.6.0"), Timer()
-    known = tuner(second, 16, 32, maxnreg=maxnreg)
+    known = tuner(second, *sizes)
     known.run(1)
-    assert (second.calls, known.best_config) == (0, triton.Config({"BK": 32}, num_warps=2, maxnreg=maxnreg))
+    assert (second.calls, known.best_config) == (0, best)
     assert known.best_config is known.configs[1]
     known.run(3)
     assert second.calls == 2

@@ -235,6 +235,25 @@ def test_other_cards_go_tritons_way(card: Driver, theirs: list[Any]) -> None:
     assert repeated(card, theirs, made) == 2
 
 
+def test_integers_may_run_over_while_assertions_are_checked(card: Driver,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Triton's own launch would not let them."""
+    asked, compiled = list[tuple[bool, bool]](), triton.compiler.compile
+
+    def noted(src: Any, target: Any, options: dict[str, Any]) -> Any:
+        asked.append((options["debug"], options["sanitize_overflow"]))
+        return compiled(src, target, options)
+    monkeypatch.setattr(triton.compiler, "compile", noted)
+    for debug in (False, True):
+        monkeypatch.setattr(triton.knobs.runtime, "debug", debug)
+        Kernel(example).start(1, VALUES, 4, 2)
+        example.device_caches.clear()
+    Kernel(example).compile(VALUES, 4, 2, load=False)
+    example.device_caches.clear()
+    example[(1,)](*VALUES, num_warps=4, num_stages=2)
+    assert asked == [(False, True), (True, False), (True, False), (True, True)]
+
+
 def test_what_a_hook_declines_to_compile_is_not_kept(card: Driver, theirs: list[Any],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(example)

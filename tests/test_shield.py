@@ -290,6 +290,40 @@ def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, sta
     assert source.read(f"def f():\n  for i in range(3):\n    {loop}").state is state
 
 
+@pytest.mark.parametrize(("loop", "summed", "peeked"), [
+    ("o += tl.sum(tl.load(x), 1)", True, False), ("o = tl.sum(tl.load(x), axis=-1) + o", True, False),
+    ("b = tl.load(x)\n    o = tl.maximum(o, tl.max(input=b, axis=1))", True, False),
+    ("r = tl.sum(tl.load(x), 1)\n    o += r", True, False),
+    ("tl.store(p, o)\n    o += tl.sum(tl.load(x), 1)", True, True),
+    ("o += tl.sum(tl.load(x), 1)\n    s = s + o", True, True),
+    ("r = tl.sum(tl.load(x), 1)\n    o += r\n    tl.store(p, r)", True, False),
+    ("b = tl.load(x)\n    o += tl.sum(b * b, 1)\n    tl.store(p, o)", False, False),
+    ("o += tl.sum(tl.load(x))", False, False),
+    ("o += tl.sum(tl.load(x), 0)\n    tl.store(p, o)", False, False),
+    ("o = tl.sum(tl.load(x), 1)", False, False),
+    ("o += tl.load(x)\n    tl.store(p, tl.sum(o, 1))", False, False),
+    ("o = o * a + tl.sum(tl.load(x), 1)", False, False),
+    # that of the loop inside begins with what is no constant
+    ("for j in range(3):\n      o += tl.sum(tl.load(x), 1)\n    tl.store(p, o)", True, False)])
+def test_sums_of_rows_that_a_loop_adds_up(loop: str, summed: bool, peeked: bool) -> None:
+    found = source.read(f"def f():\n  for i in range(3):\n    {loop}")
+    assert (found.summed, found.peeked) == (summed, peeked)
+
+
+def test_a_sum_that_its_loop_reads_is_refused_where_it_would_be_wrong() -> None:
+    """Until somebody says that it is right there."""
+    x = torch.zeros(64, 64)
+    shielded, starts = watched(foreign.running, A100)
+    with pytest.raises(flashlin.UnsupportedError, match="row-sums-read-inside"):
+        shielded[(1,)](x, x, 2, N=16)
+    assert not starts
+    with flashlin.settings(ignore="row-sums-read-inside"):
+        shielded[(1,)](x, x, 2, N=16)
+    shielded, later = watched(foreign.running, "triton=3.9.0,sm=80")
+    shielded[(1,)](x, x, 2, N=16)
+    assert len(starts) == len(later) == 1
+
+
 # --- declarations, devices, errors ---
 
 @pytest.mark.parametrize(("declared", "error", "says"), [

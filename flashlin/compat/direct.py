@@ -77,7 +77,7 @@ class Kernel:
         Triton's way."""
         kernel, kind = self.kernel, self._kind(values) if self.plain else None
         if kind is None or watched():
-            kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
+            kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages, **_unchecked())
             return None
         driver = triton_module().runtime.driver.active
         device = driver.get_current_device()
@@ -86,7 +86,7 @@ class Kernel:
         if found is not None and current([found], device):
             found.run(programs, 1, 1, driver.get_current_stream(device), *found.known, *values)
             return found
-        made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)
+        made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages, **_unchecked())
         # made is None where a hook of the compiler's declined; values that may change are compared each time
         if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
                 or made.metadata.target.backend != "cuda"):
@@ -120,7 +120,8 @@ class Kernel:
 
     def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
         """What ``start`` would do before it starts anything; load: to the card, too."""
-        made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages)
+        made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
+                                  **_unchecked())
         if made is None:  # a hook of the compiler's declined
             return
         if load:
@@ -160,6 +161,17 @@ def triton_module() -> Any:
 def possible() -> bool:
     """Whether kernels may be started directly on this release."""
     return _compared(triton_module().__version__)
+
+
+def _unchecked() -> dict[str, bool]:
+    """More options of a start with TRITON_DEBUG=1: integers may run over, as sums of turns do on purpose
+    (kernels/turning), which Triton would call an error then, from where it has this option on."""
+    knobs = getattr(triton_module(), "knobs", None)
+    debug = knobs.runtime.debug if knobs else os.environ.get("TRITON_DEBUG") == "1"
+    if not debug or interpreting():
+        return {}
+    options = import_module("triton.backends.nvidia.compiler").CUDAOptions
+    return {"sanitize_overflow": False} if hasattr(options, "sanitize_overflow") else {}
 
 
 def make_key() -> None:

@@ -428,6 +428,33 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(
+        id="row-sums-read-twice",
+        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that adds up the "
+               "sums, or maxima, of a tile's rows, as the tile was loaded, where what it ends with is not "
+               "read exactly once",
+        symptoms=("Assertion `loopResult.hasOneUse()' failed",),
+        fixed_in="3.8.0", traits=frozenset({"row_sums"}),
+        need="tiles that are added up in the loop and summed after it, or Triton 3.8",
+        url="https://github.com/triton-lang/triton/pull/11682", proof=_PROVEN, confidence="compiled"),
+    KnownIssue(
+        id="row-sums-read-inside",
+        effect="silently wrong values: a loop that adds up the sums, or maxima, of a tile's rows, as the "
+               "tile was loaded, and reads them in between, which gives what it began with",
+        fixed_in="3.9.0", traits=frozenset({"read_row_sums"}),
+        need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
+        remedies=("torch_path",), url=_TRITON + "11836",
+        proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant", confidence="thread"),
+    KnownIssue(
+        id="row-sums-joined",
+        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that hands on the "
+               "sums of a tile's rows, as the tile was loaded, joined with something else than what the turn "
+               "before left (total + x + sum) or, before 3.9, with nothing (their negative)",
+        symptoms=("Assertion `isa<BlockArgument>(accumOperand)' failed",
+                  "Assertion `oldUpdate->getNumOperands() == 2' failed"),
+        traits=frozenset({"foreign"}), need="sums of something that is computed of the tile",
+        url=_TRITON + "11631",
+        proof="the thread; compiled with 3.0 to 3.9", confidence="thread"),
+    KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
         since="3.9.0", traits=frozenset({"make_block_ptr"}), need="pointers and masks, or Triton 3.8",

@@ -5,11 +5,11 @@
     q_t, k_t = Q_t + Q_bias, K_t + K_bias, turned by theta_t        r_t = sigmoid(Trap_t)
     S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
     y_t = (S_t q_t + D v_t) silu(Z_t)
-Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: of a token those behind it read k and v with one
-weight, r_j DT_j + (1 - r_{j+1}) DT_{j+1}, times the decays since, so one scan of simple GLA (simple_gla.py)
-does, in which every q comes a token earlier and finds what the token before has left; what it finds decays
-once more, and its own k and v are read with r_t DT_t, where D and Z are read, too (kernels/pointwise). Angles
-are summed and q and k turned by kernels/turning.
+Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: all later tokens read k_j and v_j with one weight,
+r_j DT_j + (1 - r_{j+1}) DT_{j+1}, times the decays since, so one scan of simple GLA (simple_gla.py) does, in
+which every q comes a token earlier and finds what the token before has left; what it finds decays once more,
+and its own k and v are read with r_t DT_t, where D and Z are read, too (kernels/pointwise). Angles are summed
+and q and k turned by kernels/turning.
 """
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def mamba3_siso_combined(
             run the call.
 
     Differs from mamba_ssm: float32 stays float32 (there everything becomes bfloat16), and so do Angles and
-    Trap; tanh, cos and sin are exact; angles are summed in float64, so that long sequences lose no digits; N
-    and P need not be powers of two, R not be even; no tensor descriptors, so cards before Hopper and Triton
-    before 3.4 will do, and CPU tensors; no autotuning, and gradients repeat to the bit.
+    Trap; tanh, cos and sin are exact; angles are summed so that long sequences lose no digits; N and P need
+    not be powers of two, R not be even; no tensor descriptors, so cards before Hopper and Triton before 3.4
+    will do, and CPU tensors; no autotuning, and gradients repeat to the bit.
     """
     op = "mamba3_siso_combined"
     return_final_states = scalars.flag("return_final_states", return_final_states)
@@ -114,7 +114,8 @@ def mamba3_siso_combined(
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     own = step * trap.sigmoid()
     past = step - own
-    weight = own + torch_path.after(past, packed)
+    # what is not finite in a token's step stays out of the token before it, which has a chunk of its own
+    weight = own + torch_path.after(past.nan_to_num(0, 0, 0), packed)
     inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, None if states is None else states.angle,
                     bounds=bounds)
     q, k, q_first, last_k, alike, angle = turned(op, inputs, dtype)
@@ -138,7 +139,7 @@ def mamba3_siso_combined(
         last_angle, last_k, last_v = (
             torch_path.where_any(packed, T, x, start.to(x.dtype))
             for x, start in ((last_angle, began), (last_k, states.k), (last_v, states.v)))
-    return y, last_angle, ssm, last_k, last_v
+    return y, last_angle, ssm.to(wide), last_k, last_v
 
 
 def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:

@@ -138,6 +138,29 @@ def chained(a, b, o, T, N: tl.constexpr):
     tl.store(o + tile, acc)
 
 
+# --- row-sums-read-twice: sums of rows that are added up in a loop, and read twice after it
+
+@triton.jit
+def summed_twice(x, o, T, N: tl.constexpr):
+    n = tl.arange(0, N)
+    total = tl.zeros([N], dtype=tl.float32)
+    for t in range(T):
+        total += tl.sum(tl.load(x + t * N * N + n[:, None] * N + n[None, :]), 1)
+    tl.store(o + n, total)
+    tl.store(o + N + n, total * 2)
+
+
+@triton.jit
+def summed_at_the_end(x, o, T, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tile = tl.zeros([N, N], dtype=tl.float32)
+    for t in range(T):
+        tile += tl.load(x + t * N * N + n[:, None] * N + n[None, :])
+    total = tl.sum(tile, 1)
+    tl.store(o + n, total)
+    tl.store(o + N + n, total * 2)
+
+
 # --- names of triton.language that come and go: block-pointers-39, gather-32, descriptors-33, bf16-atomics-33
 
 @triton.jit

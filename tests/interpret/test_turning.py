@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashlin.kernels.turning import torch_path
+from flashlin.kernels.turning import backward, torch_path
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 from flashlin.ops._common.turning import turned
 
@@ -59,9 +59,10 @@ def test_rows_of_no_sequence_are_zero() -> None:
 
 @pytest.mark.parametrize("edges", [(), (3, 40, 40, 97)], ids=["dense", "packed"])
 @pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
-def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int,
-                                            channels: int) -> None:
+def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int, channels: int,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of heads in several shares, channels that are not turned, and what only states read."""
+    monkeypatch.setattr(backward, "SHARED", 4)
     draw = torch.Generator().manual_seed(0)
     shapes = ((2 - bool(edges), 100, G, channels),) * 2 + ((heads, channels),) * 2
     given = [torch.randn(*shape, generator=draw) for shape in shapes]

@@ -155,6 +155,14 @@ def test_rows_of_no_sequence_are_zero_in_mamba3(monkeypatch: pytest.MonkeyPatch)
         assert not x[:, :2].any() and not x[:, 9:].any() and x[:, 2:9].all()
 
 
+@pytest.mark.parametrize("name", ["V", "DT", "Z"])
+def test_mamba3s_angles_and_states_are_float64_where_anything_is(name: str) -> None:
+    given = mamba3(5, D=randn(2), Z=randn(1, 5, 2, 3))
+    given[name] = given[name].double()
+    y, angle, state, k, v = flashlin.mamba3_siso_combined(**given, return_final_states=True)
+    assert {angle.dtype, state.dtype} == {torch.float64} and y.dtype == v.dtype == given["V"].dtype
+
+
 def test_mamba3_refuses_unknown_keywords() -> None:
     """mamba_ssm's function takes none, so Python's own error says it."""
     with pytest.raises(TypeError, match=r"mamba3_siso_combined.* unexpected keyword argument 'gate'"):

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 DOTS = ("dot", "dot_scaled")
 HALVES = ("float16", "bfloat16")
+SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")  # of a tile's rows; of two tiles
 # Functions of triton.language that some release lacks or refuses; a kernel that calls one has its name as a
 # trait.
 LACKING = frozenset({"atomic_add", "gather", "make_block_ptr", "make_tensor_descriptor"})
@@ -24,8 +26,9 @@ class Source(NamedTuple):
     """dot: multiplies matrices. state: inside a loop, scales a value and multiplies by it, as a recurrence
     does. any_precision: a dot may use tf32. half: names a 16-bit type itself. wide: computes some offset in
     64 bits, so its author thought of long tensors. fresh: inside a loop, adds a product to what the same turn
-    has made. chained: inside a loop, adds two products to one accumulator. calls: names of functions that it
-    calls."""
+    has made. chained: inside a loop, adds two products to one accumulator. summed: inside a loop, adds up the
+    sums of a loaded tile's rows; peeked: and reads what there is of them in the loop, too. calls: names of
+    functions that it calls."""
     dot: bool
     state: bool
     any_precision: bool
@@ -33,6 +36,8 @@ class Source(NamedTuple):
     wide: bool
     fresh: bool
     chained: bool
+    summed: bool
+    peeked: bool
     calls: frozenset[str]
 
 
@@ -55,7 +60,7 @@ def read(text: str) -> Source:
     return Source(
         dot=bool(dots), state=any(map(_carries_state, loops)), any_precision=not all(map(_ieee, dots)),
         half=bool(names & set(HALVES)), wide="int64" in names, fresh=any(map(_adds_to_fresh, loops)),
-        chained=any(map(_chains, loops)),
+        chained=any(map(_chains, loops)), summed=any(map(_row_sums, loops)), peeked=any(map(_peeks, loops)),
         calls=frozenset(_called(node) for node in nodes if isinstance(node, ast.Call)))
 
 
@@ -90,7 +95,8 @@ def traits(source: Source, dtypes: frozenset[str], tallest: int) -> frozenset[st
         "dot": source.dot, "half_dot": source.dot and half, "fp32_dot": source.dot and not half,
         "any_precision": source.any_precision, "tf32_dot": source.any_precision and not half,
         "rmw_acc": source.state, "tall_state": source.state and tallest >= 256,
-        "fresh_acc": source.fresh, "chained_acc": source.chained}
+        "fresh_acc": source.fresh, "chained_acc": source.chained,
+        "row_sums": source.summed, "read_row_sums": source.peeked}
     return source.calls & LACKING | {trait for trait, there in answers.items() if there}
 
 
@@ -153,6 +159,45 @@ def _chains(loop: ast.For | ast.While) -> bool:
             return True
         seen |= names
     return False
+
+
+def _row_sums(loop: ast.For | ast.While) -> dict[str, ast.expr]:
+    """Accumulators that a statement of the loop itself, of no loop inside, adds the sums of a tile's rows to,
+    as the tile was loaded, and what that sets them to. Sums along the first axis may be those of a vector: a
+    number, which is nobody's trouble."""
+    own = [(target.id, node.value) for node in loop.body if isinstance(node, ast.Assign)
+           for target in node.targets if isinstance(target, ast.Name)]
+
+    def named(made: Callable[[ast.expr], bool]) -> Callable[[ast.expr], bool]:
+        names = {name for name, value in own if made(value)}
+        return lambda node: made(node) or (isinstance(node, ast.Name) and node.id in names)
+    is_loaded = named(lambda node: isinstance(node, ast.Call) and _called(node) == "load")
+    is_sum = named(lambda node: _along_rows(node) and any(map(is_loaded, _given(node, slice(1), ("input",)))))
+    return {name: value for name, value in own if name in _accumulators(loop)
+            for one, other in itertools.permutations(_joined(value), 2)
+            if isinstance(one, ast.Name) and one.id == name and is_sum(other)}
+
+
+def _along_rows(node: ast.expr) -> TypeGuard[ast.Call]:
+    """Whether it sums, or takes the largest or smallest, along an axis that is known not to be the first."""
+    if not isinstance(node, ast.Call) or _called(node) not in SUMS:
+        return False
+    axes = map(ast.unparse, _given(node, slice(1, 2), ("axis",)))
+    return any(axis.lstrip("-").isdigit() and axis != "0" for axis in axes)
+
+
+def _joined(node: ast.expr) -> list[ast.expr]:
+    """Both operands of a sum, or of a maximum; else none."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [node.left, node.right]
+    return node.args[:2] if isinstance(node, ast.Call) and _called(node) in JOINS else []
+
+
+def _peeks(loop: ast.For | ast.While) -> bool:
+    def reads(tree: ast.AST, name: str) -> int:
+        return sum(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+                   for node in ast.walk(tree))
+    return any(reads(loop, name) > reads(value, name) for name, value in _row_sums(loop).items())
 
 
 def _accumulators(loop: ast.For | ast.While) -> set[str]:

@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """q [B, T, H, K]: that of the token behind, turned; zeros for a sequence's last. k [B, T, H, K]: turned,
+    """q [B, T, H, K]: that of the next token, turned; zeros for a sequence's last. k [B, T, H, K]: turned,
     times its weight. q_first, k_last [N, H, K]: each sequence's first q and last k, turned; zeros where it
     has no tokens. alike [B, T, H]: q . k of each token. angle [B, T, H, R], within 0 .. 2 pi."""
     q: Tensor

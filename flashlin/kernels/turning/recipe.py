@@ -14,8 +14,8 @@ from flashlin.kernels.moving import block, cdiv, moving
 FAMILY = "turning"
 BT = 32  # tokens of a chunk, whose angles are summed by one program
 BS = 32  # chunks that are added up at a time
-# Of the rotation; of its sums, and, on Hopper, of the way back, a third faster by 2 on an H200
-# (benchmarks/NOTES.md), where other cards would spill 1 KB a thread and more.
+# Of the rotation; of its sums, and, on Hopper, of the way back, which took 402 us for 463 on an H200
+# (benchmarks/NOTES.md). On other cards the way back by 2 would spill 1 KB a thread and more.
 WARPS, FEWER = 4, 2
 SHARED = 16  # heads of a group, at most, whose gradients a program adds up
 

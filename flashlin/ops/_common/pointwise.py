@@ -63,7 +63,7 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
 
 
 def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
-    """(d o + c x) silu(z) in that dtype, where o is that of the row above: o [..., H, K] of float32, c and d
+    """(d o + c x) silu(z) in that dtype, where o is that of the row above: o, x [..., H, K], c and d
     [..., H], z or None. Where d is 0, as for the first of all, nothing above is read."""
     H, P = x.shape[-2:]
     y, = run(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, d.contiguous(), family=READ)
