@@ -433,14 +433,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "sums, or maxima, of a tile's rows, as the tile was loaded, where what it ends with is not "
                "read exactly once",
         symptoms=("Assertion `loopResult.hasOneUse()' failed",),
-        fixed_in="3.8.0", traits=frozenset({"row_sums"}),
+        fixed_in="3.8.0", traits=frozenset({"foreign", "row_sums"}),
         need="tiles that are added up in the loop and summed after it, or Triton 3.8",
         url="https://github.com/triton-lang/triton/pull/11682", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="row-sums-read-inside",
         effect="silently wrong values: a loop that adds up the sums, or maxima, of a tile's rows, as the "
                "tile was loaded, and reads them in between, which gives what it began with",
-        fixed_in="3.9.0", traits=frozenset({"read_row_sums"}),
+        fixed_in="3.9.0", traits=frozenset({"foreign", "read_row_sums"}),
         need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
         remedies=("torch_path",), url=_TRITON + "11836",
         proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant", confidence="thread"),

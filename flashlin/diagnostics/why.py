@@ -86,7 +86,9 @@ def entries() -> tuple[Entry, ...]:
 
 
 def _of_issue(issue: KnownIssue) -> Entry:
-    if issue.remedies:
+    if issue.remedies and "foreign" in issue.traits:
+        here = "its own kernels do without what triggers it; flashlin.shield refuses those of others"
+    elif issue.remedies:
         here = "its ops run " + ", else ".join(VARIANTS[remedy].means.removeprefix("runs ")
                                                for remedy in issue.remedies)
     elif "autotuned" in issue.traits:

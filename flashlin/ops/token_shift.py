@@ -36,7 +36,8 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
             gradient. None is zeros.
         output_cache: also return each sequence's last token, which may be the next call's cache.
         chunk_indices: accepted for compatibility; nothing is looked up in it.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule`` (fla has
+            ``token_shift_cp`` for the first).
 
     Returns:
         y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens

@@ -139,8 +139,8 @@ PROOFS = (
           ptxas_of="3.6.0"),
     Proof("ptxas-13-34", 90, COPY, ("Triton only support CUDA 10.0 or higher",), ptxas_of="3.7.1"),
     # any card
-    Proof("row-sums-read-twice", 80, launch("summed_twice", FP32, N=64), ("loopResult.hasOneUse()",),
-          launch("summed_at_the_end", FP32, N=64)),
+    Proof("row-sums-read-twice", 80, launch("summed_twice", FP32, more=("foreign",), N=64),
+          ("loopResult.hasOneUse()",), launch("summed_at_the_end", FP32, N=64)),
     # names of triton.language
     Proof("block-pointers-39", 90, launch("block_pointer", FP32), ("Block pointers have been removed",),
           COPY),

@@ -21,6 +21,9 @@ CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
     (3, "chunk_rwkv7", torch.float32, 48, [0, 2, 48]),
     (3, "chunk_rwkv6", torch.float32, 48, [0, 2, 48]),
     (3, "mamba_chunk_scan_combined", torch.float32, 48, [0, 2, 48]),
+    *[(3, op, torch.float32, 48, [0, 2, 48])
+      for op in ("chunk_gdn2", "chunk_comba", "chunk_gated_delta_product", "chunk_dplr_delta_rule",
+                 "chunk_iplr_delta_rule", "chunk_delta_rule")],
     (2, "chunk_gated_delta_rule", torch.float32, 96, None)]
 
 

@@ -180,10 +180,15 @@ def compiled(group: Any) -> None:
 
 
 def unequal(group: Any) -> None:
-    rows = 8 + dist.get_rank(group)
-    call = made("chunk_simple_gla", 2, rows, None)
-    with pytest.raises(ValueError, match=r"chunk_simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the"):
-        flashlin.chunk_simple_gla(**call.tokens, process_group=group)
+    """Also after the ranks have agreed on what one of them has then, or on what each of them has."""
+    def call(rows: int) -> None:
+        flashlin.chunk_simple_gla(**made("chunk_simple_gla", 2, rows, None).tokens, process_group=group)
+    for agreed in ((), (8,), (8, 9)):
+        for rows in agreed:
+            call(rows)
+        with pytest.raises(ValueError, match=r"simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the"):
+            call(8 + dist.get_rank(group))
+    call(8)
 
 
 def wrong(group: Any) -> None:
@@ -234,14 +239,18 @@ def one_does_not_call(group: Any) -> None:
 
 
 def one_dies(group: Any) -> None:
-    """In backward, after a forward of both."""
-    tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
-    o, _ = flashlin.chunk_kda(**{name: x.requires_grad_() for name, x in tokens.items()}, process_group=group)
+    """In backward, after a forward of both: of states that are gathered, and of tokens that are exchanged."""
+    outputs = {}
+    for op in ("chunk_kda", "causal_conv1d"):
+        call = of_rank(made(op, 3, T, None), group)
+        tokens = {name: x.requires_grad_() for name, x in call.tokens.items()}
+        outputs[op], _ = getattr(flashlin, op)(**tokens, **call.shared, **call.options, process_group=group)
     if dist.get_rank(group) == 1:
         os._exit(1)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="chunk_kda: rank 0 of 2 got no answer from the others"):
-        o.sum().backward()
+    for op, o in outputs.items():
+        with pytest.raises(RuntimeError, match=f"{op}: rank 0 of 2 got no answer from the others"):
+            o.sum().backward()
     assert time.monotonic() - began < 20
 
 

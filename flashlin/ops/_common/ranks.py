@@ -25,7 +25,8 @@ from flashlin.guards.tensors import check_cu_seqlens
 from flashlin.ops._common.planned import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
-_agreed: weakref.WeakKeyDictionary[Any, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+SIZES = 10  # numbers in which ranks agree, at most: what any two calls tell is equally long
+_agreed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
@@ -249,18 +250,21 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:
-    """Raises ValueError on every rank unless all have the same sizes, B and T first. They are compared once:
-    ranks that agree have the same calls behind them."""
-    seen = _agreed.setdefault(group, set())
-    if sizes in seen:
+    """Raises ValueError unless all ranks have the same sizes, B and T first. Each call tells them, so that no
+    rank takes another's for its states; a rank that has agreed on these before does not wait for its GPU to
+    read the others' (in debug mode it does), and so gets no answer, later, from one that differs."""
+    seen, call = _agreed.setdefault(group, {}), (device, *sizes)
+    known = seen.get(call)
+    mine = known if known is not None else F.pad(torch.tensor(sizes), (0, SIZES - len(sizes))).to(device)
+    told = gathering(op, group, mine)()
+    if known is not None and mine.is_cuda and not policy.current().debug:
         return
-    mine = torch.tensor(sizes, device=device)
-    found = [one.tolist() for one in gathering(op, group, mine)()]
+    found = [one.tolist()[:len(sizes)] for one in told]
     if any(one != found[0] for one in found):
         tokens = [one[1] for one in found]
         what = f"{tokens} tokens" if len(set(tokens)) > 1 else f"sizes {found}"
         raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each")
-    seen.add(sizes)
+    seen[call] = mine
 
 
 @contextmanager
