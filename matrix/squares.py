@@ -161,12 +161,13 @@ def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
-    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed."""
-    told = {}
+    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed: of several GPUs
+    of that card, the one that has run most cases."""
+    wrong, most = set[tuple[str, str, str]](), dict[tuple[str, str, str], tuple[int, str]]()
     for name, card, record in gpu_files(folder):
-        wrong = {row["op"] for row in record["rows"] if not row["ok"]}
+        triton = record["triton"]
+        wrong |= {(row["op"], card, triton) for row in record["rows"] if not row["ok"]}
         for op, cases in Counter(row["op"] for row in record["rows"]).items():
-            if op not in wrong:
-                told[op, card, record["triton"]] = (f"{cases} cases right on {record['device']}, "
-                                                    f"{record['date']} ({name})")
-    return told
+            words = f"{cases} cases right on {record['device']}, {record['date']} ({name})"
+            most[op, card, triton] = max(most.get((op, card, triton), (0, "")), (cases, words))
+    return {place: words for place, (_, words) in most.items() if place not in wrong}

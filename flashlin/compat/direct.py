@@ -165,13 +165,11 @@ def possible() -> bool:
 
 def _unchecked() -> dict[str, bool]:
     """More options of a start with TRITON_DEBUG=1: integers may run over, as sums of turns do on purpose
-    (kernels/turning), which Triton would call an error then, from where it has this option on."""
-    knobs = getattr(triton_module(), "knobs", None)
-    debug = knobs.runtime.debug if knobs else os.environ.get("TRITON_DEBUG") == "1"
-    if not debug or interpreting():
-        return {}
-    options = import_module("triton.backends.nvidia.compiler").CUDAOptions
-    return {"sanitize_overflow": False} if hasattr(options, "sanitize_overflow") else {}
+    (kernels/turning), which Triton would call an error then. The option came with tl.add, in 3.2."""
+    triton = triton_module()
+    debug = triton.knobs.runtime.debug if hasattr(triton, "knobs") else os.environ.get("TRITON_DEBUG") == "1"
+    checked = debug and not interpreting() and hasattr(triton.language, "add")
+    return {"sanitize_overflow": False} if checked else {}
 
 
 def make_key() -> None:

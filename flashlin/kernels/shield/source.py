@@ -107,8 +107,12 @@ def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
+def _calls(node: ast.AST, names: tuple[str, ...]) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _called(node) in names
+
+
 def _dots(tree: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in DOTS]
+    return [node for node in ast.walk(tree) if _calls(node, DOTS)]
 
 
 def _given(call: ast.Call, places: slice, names: tuple[str, ...]) -> list[ast.expr]:
@@ -165,38 +169,35 @@ def _row_sums(loop: ast.For | ast.While) -> dict[str, ast.expr]:
     """Accumulators that a statement of the loop itself, of no loop inside, adds the sums of a tile's rows to,
     as the tile was loaded, and what that sets them to. Sums along the first axis may be those of a vector: a
     number, which is nobody's trouble."""
-    own = [(target.id, node.value) for node in loop.body if isinstance(node, ast.Assign)
-           for target in node.targets if isinstance(target, ast.Name)]
+    own = [pair for node in loop.body if isinstance(node, ast.Assign) for pair in _assigned(node)]
 
     def named(made: Callable[[ast.expr], bool]) -> Callable[[ast.expr], bool]:
         names = {name for name, value in own if made(value)}
-        return lambda node: made(node) or (isinstance(node, ast.Name) and node.id in names)
-    is_loaded = named(lambda node: isinstance(node, ast.Call) and _called(node) == "load")
+        return lambda node: made(node) or ast.unparse(node) in names
+    is_loaded = named(lambda node: _calls(node, ("load",)))
     is_sum = named(lambda node: _along_rows(node) and any(map(is_loaded, _given(node, slice(1), ("input",)))))
     return {name: value for name, value in own if name in _accumulators(loop)
             for one, other in itertools.permutations(_joined(value), 2)
-            if isinstance(one, ast.Name) and one.id == name and is_sum(other)}
+            if ast.unparse(one) == name and is_sum(other)}
 
 
 def _along_rows(node: ast.expr) -> TypeGuard[ast.Call]:
-    """Whether it sums, or takes the largest or smallest, along an axis that is known not to be the first."""
-    if not isinstance(node, ast.Call) or _called(node) not in SUMS:
-        return False
-    axes = map(ast.unparse, _given(node, slice(1, 2), ("axis",)))
-    return any(axis.lstrip("-").isdigit() and axis != "0" for axis in axes)
+    """Whether it sums, or takes the largest or smallest, along an axis whose number is there, and not 0."""
+    return _calls(node, SUMS) and any(ast.unparse(axis).lstrip("-0").isdigit()
+                                      for axis in _given(node, slice(1, 2), ("axis",)))
 
 
 def _joined(node: ast.expr) -> list[ast.expr]:
     """Both operands of a sum, or of a maximum; else none."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return [node.left, node.right]
-    return node.args[:2] if isinstance(node, ast.Call) and _called(node) in JOINS else []
+    return node.args[:2] if _calls(node, JOINS) else []
 
 
 def _peeks(loop: ast.For | ast.While) -> bool:
     def reads(tree: ast.AST, name: str) -> int:
-        return sum(isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-                   for node in ast.walk(tree))
+        return [node.id for node in ast.walk(tree)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)].count(name)
     return any(reads(loop, name) > reads(value, name) for name, value in _row_sums(loop).items())
 
 

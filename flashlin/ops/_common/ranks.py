@@ -250,12 +250,13 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:
-    """Raises ValueError unless all ranks have the same sizes, B and T first. Each call tells them, so that no
-    rank takes another's for its states; a rank that has agreed on these before does not wait for its GPU to
-    read the others' (in debug mode it does), and so gets no answer, later, from one that differs."""
+    """Raises ValueError unless all ranks have the same sizes, B and T first. Each call tells them, so that
+    what one rank tells is never taken for something else. To read the others' means to wait for a GPU: there
+    a rank does so for sizes that are new to it, and in debug mode; one that has had its sizes before goes on,
+    and gets no answer from a rank that has raised."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
-    mine = known if known is not None else F.pad(torch.tensor(sizes), (0, SIZES - len(sizes))).to(device)
+    mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
     told = gathering(op, group, mine)()
     if known is not None and mine.is_cuda and not policy.current().debug:
         return
