@@ -162,7 +162,8 @@ def main() -> int:
                         help="only cases that failed or start something of which the record in --out, made "
                         "by these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--known", type=Path,
+                        help="only cases of which that record, of another card like this one, does not know so")
     arguments = parser.parse_args()
     if arguments.part:
         part, of = arguments.part.split("/")
@@ -181,7 +182,7 @@ def main() -> int:
     if before:
         before["configs"] = of_today(before["configs"])
     tried = collect(arguments.jobs, arguments.op, arguments.seconds,
-                    place if before and arguments.missing else None)
+                    arguments.known or (place if before and arguments.missing else None))
     rows, untried = [[row for row in tried if ("not tried" in row) == aside] for aside in (False, True)]
     failed = [row for row in rows if not row["ok"]]
     facts = merged(before, rows)

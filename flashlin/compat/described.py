@@ -11,7 +11,8 @@ Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 def described(**blocks: Block) -> Callable[[Any], Described]:
-    """Decorates ``@gluon.jit``: these parameters are descriptors."""
+    """Decorates ``@gluon.jit``: these parameters are descriptors. REGISTERS, if the kernel has that, bounds
+    those of a thread, as a mean over its warps, which Gluon gives as many as there are; 0: nothing does."""
     return partial(Described, blocks)
 
 
@@ -43,10 +44,18 @@ class Described:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return lambda *values, **options: self.kernel[grid](*self._described(values, options), **options)
+        return lambda *values, **options: self.kernel[grid](
+            *self._described(values, options), **options, **self._bound(values, options))
 
     def warmup(self, *values: Any, **options: Any) -> Any:
-        return self.kernel.warmup(*self._described(values, options), **options)
+        return self.kernel.warmup(*self._described(values, options), **options, **self._bound(values, options))
+
+    def _named(self, values: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}
+
+    def _bound(self, values: Sequence[Any], options: Mapping[str, Any]) -> dict[str, int]:
+        registers = self._named(values, options).get("REGISTERS")
+        return {"maxnreg": registers} if registers else {}
 
     def lent(self, values: Sequence[Any]) -> list[Any]:
         """What its compiled kernel is started with; values: of all its parameters, in their order, tensors or
@@ -61,7 +70,7 @@ class Described:
     def _described(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-        given, described = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}, [*values]
+        given, described = self._named(values, options), [*values]
         for at, name in self.places:
             x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))

@@ -717,10 +717,13 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
     walking = plan.either("simple_gla_overlapped_back", "simple_gla_dv")
-    finishing = plan.launch("simple_gla_" + ("dk" if not gated else "grads" if group <= 1 else "shared"))
     shared = gated and group > 1
+    finishing = (plan.either("simple_gla_overlapped_shared", "simple_gla_shared") if shared
+                 else plan.launch("simple_gla_grads" if gated else "simple_gla_dk"))
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
+    if OVERLAPPED in finishing.traits:
+        strips = 2  # dg of later tokens' q, and of earlier ones' k
     side = dict(walking.tile).get("SIDE", 0)  # dstates lies in dq and dk where there is one
     own = {} if side else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
@@ -759,7 +762,9 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         if not (whole and batch.T):
             continue
         of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
-        if shared:
+        if OVERLAPPED in finishing.traits:
+            start_shared(finishing, n * part["S"] * batch.H * shares, group, part)
+        elif shared:
             start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK,
                   dict(of_chunks, GROUP=group), part)
         elif gated:
@@ -791,3 +796,10 @@ def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], par
           {**part, "do": part["do"].to(part["q"].dtype),
            "dstates": part["dv"] if leaving is None else leaving,
            "rest": next(x for x in (part["rest"], leaving, part["dv"]) if x is not None)})
+
+
+def start_shared(launch: Launch, programs: int, group: int, part: dict[str, Any]) -> None:
+    """``overlapping_shared.py``'s kernel in place of simple_gla_shared."""
+    from flashlin.kernels.simple_gla.overlapping_shared import simple_gla_overlapped_shared
+    start(launch, simple_gla_overlapped_shared, programs, {"GROUP": group},
+          {**part, "do": part["do"].to(part["q"].dtype)})

@@ -52,14 +52,14 @@ def state_offsets(nh, v0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexp
 
 
 @gluon.jit
-def factors(of_row, of_column, of_written, total, causal, scale):
+def factors(of_row, of_column, total, causal, scale):
     """Of sums of decays in two layouts: scale 2^{G_i - G_j}, 0 where not causal; 2^{G_L - G_j}; 2^{G_L}."""
     decay = gl.exp2(gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))) * scale
-    return decay, gl.exp2(total - of_written), gl.exp2(total)
+    return decay, gl.exp2(total - of_column), gl.exp2(total)
 
 
 @gluon.jit
-def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, full, empty, entering, leaving,
+def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, empty, entering, leaving,
              row0, v0, v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
              BV: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
              V_FIRST: gl.constexpr, STAGES: gl.constexpr):
@@ -83,7 +83,7 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, fu
         of_row = rate * (rows + 1).to(gl.float32)
         of_column = rate * (columns + 1).to(gl.float32)
         of_written = rate * (written + 1).to(gl.float32)
-        decay, to_end, kept = factors(of_row, of_column, of_written, rate * BT, causal, scale)
+        decay, to_end, kept = factors(of_row, of_column, rate * BT, causal, scale)
         read = gl.exp2(of_written) * scale
     for i in range(chunks):
         slot = i % STAGES
@@ -104,15 +104,14 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, fu
                 of_column = gl.load(G + line + i * BT + columns)
                 of_written = gl.load(G + line + i * BT + written)
                 total = gl.load(G + line + i * BT + BT - 1)
-                decay, to_end, kept = factors(of_row, of_column, of_written, total, causal, scale)
+                decay, to_end, kept = factors(of_row, of_column, total, causal, scale)
                 read = gl.exp2(of_written) * scale
-            s_w.store((ring_v.index(slot).load(of_state).to(gl.float32) * to_end[:, None]).to(dtype))
+            w = b_k.permute((1, 0)).load(of_scores).to(gl.float32) * to_end[None, :]
             h = h * kept
-            fence_async_shared()
-            scores = warpgroup_mma_wait(1, [scores])
+            h = warpgroup_mma(gl.convert_layout(w.to(dtype), left), ring_v.index(slot), h, is_async=True)
+            scores = warpgroup_mma_wait(2, [scores])
             weights = scores * decay
-            out = warpgroup_mma_wait(0, [out]) * read[:, None]
-            h = warpgroup_mma(b_k.permute((1, 0)), s_w, h, is_async=True)
+            out = warpgroup_mma_wait(1, [out]) * read[:, None]
         weights = gl.convert_layout(weights.to(dtype), left)
         out = warpgroup_mma(weights, ring_v.index(slot), out, is_async=True)
         out, h = warpgroup_mma_wait(0, [out, h])
@@ -153,6 +152,7 @@ def simple_gla_overlapped(
     BK: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
     DECAY: gl.constexpr,
     HAS_H0: gl.constexpr,
     HAS_HT: gl.constexpr,
@@ -181,7 +181,6 @@ def simple_gla_overlapped(
     ring_k = gl.allocate_shared_memory(dtype, [STAGES, BT, BK], k.layout)
     ring_v = gl.allocate_shared_memory(dtype, [STAGES, BT, BV], v.layout)
     s_o = gl.allocate_shared_memory(o.dtype, [BT, BV], o.layout)
-    s_w = gl.allocate_shared_memory(dtype, [BT, BV], v.layout)
     s_h = gl.allocate_shared_memory(dtype, [BK, BV], v.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -192,7 +191,7 @@ def simple_gla_overlapped(
     qk_column = i_h // GROUP * BK
     v_column = i_h * V + v0
     gl.warp_specialize(
-        [(multiply, (o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_w, s_o, full, empty, own,
+        [(multiply, (o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, empty, own,
                      leaving, row0, v0, v_column, chunks, scale, BT, BK, V, BV, DECAY, HAS_H0, HAS_HT,
                      V_FIRST, STAGES)),
          (load, (q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks, BT, BK, BV,

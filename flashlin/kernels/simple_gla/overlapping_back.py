@@ -185,6 +185,7 @@ def simple_gla_overlapped_back(
     BV: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
     SIDE: gl.constexpr,
     STATES: gl.constexpr,
     DECAY: gl.constexpr,

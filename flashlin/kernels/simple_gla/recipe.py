@@ -56,6 +56,9 @@ WHOLE = 1024
 # few; as with one it is two, and a kernel of all chunks. From so many tokens, since whoever tries all cases
 # is to try three scans, too.
 SHORT = 512
+# So that two programs of four warps and one that loads share a multiprocessor: without a bound one takes all
+# registers.
+TWO, ONE = {"REGISTERS": 128}, {"REGISTERS": 0}
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -101,7 +104,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
             walking = fitting([wide._replace(BV=strip, num_warps=8, num_stages=1)
                                for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
         dv = state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
-        grads = _grads(problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})
+        grads = _overlapped_shared(problem, target) or _grads(
+            problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})
         dv, grads = _without_table(problem, target, dv, grads)
         kernels += [scan("simple_gla_states", wide), _overlapped_back(problem, target, dv, part) or dv, grads]
     elif problem.needs_grad:
@@ -123,9 +127,11 @@ def _short(problem: Problem, target: Target, strips: int) -> bool:
 def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     """The forward scan in Gluon, where it is to be taken."""
     K, BT, BV = problem.K, BLOCK, 64
-    shared = 2 * (scans.STAGES * BT * (2 * K + BV) + K * BV + BT * BV) + 4 * BT * BV + 1024
+    # without a gate one program alone is as fast
+    stages, bound = (2 if K > BLOCK else scans.STAGES, TWO) if "g" in problem.options else (scans.STAGES, ONE)
+    shared = 2 * (stages * BT * (2 * K + BV) + K * BV) + 4 * BT * BV + 1024
     return overlapped("simple_gla_overlapped", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "STAGES": scans.STAGES}, shared)
+                      {"BT": BT, "BK": K, "BV": BV, "STAGES": stages, **bound}, shared)
 
 
 def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) -> Launch | None:
@@ -134,11 +140,22 @@ def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) ->
     if side["SIDE"] not in (0, BT):
         return None
     groups = 1 if problem.V % (2 * BV) else 2
-    stages = scans.STAGES if groups > 1 else 2  # so that two programs share a multiprocessor
+    stages, bound = (2, TWO) if groups == 1 else (scans.STAGES, ONE)
     slot = 2 * BT * (2 * K + groups * BV) + 4 * BT * 5
     return overlapped("simple_gla_overlapped_back", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **side},
+                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **bound, **side},
                       stages * slot + groups * 2 * (BT * BT + K * BV) + 1024)
+
+
+def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
+    """The gradients of a chunk in Gluon, where heads share q and k, and where they are to be taken."""
+    K, V, BT, stages = 128, 64, BLOCK, 3
+    if "gva" not in problem.options or (problem.K, problem.V) != (K, V):
+        return None
+    shared = 4 * (BT * K + stages * (BT + K) * V) + 4 * BT * (4 * stages + 8 + 2 * BT) + 1024
+    launch = overlapped("simple_gla_overlapped_shared", problem, target, 0,
+                        {"BT": BT, "BK": K, "BV": V, "BH": HEADS, "STAGES": stages}, shared)
+    return launch and launch._replace(grid=(problem.N * (problem.T // BT) * problem.H,))
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:

@@ -434,6 +434,7 @@ CASES: list[Case] = [
     _scan("packed-and-numbered", VARLEN, edges=(0, 30, 70), seq=(10, 20, 40)),
     _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
     _scan("real", b=1, T=70, H=16, V=64, G=1, K=128), _scan("whole-chunks", T=192, H=4, V=64, G=2, K=128),
+    _scan("whole-chunks-many-heads", b=2, T=128, H=20, V=64, G=1, K=128),
     _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128), _selective("random", quick=True),
     _selective("tokens-together", last=False), _selective("bare", given=(), T=33),
     _selective("one-token", T=1), _selective("groups", G=2, D=70), _selective("a-group-each", G=3, D=3, T=40),
