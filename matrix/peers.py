@@ -50,9 +50,9 @@ class Op(NamedTuple):
     """arguments: public name, or public:role where they differ, in any order; roles as in
     kernels/recurrent/inputs.py. delta: the prediction is subtracted (kda, the delta rules). before: the state
     is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords it is always called
-    with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none.
-    packed: whose ops take cu_seqlens, or what else there is to say of it. steps: rows of k, v and beta for
-    each token."""
+    with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none;
+    of mamba3 the parts of Input_States, which come back in that order. packed: whose ops take cu_seqlens, or
+    what else there is to say of it. steps: rows of k, v and beta for each token."""
     name: str
     home: str
     arguments: str
@@ -92,8 +92,8 @@ OPS: list[Op] = [
        options=(("chunk_size", 64),), initial="initial_states", last="return_final_states",
        packed="see cu_seqlens and seq_idx in the op's own cases"),
     Op("mamba3_siso_combined", "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
-       "Q K V ADT DT Trap Q_bias K_bias Angles", initial="", last="",
-       packed="see cu_seqlens and Input_States in the op's own cases"),
+       "Q K V ADT DT Trap Q_bias K_bias Angles D Z", initial="angle_state ssm_state k_state v_state",
+       last="return_final_states"),
     Op("selective_scan_fn", "mamba_ssm.ops.selective_scan_interface", "u:v delta A B:k C:q", initial="",
        last="return_last_state", packed="none")]
 
@@ -144,7 +144,11 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
         given = {**{name: randn(B, T, H, K).to(dtype) for name in "QK"}, "V": randn(B, T, H, V).to(dtype),
                  "ADT": -torch.rand(B, H, T, generator=generator), "DT": F.softplus(randn(B, H, T) - 2),
                  "Trap": randn(B, H, T).to(dtype),
-                 **{f"{name}_bias": randn(H, K) / 4 + 1 for name in "QK"}, "Angles": randn(B, T, H, K // 4)}
+                 **{f"{name}_bias": randn(H, K) / 4 + 1 for name in "QK"}, "Angles": randn(B, T, H, K // 4),
+                 "D": randn(H), "Z": randn(B, T, H, V).to(dtype),
+                 "angle_state": math.tau * torch.rand(state[0], H, K // 4, generator=generator),
+                 "ssm_state": randn(state[0], H, V, K), "k_state": randn(state[0], H, K).to(dtype),
+                 "v_state": randn(state[0], H, V).to(dtype)}
     elif op.name.startswith("mamba"):
         given = {"x": randn(B, T, H, V).to(dtype), "dt": F.softplus(randn(B, T, H) - 2),
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
@@ -167,10 +171,11 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "b": (unit * randn(B, T, H, K).sigmoid()).to(dtype), "kk": unit.to(dtype),
                  "rate": randn(B, T, H, K).sigmoid().to(dtype)}
         given = {name: every[role] for name, role in _roles(op).items()}
-    if op.initial:
+    if op.initial and not op.name.startswith("mamba3"):
         given[op.initial] = randn(*state)
     if edges:
-        given["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64)
+        wanted = torch.int64 if op.home.startswith("fla.") else torch.int32
+        given["cu_seqlens"] = torch.tensor(edges, dtype=wanted)
     return given
 
 
@@ -181,29 +186,55 @@ def _roles(op: Op) -> dict[str, str]:
 
 def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: Any) -> Tensors:
     options = {**dict(op.options), **({op.last: True} if op.last else {})}
+    if op.name.startswith("mamba3"):
+        options["Input_States"] = tuple(tensors.pop(name) for name in op.initial.split())
     returned = function(**tensors, **options)
-    o, ht = returned if isinstance(returned, tuple) else (returned, None)
-    return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
+    return named(op, with_state, *(returned if isinstance(returned, tuple) else (returned,)))
+
+
+def named(op: Op, with_state: bool, o: torch.Tensor, *left: torch.Tensor) -> Tensors:
+    """An op's outputs by name, with what is left after the last token if that is looked at. Of angles their
+    cosines and sines, since those 2 pi apart are the same."""
+    if not (op.last and with_state):
+        return {"o": o}
+    if not op.name.startswith("mamba3"):
+        return {"o": o, **dict(zip(["ht"], left, strict=True))}
+    angle, *others = left
+    turn = torch.stack([angle.cos(), angle.sin()], -1)
+    return {"o": o, **dict(zip(op.initial.split(), [turn, *others], strict=True))}
 
 
 def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) -> Tensors:
     """The recurrence in float64, all sequences and heads at once, token by token."""
     if cu_seqlens is not None:
-        parts = []
-        for n, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            rows = {name: op.steps if name in ("k", "v", "beta") else 1 for name in tensors}
-            own = {name: x[n:n + 1] if name == "initial_state" else x if name == "u"
-                   else x[:, first * rows[name]:end * rows[name]] for name, x in tensors.items()}
-            parts.append(reference(op, with_state, **own))
+        parts = [reference(op, with_state, **{name: of_sequence(op, name, x, n, *span)
+                                              for name, x in tensors.items()})
+                 for n, span in enumerate(pairwise(cu_seqlens.tolist()))]
         return {name: torch.cat([part[name] for part in parts], 1 if name == "o" else 0) for name in parts[0]}
-    o, ht = recurrence(op, by_role(op, tensors))
+    x = by_role(op, tensors)
+    o, ht = recurrence(op, x)
+    if op.name.startswith("mamba3"):
+        o = (o + tensors["D"][:, None] * tensors["V"]) * F.silu(tensors["Z"])
+        return named(op, with_state, o, x["theta"][:, -1], ht.mT, x["k_before"][:, -1], x["v_before"][:, -1])
     if "hgrn" in op.name:
         o, ht = o[:, :, 0], ht[:, 0, 0]
     elif op.name == "selective_scan_fn":
         o, ht = o[..., 0].mT, ht[..., 0]
     elif op.name.startswith("mamba"):
         ht = ht.mT
-    return {"o": o, "ht": ht} if op.last and with_state else {"o": o}
+    return named(op, with_state, o, ht)
+
+
+def of_sequence(op: Op, name: str, x: torch.Tensor, n: int, first: int, end: int) -> torch.Tensor:
+    """What packed sequence n, tokens first .. end - 1, has of a tensor."""
+    if name in ("u", "Q_bias", "K_bias", "D"):
+        return x
+    if name in op.initial.split():
+        return x[n:n + 1]
+    if name in ("ADT", "DT", "Trap"):
+        return x[..., first:end]
+    rows = op.steps if name in ("k", "v", "beta") else 1
+    return x[:, first * rows:end * rows]
 
 
 def by_role(op: Op, tensors: Tensors) -> Tensors:
@@ -221,11 +252,13 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
                 "gk": step * tensors["A"]}
     if op.name.startswith("mamba3"):
         dt, r = tensors["DT"].mT, tensors["Trap"].mT.sigmoid()
-        angles = (math.pi * tensors["Angles"].tanh() * dt[..., None]).cumsum(1)
-        rates = torch.polar(torch.ones_like(angles), angles)
+        theta = preceded(tensors["angle_state"], math.pi * tensors["Angles"].tanh() * dt[..., None]).cumsum(1)
+        rates = torch.polar(torch.ones_like(theta), theta)[:, 1:]
         q, k = (turned(tensors[name] + tensors[f"{name}_bias"], rates) for name in "QK")
         return {"q": q, "k": k, "v": tensors["V"], "g": tensors["ADT"].mT, "own": dt * r,
-                "past": dt * (1 - r)}
+                "past": dt * (1 - r), "S": tensors["ssm_state"].mT, "theta": theta,
+                "k_before": preceded(tensors["k_state"], k),
+                "v_before": preceded(tensors["v_state"], tensors["V"])}
     if op.name.startswith("mamba"):
         dt = tensors["dt"]
         return {"q": tensors["C"], "k": tensors["B"], "v": tensors["x"] * dt[..., None],
@@ -245,9 +278,14 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
     return x
 
 
+def preceded(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The state before x [B, T, ...]: row t is what token t finds, the last row what is left."""
+    return torch.cat([state[:, None], x], 1)
+
+
 def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
     """x [B, T, H, K], of which so many pairs as there are rates are complex numbers to multiply by them."""
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).contiguous())
     count = rates.shape[-1]
     return torch.view_as_real(torch.cat([pairs[..., :count] * rates, pairs[..., count:]], -1)).flatten(-2)
 
@@ -260,8 +298,9 @@ def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         t, step = divmod(row, op.steps)
         q, k, v = x["q"][:, t], x["k"][:, row], x["v"][:, row]
         old = S
-        if "past" in x and t > 0:
-            S = S + x["past"][:, t, :, None, None] * x["k"][:, t - 1, :, :, None] * x["v"][:, t - 1, :, None]
+        if "past" in x:
+            k_before, v_before = x["k_before"][:, t, :, :, None], x["v_before"][:, t, :, None]
+            S = S + x["past"][:, t, :, None, None] * k_before * v_before
         if "g" in x and step == 0:
             S = x["g"][:, t, :, None, None].exp() * S
         if "gk" in x:
@@ -291,7 +330,8 @@ def answer(side: str, op: Op, aspect: str) -> str:
     if aspect == "packed" and op.packed == "flashlin" and side != "flashlin":
         return "error: no cu_seqlens"
     with_state = aspect != "backward"
-    constant = {"forward": (*_roles(op), op.initial), "backward": (op.initial,)}.get(aspect, ())
+    states = op.initial.split()
+    constant = tuple({"forward": [*_roles(op), *states], "backward": states}.get(aspect, []))
     case = Case(op.name, aspect, partial(made, op, SIZES.get(aspect, Sizes())),
                 partial(called, function_of(side, op), op, with_state), partial(reference, op, with_state),
                 {"*": ALLOWED, "d*": ALLOWED}, constant)

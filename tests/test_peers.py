@@ -41,6 +41,37 @@ def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, 
     assert peers.answer("flashlin", op, "CPU").startswith("wrong: o 0.1")
 
 
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_rwkv6", "chunk_gated_delta_product",
+                                  "fused_recurrent_hgrn", "mamba3_siso_combined"])
+def test_the_other_reference_agrees_about_packed_sequences(monkeypatch: pytest.MonkeyPatch,
+                                                           name: str) -> None:
+    """One without tokens among them, which ends as it began."""
+    op = next(op for op in peers.OPS if op.name == name)
+    monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(1, 9, K=8, V=8, edges=(0, 4, 4, 9)))
+    assert peers.answer("flashlin", op, "CPU") == "right"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_each_state_of_mamba3_is_looked_at(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """One that the op does not take in, and one that comes out wrong, are told by name."""
+    op = next(op for op in peers.OPS if op.name == "mamba3_siso_combined")
+    monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
+    right, name = flashlin.mamba3_siso_combined, op.initial.split()[part]
+
+    def forgetful(*, Input_States: tuple[torch.Tensor, ...], **options: Any) -> Any:
+        taken = [x * (i != part) for i, x in enumerate(Input_States)]
+        return right(**options, Input_States=taken)
+
+    def wrong(**options: Any) -> Any:
+        o, *left = right(**options)
+        return o, *(x + 0.1 if i == part else x for i, x in enumerate(left))
+    monkeypatch.setattr(flashlin, op.name, forgetful)
+    answer = peers.answer("flashlin", op, "CPU")
+    assert answer.startswith("wrong: o ") and f"d{name} 1" in answer
+    monkeypatch.setattr(flashlin, op.name, wrong)
+    assert peers.answer("flashlin", op, "CPU").startswith(f"wrong: {name} ")
+
+
 def test_packed_sequences_are_kept_apart() -> None:
     op = next(op for op in peers.OPS if op.name == "chunk_gla")
     made = peers.made(op, peers.Sizes(1, 6, 1, 4, 4, (0, 2, 6)), torch.float32,
