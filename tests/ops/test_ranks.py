@@ -130,9 +130,12 @@ def in_setting(op: str, setting: str, group: Any) -> None:
 def in_one_pass(op: str, group: Any) -> None:
     """Of two ranks neither computes anything twice, asked for final states or not."""
     call = made(op, 3, T, None)
-    with mock.patch.object(across._Chain, "_state_after", None):
-        equal_one(call, group)
-        equal_one(call._replace(state=""), group)
+    for asked in (call, call._replace(state="")):
+        with (mock.patch.object(across._Chain, "_state_after", None),
+              mock.patch.object(across._Chain, "_forward", autospec=True,
+                                side_effect=across._Chain._forward) as forward):
+            equal_one(asked, group)
+        assert forward.call_count == 1
 
 
 def groups_of_heads(group: Any) -> None:

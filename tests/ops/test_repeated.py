@@ -429,6 +429,12 @@ def test_states_are_waited_for_in_their_place(watched: bool, card: Memory, again
     assert waits(True) == [1] and waits(False) == [] and len(again) == 2
 
 
+def test_a_run_that_fails_leaves_no_wait_to_the_next() -> None:
+    with pytest.raises(MemoryError), launch.entering(pytest.fail):
+        raise MemoryError
+    launch.enter()
+
+
 @pytest.mark.parametrize("parts", [0, 2])
 @pytest.mark.parametrize("case", ["chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda"])
 def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memory, again: list[Any],
