@@ -113,9 +113,11 @@ def is_replaced() -> bool:
 
 
 class _Notes(threading.local):
-    """starts: where this thread notes what it starts. held: who gets its starts instead of the card."""
+    """starts: where this thread notes what it starts. held: who gets its starts instead of the card. coming:
+    what waits for states that enter."""
     starts: list[Any] | None = None
     held: Callable[..., None] | None = None
+    coming: Callable[[], None] | None = None
 
 
 _notes = _Notes()
@@ -140,6 +142,29 @@ def holding(hold: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         _notes.held = None
+
+
+@contextmanager
+def entering(wait: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile the states that enter are not there before ``wait``, which the first ``enter`` of this thread
+    calls; where there is none, the end does."""
+    _notes.coming = wait
+    try:
+        yield
+        enter()
+    finally:
+        _notes.coming = None
+
+
+def enter() -> None:
+    """Host code calls it before it starts what reads the states that enter. Noted like a start, as itself: a
+    run that is made again has to wait, too, even if the one that was watched had not."""
+    if _notes.starts is not None:
+        _notes.starts.append(enter)
+    coming, _notes.coming = _notes.coming, None
+    if coming is not None:
+        with torch._C._DisableTorchDispatch():  # who watches the run sees that it waits, not how
+            coming()
 
 
 def replace_starter(starter: Starter | None) -> None:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import enter, start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.pieces import Batch, sequence_of, state_offsets
 
@@ -266,6 +266,7 @@ def by_decays(
     operands x and y, named as in part; vector: whether decays are vectors over K."""
     given: torch.Tensor | None = part["dht"] if reverse else part["h0"]
     if not batch.split:
+        _enter(part, reverse)
         return given
     launch, (x, y) = plan.launch(kernel.fn.__name__), operands
     alone = _states(batch, part, constants)
@@ -273,6 +274,7 @@ def by_decays(
                        device=batch.device)
     start(launch, kernel, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
         constants, x=part[x], y=part[y], alone=alone, kept=kept, REVERSE=reverse), {"scale": 1.0, **part})
+    _enter(part, reverse)
     carry = plan.launch("carry_decayed")
     tiles = -(-batch.V // carry.block("BV")) * -(-batch.K // carry.block("BK"))
     start(carry, carry_decayed, part["N"] * batch.HV * tiles, dict(
@@ -294,6 +296,7 @@ def by_transfers(
     ``back_by_transfers`` follows, and gradients enter the last parts, too."""
     part.update(undivided=None, transfer=None)
     if not batch.split:
+        _enter(part)
         return
     launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)
     BV = launch.block("BV")
@@ -302,6 +305,7 @@ def by_transfers(
     part["undivided"] = torch.empty(part["N"], batch.HV, dtype=torch.int32, device=batch.device)
     start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
         constants, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht), part)
+    _enter(part)
     _carry(plan, batch, part, constants, "h0", alone, False)
 
 
@@ -323,6 +327,12 @@ def back_by_transfers(
         constants, HAS_DHT=False, HAS_DH0=False, ALONE=True),
         {**part, **dict.fromkeys((*written, "dht", "undivided")), "dh0": alone})
     _carry(plan, batch, part, constants, "dht", alone, True)
+
+
+def _enter(part: dict[str, Any], reverse: bool = False) -> None:
+    """From here on kernels read the states that the call has; all those before do without."""
+    if part["h0"] is not None and not reverse:
+        enter()
 
 
 def _carry(plan: Plan, batch: Batch, part: dict[str, Any], constants: dict[str, Any], name: str,

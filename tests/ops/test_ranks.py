@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import flashlin
 from flashlin import dispatch
+from flashlin.ops._common import across
 from tests.ranks import (
     Call,
     Job,
@@ -123,6 +125,17 @@ def in_setting(op: str, setting: str, group: Any) -> None:
         equal_one(made(op, H, T, edges), group)
     over = {plan.problem.over for plan in plans if plan.asked.ranks > 1}
     assert op in WINDOWS or over == {"heads" if by_heads and "mamba" not in op else "tokens"}
+
+
+def in_one_pass(op: str, group: Any) -> None:
+    """Of two ranks neither computes anything twice, asked for final states or not."""
+    call = made(op, 3, T, None)
+    for asked in (call, call._replace(state="")):
+        with (mock.patch.object(across._Chain, "_state_after", None),
+              mock.patch.object(across._Chain, "_forward", autospec=True,
+                                side_effect=across._Chain._forward) as forward):
+            equal_one(asked, group)
+        assert forward.call_count == 1
 
 
 def groups_of_heads(group: Any) -> None:
@@ -262,6 +275,8 @@ def _jobs() -> dict[str, tuple[int, Job]]:
         chosen = names if WHOLE or op in WINDOWS else [first, others[number % len(others)]]
         for name in chosen:
             jobs[f"{op}: {name}"] = SETTINGS[name][0], partial(in_setting, op, name)
+    for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla"):
+        jobs[f"{op}: in one pass"] = 2, partial(in_one_pass, op)
     for kind in ("gdn", "kda", "mamba2"):
         jobs[f"model {kind}"] = 2, partial(model_equals_one, kind)
     jobs["model gdn, by heads"] = 2, partial(model_equals_one, "gdn", H=4)

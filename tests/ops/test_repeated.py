@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from benchmarks.pretended import Driver, Started, pretended
 from flashlin.compat import launch
 from flashlin.compat import target as machine
 from flashlin.guards.problem import Launch
+from flashlin.kernels import scans
 from flashlin.ops._common import chunked, repeated
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
@@ -401,6 +403,59 @@ def test_scratch_has_room_for_all(card: Memory, again: list[Any]) -> None:
     at = stage.inside[0][0]
     assert stage.inside == ((at, 12), (at, 512))  # first[3:], second
     assert reads(card, one_result) == reads(card, one_result, again=True) and len(again) == 2
+
+
+def entered(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
+    moved(x, scratch := torch.empty_like(x))
+    launch.enter()
+    moved(scratch, o := torch.empty_like(x))
+    return (o,)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_states_are_waited_for_in_their_place(watched: bool, card: Memory, again: list[Any]) -> None:
+    """Also where nothing had to be waited for in the run that was watched, and the other way round."""
+    def waits(coming: bool) -> list[int]:
+        card.begin()
+        at: list[int] = []
+
+        def wait() -> None:
+            at.append(len(card.read))
+            torch.ones(3).sum()  # what else it does is none of the run's
+        with launch.entering(wait) if coming else nullcontext():
+            repeated.run(entered, PLAN, [X], (), (X,))
+        return at
+    assert waits(False) == [] and waits(watched) == [1] * watched
+    assert waits(True) == [1] and waits(False) == [] and len(again) == 2
+
+
+def test_a_run_that_fails_leaves_no_wait_to_the_next() -> None:
+    with pytest.raises(MemoryError), launch.entering(pytest.fail):
+        raise MemoryError
+    launch.enter()
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("case", ["chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda"])
+def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memory, again: list[Any],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan and, of sequences in parts, what carries their states on. (In the first run all that has to be
+    compiled does: then starts are put off.)"""
+    monkeypatch.setattr(scans, "forced_parts", parts)
+    x = leaves(T=600)
+    gate = x["g"] if case in ("chunk_simple_gla", "chunk_gated_delta_rule") else -torch.rand(2, 600, 2, 16)
+    if case in ("chunk_simple_gla", "chunk_gla"):
+        del x["beta"]
+    for number in range(4):
+        card.begin()
+        at: list[int] = []
+        with launch.entering(lambda at=at: at.append(len(card.read))):  # type: ignore[misc]
+            getattr(flashlin, case)(**{**x, "g": gate}, initial_state=torch.zeros(2, 2, 16, 16))
+        [first] = at
+        late = [name for name, *_ in card.read[first:]]
+        assert number == 0 or first > 0
+        assert number == 0 or (len(late) == 1 + bool(parts) and late[0].startswith("carry") == bool(parts))
+    assert len(again) == 2
 
 
 def reads(card: Memory, function: Any, again: bool = False) -> list[Any]:

@@ -2,8 +2,10 @@
 
 Heads: an all-to-all, the op as it is, an all-to-all back. States: one autograd node per call (``_Chain``), in
 which a family's own forward and backward, by kernels or plain torch, run between the exchanges:
-    forward   what this rank's tokens leave alone of its last sequence, and what they do to a state that
-              enters (``Chunked.decays``, or by the op itself); all ranks' folded up to this one; the op.
+    forward   what this rank's tokens leave alone of its last sequence (where that begins with them and is all
+              there is, the op tells), and what they do to a state that enters (``Chunked.decays``, or by the op
+              itself); the op, which waits for all ranks' states, folded up to this one, before its first kernel
+              that reads them (``launch.enter``).
     backward  the gradient of what enters, by this rank's tokens alone; all ranks' folded from the last; the
               op's backward with what comes from behind.
 """
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashlin.compat import launch
 from flashlin.guards.problem import Plan
 from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
@@ -92,6 +95,11 @@ def _zeros(x: Any, columns: int) -> Tensor:
     return torch.zeros(x.q.shape[0], x.v.shape[2], x.q.shape[3], columns, dtype=wide, device=x.q.device)
 
 
+def _turned(states: Tensor, how: Scalars) -> Tensor:
+    """[B, HV, K, V] as the call has it, or the other way round."""
+    return states.mT if how.state_v_first else states
+
+
 class Over(NamedTuple):
     """The scalars of a call over several ranks."""
     how: Scalars
@@ -121,26 +129,37 @@ class _Chain:
         self.outputs = _outputs((*fields_of(family.operator.outputs), "began", "transfers"))
 
     def forward(self, plan: Plan, x: Any, over: Over) -> Outputs:
-        how, shard = over.how, over.shard
-        B = x.q.shape[0]
-        left = self._left(x, how, shard)
+        how, shard, B = over.how, over.shard, x.q.shape[0]
+        y: Outputs = ()
+        if shard.after and not shard.before and not shard.begin:  # nothing enters what it leaves
+            y = self._forward(plan, x, how._replace(has_ht=True))
+            left = _turned(self.family.operator.outputs(*y).ht[-B:], how)
+        else:
+            left = self._left(x, how, shard)
         transfer = self._transfer(x, how, shard)
         parts = left.flatten() if transfer is None else torch.cat([left.flatten(), transfer.flatten()])
         arrived = ranks.gathering(shard.op, shard.group, parts)
-        y = () if shard.before else self._forward(plan, x, how)  # which waits for nobody
-        told, size = arrived(), left.numel()
-        all_left = [one[:size].view_as(left) for one in told]
-        all_transfers = [one[size:].view_as(transfer) for one in told if transfer is not None]
-        began, rank = x.h0, shard.rank
-        if shard.before:
-            first = rank - shard.before
-            came = ranks.folded(all_left[first:rank], all_transfers[first + 1:rank], ranks.through)
-            came = came.mT if how.state_v_first else came
-            n = B if x.bounds is None else x.bounds.shape[0] - 1
-            rest = came.new_zeros(n - B, *came.shape[1:]) if x.h0 is None else x.h0[B:]
-            began = torch.cat([came.to(rest.dtype), rest])
-            y = self._forward(plan, x._replace(h0=began), how)
-        behind = all_transfers[rank + 1:rank + shard.after]
+        began, size, first = x.h0, left.numel(), shard.rank - shard.before
+        transfers: list[Tensor] = []
+        if shard.before:  # NaN until they come: who reads them too early is found out
+            rest = x.h0
+            if rest is None:
+                n = B if x.bounds is None else x.bounds.shape[0] - 1
+                rest = _turned(left.new_zeros(n, *left.shape[1:]), how)
+            began = torch.cat([torch.full_like(rest[:B], float("nan")), rest[B:]])
+        else:
+            y = y or self._forward(plan, x, how)  # which waits for nobody
+
+        def wait() -> None:
+            told = arrived()
+            transfers.extend(one[size:].view_as(transfer) for one in told if transfer is not None)
+            if shard.before:
+                states = [one[:size].view_as(left) for one in told[first:shard.rank]]
+                began[:B] = _turned(ranks.folded(states, transfers[first + 1:shard.rank], ranks.through), how)
+        with launch.entering(wait):
+            if shard.before:
+                y = self._forward(plan, x._replace(h0=began), how)
+        behind = transfers[shard.rank + 1:shard.rank + shard.after]
         return *y, began, torch.stack(behind) if behind and how.needs_grad else None
 
     def kept(self, x: Any, y: Any, over: Over) -> tuple[Outputs, Outputs]:
@@ -153,13 +172,13 @@ class _Chain:
         if shard.before:
             of_state = self._backward(plan, x, y, grads, how, frozenset({"h0"}))["h0"]
             if of_state is not None:
-                alone = (of_state.mT if how.state_v_first else of_state)[:B].to(alone.dtype)
+                alone = _turned(of_state, how)[:B].to(alone.dtype)
         arrived = ranks.gathering(shard.op, shard.group, alone)
         if shard.after:
             behind = arrived()[shard.rank + 1:shard.rank + shard.after + 1][::-1]
             transfers = [] if y.transfers is None else list(y.transfers.unbind(0))[::-1]
             came = ranks.folded(behind, transfers, lambda D, h: ranks.through(D.mT if D.ndim == 4 else D, h))
-            came = came.mT if how.state_v_first else came
+            came = _turned(came, how)
             n = B if x.bounds is None else x.bounds.shape[0] - 1
             dht = came.new_zeros(n, *came.shape[1:]) if grads.ht is None else grads.ht.clone()
             dht[n - B:] += came
@@ -183,7 +202,7 @@ class _Chain:
         tokens = [y[:, shard.begin:].contiguous() if y is not None and "T" in argument.shape else y
                   for y, argument in zip(x, self.family.arguments.values(), strict=False)]
         left: Tensor = self._state_after(x._make([*tokens, h0, None]), how)
-        return left.mT if how.state_v_first else left
+        return _turned(left, how)
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
         """What this rank's tokens do to a state that enters: decays [B, HV] or [B, HV, K], or a matrix [B,
@@ -214,6 +233,7 @@ class _Chain:
     def _forward(self, plan: Plan, x: Any, how: Scalars) -> Outputs:
         if plan.problem.path != "torch":
             return tuple(self.family.forward(plan, x, how))
+        launch.enter()
         return *self.family.on_torch(x, how), *(None for _ in self.family.kept)
 
     def _backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,

@@ -55,7 +55,7 @@ class Start(NamedTuple):
 
 
 class Write(NamedTuple):
-    """What torch writes to tensors that are there, which stand here as their places."""
+    """What torch writes to tensors that are there, which stand here as their places; or ``launch.enter``."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -224,6 +224,7 @@ def _watched(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor 
     watch = _Watch(tensors)
     with launch.noting(watch.steps), watch:
         made = function(plan, *arguments)
+    watch.steps = [Write(step, (), {}) if step is launch.enter else step for step in watch.steps]
     try:
         return made, _recipe(plan, tensors, addresses, own, watch, made) if watch.plain else None
     except KeyError:  # a tensor of which nobody knows where it comes from
