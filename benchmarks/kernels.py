@@ -63,7 +63,7 @@ def main() -> None:
             options = {"maxnreg": registers[0]} if registers else {}
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
-        kernel[(programs,)](**arguments, **dict(launch.tile), **options,
+        kernel[(programs,)](*door.in_order(launch, kernel, arguments), **options,
                             num_warps=launch.num_warps, num_stages=launch.num_stages)
         marks[1].record()
         events.append((launch.kernel, *marks))

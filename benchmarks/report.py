@@ -201,12 +201,12 @@ def plot(found: Sequence[Record]) -> str:
     """The ratios of these records; ``""`` without any."""
     chosen = [(one, pair) for one in found for pair in pairs(one)
               if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
-    several = len({one["triton"] for one, _ in chosen}) > 1
+    cards, releases = (list(dict.fromkeys(one[name] for one, _ in chosen)) for name in ("device", "triton"))
     rows = [(f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
-             + (f", Triton {one['triton']}" if several else ""),
+             + f", Triton {one['triton']}" * (len(releases) > 1) + f", {one['device']}" * (len(cards) > 1),
              {what: ratio for what in FILLS if (ratio := pair.ratio(what)) is not None})
             for one, pair in chosen]
-    return bars(rows, ", ".join(dict.fromkeys(one["device"] for one, _ in chosen)))
+    return bars(rows, ", ".join(cards))
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:

@@ -163,7 +163,7 @@ def main() -> int:
                         "by these versions, does not know that it was right")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path,
-                        help="only cases of which that record, of another card like this one, does not know so")
+                        help="only cases of which that record, of a card like this one, does not know so")
     arguments = parser.parse_args()
     if arguments.part:
         part, of = arguments.part.split("/")

@@ -48,7 +48,8 @@ class Described:
             *self._described(values, options), **options, **self._bound(values, options))
 
     def warmup(self, *values: Any, **options: Any) -> Any:
-        return self.kernel.warmup(*self._described(values, options), **options, **self._bound(values, options))
+        return self.kernel.warmup(*self._described(values, options), **options,
+                                  **self._bound(values, options))
 
     def _named(self, values: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}

@@ -19,10 +19,11 @@ def by_one(op: str, label: str, machine: str) -> set[str]:
 @pytest.mark.parametrize("label", ["bfloat16 D=64", "bfloat16 D=128"])
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_they_are_where_they_have_run(op: str, label: str, triton: str) -> None:
-    """Nothing tries them first: what the launch table knows is enough. RWKV-7 with gradients halves where heads
-    are of 64: by one reference it would take 4 % more memory (tests/ops/test_memory.py)."""
+    """Nothing tries them first: what the launch table knows is enough. RWKV-7 with gradients halves where
+    heads are of 64: by one reference it would take 4 % more memory (tests/ops/test_memory.py)."""
     family, first = ("gla", "scores") if op in ("chunk_gla", "chunk_rwkv6") else ("dplr", "prepare")
-    both = set() if (op, label) == ("chunk_rwkv7", "bfloat16 D=64") else {f"{family}_{first}_one", f"{family}_grads_one"}
+    halves = (op, label) == ("chunk_rwkv7", "bfloat16 D=64")
+    both = set() if halves else {f"{family}_{first}_one", f"{family}_grads_one"}
     assert by_one(op, label, f"triton={triton},sm=90,sms=132") == both
 
 

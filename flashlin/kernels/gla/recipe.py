@@ -78,8 +78,9 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
                     carry_launch(problem, target, part)]
     kernels.append(state_launch("gla_scan", scan, problem, shared(scan), dots, part=part))
     if problem.needs_grad:
-        # a second stage is timed on Hopper: 0.321 ms for 0.385 (benchmarks/NOTES.md, change 6)
-        single = scan if is_hopper(target) and release(target.triton) >= TRIED else scan._replace(num_stages=1)
+        # on Hopper in 16 bits a second stage takes 0.32 ms for 0.39 (benchmarks/NOTES.md, change 6)
+        two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
+        single = scan if two else scan._replace(num_stages=1)
         kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
                     state_launch("gla_reverse", single, problem, shared(single), dots, part=part)]
         kernels += ([grads("gla_grads_one", 2 * GRADS), grads("gla_grads_rest", GRADS)] if one

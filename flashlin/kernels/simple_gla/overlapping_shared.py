@@ -1,8 +1,10 @@
-"""``simple_gla_shared`` of ``backward.py`` for Hopper, in which loads and products overlap: the gradients of a
-chunk where heads of v share q and k, one program for a share of the heads.
+"""``simple_gla_shared`` of ``backward.py`` for Hopper, in which loads and products overlap: the gradients of
+a chunk where heads of v share q and k, one program for a share of the heads.
 
-    dq = sum over heads of (do h^T) scale e^G + s k,     s_ij = sum of (do_i . v_j) scale e^{G_i - G_j}, j <= i
-    dk = sum over heads of (v dh^T) e^{G_L - G} + s^T q
+    dq = (do h^T) scale e^G, summed over heads, + s k
+    dk = (v dh^T) e^{G_L - G}, summed over heads, + s^T q
+
+with s_ij = (do_i . v_j) scale e^{G_i - G_j} for j <= i, summed over heads.
 
 Four warps add up dq, four dk, the one as the other with do and v, h and dh, q and k exchanged, each the pairs
 that it needs, so that none waits for the other; each writes what it knows of dg. A warp of its own loads the
@@ -25,12 +27,12 @@ from flashlin.kernels.simple_gla.overlapping import async_load
 
 
 @gluon.jit
-def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines, ready, full,
-               empty, row, qk_column, table, begin, heads, R, scale, BT: gl.constexpr, BK: gl.constexpr,
-               BV: gl.constexpr, STAGES: gl.constexpr):
+def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines, ready,
+               full, empty, row, qk_column, table, begin, heads, R, scale, BT: gl.constexpr,
+               BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
     """The warp that loads: q and k, then head after head, number i to slot i % STAGES, once both groups have
-    left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2, G_i,
-    scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}. table: the number of the chunk's states of head 0."""
+    left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2,
+    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}. table: the number of the chunk's state of head 0."""
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     mbarrier.expect(ready, 4 * BT * BK)
     async_load(q, [row, qk_column], ready, s_q)
@@ -58,8 +60,8 @@ def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_
 
 @gluon.jit
 def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_dh, lines, vectors, scores_of,
-              ready, full, empty, group: gl.constexpr, row, i_s, shares, begin, heads, H, scale, BT: gl.constexpr,
-              BK: gl.constexpr, STAGES: gl.constexpr):
+              ready, full, empty, group: gl.constexpr, row, i_s, shares, begin, heads, H, scale,
+              BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
     """A group: four warps. Group 0 makes dq of q's rows, of x = do and the states h, group 1 dk of k's, of
     x = v and dh. Besides, either takes half of the channels of (h . dh), which all gates of a chunk have."""
     of_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -100,7 +102,8 @@ def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_d
         p = p * gl.exp2(gl.where(causal, between, float("-inf")))
         ds += p
         pairs = gl.sum(p * s_scores.load(of_chunk), 1) * scale
-        beyond = warpgroup_mma(b_x, ring_own.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        beyond = warpgroup_mma(b_x, ring_own.index(slot).permute((1, 0)), nothing, use_acc=False,
+                               is_async=True)
         factor = lines.index(line + 1 + group).load(own_row)
         beyond = warpgroup_mma_wait(0, [beyond]) * factor[:, None]
         out += beyond
@@ -199,9 +202,11 @@ def simple_gla_overlapped_shared(
     fence_async_shared()
     gl.warp_specialize(
         [(add_heads, (dq, dg, s_q, s_k, ring_do, ring_v, ring_h, ring_h, ring_dh, lines, vectors,
-                      scores_of, ready, full, empty, 0, row, i_s, shares, begin, heads, H, scale, BT, BK, STAGES)),
+                      scores_of, ready, full, empty, 0, row, i_s, shares, begin, heads, H, scale, BT, BK,
+                      STAGES)),
          (add_heads, (dk, dg, s_k, s_q, ring_v, ring_do, ring_dh, ring_h, ring_dh, lines, vectors,
-                      scores_of, ready, full, empty, 1, row, i_s, shares, begin, heads, H, scale, BT, BK, STAGES)),
+                      scores_of, ready, full, empty, 1, row, i_s, shares, begin, heads, H, scale, BT, BK,
+                      STAGES)),
          (load_heads, (q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines,
                        ready, full, empty, row, i_g * BK, table, begin, heads, R, scale, BT, BK, BV,
                        STAGES))],

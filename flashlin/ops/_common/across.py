@@ -2,10 +2,10 @@
 
 Heads: an all-to-all, the op as it is, an all-to-all back. States: one autograd node per call (``_Chain``), in
 which a family's own forward and backward, by kernels or plain torch, run between the exchanges:
-    forward   what this rank's tokens leave alone of its last sequence (where that begins with them and is all
-              there is, the op tells), and what they do to a state that enters (``Chunked.decays``, or by the op
-              itself); the op, which waits for all ranks' states, folded up to this one, before its first kernel
-              that reads them (``launch.enter``).
+    forward   what this rank's tokens leave alone of its last sequence (where that begins with them and is
+              all there is, the op tells), and what they do to a state that enters (``Chunked.decays``, or by
+              the op itself); the op, which waits for all ranks' states, folded up to this one, before its
+              first kernel that reads them (``launch.enter``).
     backward  the gradient of what enters, by this rank's tokens alone; all ranks' folded from the last; the
               op's backward with what comes from behind.
 """
