@@ -52,9 +52,9 @@ def pulled(call: Callable[[], list[torch.Tensor]], given: list[Any]) -> list[tor
         return [*torch.autograd.grad(made, leaves, pulls)]
 
 
-def mamba2(device: torch.device, gradients: bool = False) -> list[torch.Tensor]:
+def mamba2(device: torch.device, gradients: bool = False, H: int = 4, G: int = 2) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    b, T, H, G, P, N = 2, 192, 4, 2, 64, 128
+    b, T, P, N = 2, 192, 64, 128
     x, B, C = (torch.randn(b, T, heads, size, device=device, dtype=torch.bfloat16)
                for heads, size in ((H, P), (G, N), (G, N)))
     dt, A = torch.rand(b, T, H, device=device), -torch.rand(H, device=device)
@@ -101,6 +101,7 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
 
 
 Call = Callable[[torch.device], list[torch.Tensor]]
+SHARED = "sums over heads, gradients"
 CALLS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "no decay": partial(sequences, "chunk_linear_attn"),
     "a decay a head": partial(sequences, "chunk_retention"),
@@ -122,7 +123,8 @@ DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
     "gated delta, groups": partial(delta, state=True, HV=8),
     "gated delta, 64 beside 128": partial(delta, state=True, V=64),
     "gated delta, 256 beside 64": partial(delta, state=True, D=64, V=256)}
-BACK = {f"{name}, gradients": partial(call, gradients=True) for name, call in {**CALLS, **DELTA}.items()}
+BACK = {**{f"{name}, gradients": partial(call, gradients=True) for name, call in {**CALLS, **DELTA}.items()},
+        SHARED: partial(mamba2, gradients=True, H=20, G=1)}
 ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
 # Of kernels that these have, too.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
@@ -140,7 +142,9 @@ LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
 
 
 def kernel_of(name: str) -> str:
-    """The scan that a call is to start."""
+    """The scan that a call is to start, or what follows it."""
+    if name == SHARED:
+        return "simple_gla_overlapped_shared"
     back = "_back" if "gradients" in name else ""
     return ("delta" if "delta" in name else "simple_gla") + "_overlapped" + back
 

@@ -723,7 +723,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
     if OVERLAPPED in finishing.traits:
-        strips = 2  # dg of later tokens' q, and of earlier ones' k
+        strips = 2  # what either group of warps knows of dg
     side = dict(walking.tile).get("SIDE", 0)  # dstates lies in dq and dk where there is one
     own = {} if side else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
