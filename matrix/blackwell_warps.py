@@ -33,6 +33,8 @@ from matrix.results import one_a_line
 
 D, T = 128, 128  # of heads, and tokens
 WARPS = (4, 8)
+# Of a kernel with so many warps; why is empty where it compiles, spills are bytes of a thread.
+COLUMNS = ("kernel", "BT", "warps", "status", "tcgen05", "spills", "why")
 
 
 def limiting(target: Target) -> list[str]:
@@ -52,18 +54,16 @@ def started(target: Target, ignore: list[str]) -> list[Recorded]:
     return [launch for launch in launches if "dot" in launch.traits]
 
 
-def of_release(triton: str, card: str) -> list[dict[str, Any]]:
-    """A row for each kernel and number of warps."""
+def of_release(triton: str, card: str) -> list[list[Any]]:
+    """A row of COLUMNS for each kernel and number of warps."""
     target = next(one for one in cells.CARDS if one.name == card).target(triton, torch.__version__)
     without = started(target, limiting(target))
     tried = [*started(target, []),
              *(launch._replace(num_warps=warps) for warps in WARPS for launch in without
                if launch.num_warps > 1)]
     jobs = [Job(int(card[2:]), launch) for launch in dict.fromkeys(tried)]
-    return [{"triton": triton, "kernel": job.launch.kernel, "BT": dict(job.launch.constants)["BT"],
-             "warps": job.launch.num_warps, "status": result.status,
-             "tcgen05": "tcgen05.mma" in result.matrix, "spills": result.spills,
-             **({} if result.ok else {"cause": result.cause or result.message})}
+    return [[job.launch.kernel, dict(job.launch.constants)["BT"], job.launch.num_warps, result.status,
+             "tcgen05.mma" in result.matrix, result.spills, "" if result.ok else result.cause or result.message]
             for job, result in zip(jobs, compile_launches(jobs, triton_environment(triton)), strict=True)]
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     given = parser.parse_args()
     place = given.out / f"blackwell-warps-{given.card}.json"
-    known = json.loads(place.read_text()) if place.exists() else {"ignore": {}, "rows": []}
+    known = json.loads(place.read_text()) if place.exists() else {"ignore": {}, "releases": {}}
     for cell in cells.whole().tritons:
         triton = cell.triton
         target = next(one for one in cells.CARDS if one.name == given.card).target(triton, torch.__version__)
@@ -85,10 +85,12 @@ def main() -> int:
             continue
         rows = of_release(triton, given.card)
         known["ignore"][triton] = ids
-        known["rows"] = [row for row in known["rows"] if row["triton"] != triton] + rows
-        place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D, **known}))
-        for warps in sorted({row["warps"] for row in rows}):
-            some = [row for row in rows if row["warps"] == warps]
+        known["releases"][triton] = rows
+        place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D, "columns": COLUMNS,
+                                     "ignore": known["ignore"], "releases": known["releases"]}))
+        told = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        for warps in sorted({row["warps"] for row in told}):
+            some = [row for row in told if row["warps"] == warps]
             good, by_tcgen05 = (sum(map(one, some)) for one in (lambda row: row["status"] == "ok",
                                                                 lambda row: row["tcgen05"]))
             print(f"{triton} {warps} warps: {good} of {len(some)} compile, {by_tcgen05} by tcgen05, at most "
