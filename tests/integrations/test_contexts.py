@@ -62,16 +62,18 @@ def test_a_context_of_fla_and_the_edges_of_the_whole_say_the_same(monkeypatch: p
 
 
 def in_a_patched_program(op: str, group: Any) -> None:
-    """fla's own function, called with fla's own context."""
+    """fla's own function, called with fla's own context, which for a convolution has to know its taps."""
     edges = [0, 5, 10, 11, 48]
     call = made(op, 2, 48, edges)
-    right = getattr(flashlin, op)(**call.tokens, **call.options)[0]
-    options = {name: x for name, x in call.options.items() if name != "cu_seqlens"}
+    weights = {name: x for name, x in call.shared.items() if name in ("weight", "bias")}
+    right = getattr(flashlin, op)(**call.tokens, **weights, **call.options)[0]
+    options = weights | {name: x for name, x in call.options.items() if name != "cu_seqlens"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no GPU here
-        theirs = importlib.import_module(f"fla.ops.{op.removeprefix('chunk_')}")
+        home = "fla.modules" if op in ("causal_conv1d", "token_shift") else "fla.ops"
+        theirs = importlib.import_module(f"{home}.{op.removeprefix('chunk_')}")
         cp = importlib.import_module("fla.ops.cp")
-    given = cp.build_cp_context(torch.tensor(edges), group=group)
+    given = cp.build_cp_context(torch.tensor(edges), group=group, conv1d_kernel_size=4)
     with flashlin.patched("fla"):
         o = getattr(theirs, op)(**of_rank(call, group).tokens, **options, cp_context=given)[0]
     mine = right.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
@@ -81,5 +83,5 @@ def in_a_patched_program(op: str, group: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_patched_program_of_fla_shares_sequences(tmp_path: Path) -> None:
     said = run_jobs({op: (2, partial(in_a_patched_program, op)) for op in (
-        "chunk_kda", "chunk_gated_delta_product", "chunk_gdn2")}, tmp_path)
+        "chunk_kda", "chunk_gated_delta_product", "chunk_gdn2", "causal_conv1d")}, tmp_path)
     assert not any(text for ranks in said.values() for text in ranks), said

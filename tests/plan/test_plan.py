@@ -163,11 +163,11 @@ def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
 
 def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
     """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something, of
-    which STAGES is no side, and SIDE none where it is 0."""
+    which STAGES is no side, and SIDE and REGISTERS none where they are 0."""
     return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
                and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
-               and all((size > 0 or name == "SIDE") and (size & (size - 1) == 0 or name == "STAGES")
+               and all((size > 0 or name in ("SIDE", "REGISTERS")) and (size & (size - 1) == 0 or name == "STAGES")
                        for name, size in launch.tile)
                for launch in plan.launches)
 
