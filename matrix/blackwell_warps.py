@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--card", default="sm100", choices=("sm100", "sm103", "sm110"))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)  # now, not when all is compiled
     place = given.out / f"blackwell-warps-{given.card}.json"
     known = json.loads(place.read_text()) if place.exists() else {"ignore": {}, "releases": {}}
     for cell in cells.whole().tritons:
