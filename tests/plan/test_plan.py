@@ -486,7 +486,7 @@ def snapshots() -> Snapshots:
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
             sizes = "K=V" if FAMILIES[way[0]].head_dim else "D"
             found.setdefault(f"{' '.join(filter(None, way))} {dtype} {sizes}={D}", {})[
-                f"sm{sm} triton {of}"] = text
+                f"sm{sm} {of}"] = text
     return found
 
 
