@@ -63,7 +63,8 @@ def of_release(triton: str, card: str) -> list[list[Any]]:
                if launch.num_warps > 1)]
     jobs = [Job(int(card[2:]), launch) for launch in dict.fromkeys(tried)]
     return [[job.launch.kernel, dict(job.launch.constants)["BT"], job.launch.num_warps, result.status,
-             "tcgen05.mma" in result.matrix, result.spills, "" if result.ok else result.cause or result.message]
+             "tcgen05.mma" in result.matrix, result.spills,
+             "" if result.ok else result.cause or result.message]
             for job, result in zip(jobs, compile_launches(jobs, triton_environment(triton)), strict=True)]
 
 
@@ -89,8 +90,9 @@ def main() -> int:
             continue
         known["ignore"][triton] = ids
         known["releases"][triton] = rows
-        place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D, "columns": COLUMNS,
-                                     "ignore": known["ignore"], "releases": known["releases"]}))
+        place.write_text(one_a_line({"card": given.card, "dtype": "bfloat16", "head_dim": D,
+                                     "columns": COLUMNS, "ignore": known["ignore"],
+                                     "releases": known["releases"]}))
         told = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
         for warps in sorted({row["warps"] for row in told}):
             some = [row for row in told if row["warps"] == warps]

@@ -173,6 +173,10 @@ def main() -> int:
         # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
         os._exit(0)
     card = record.this_card()
+    if arguments.known:
+        like = {name: fact for name, fact in record.made_by(card).items() if name != "device"}
+        if not arguments.known.is_file() or not like.items() <= load_gpu(arguments.known).items():
+            parser.error(f"--known: got {arguments.known}, need a record of a card with {like}")
     before: dict[str, Any] = {}
     place = record.place(arguments.out or Path(), "gpu", card)
     if arguments.out and place.exists() and (arguments.op or arguments.missing):

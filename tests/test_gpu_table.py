@@ -112,6 +112,28 @@ def test_a_record_of_other_versions_is_not_read(monkeypatch: pytest.MonkeyPatch,
     assert gpu.main() == 0 and known == [None, place, None]
 
 
+def test_what_another_card_knows_is_of_these_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    known: list[Path | None] = []
+
+    def collect(jobs: int, ops: list[str], seconds: float, other: Path | None) -> list[dict[str, Any]]:
+        known.append(other)
+        return []
+    monkeypatch.setattr(gpu, "collect", collect)
+    monkeypatch.setattr(record, "this_card", lambda: HERE)
+    other = tmp_path / "gpu-other.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--known", str(other)])
+    facts = {**record.made_by(HERE), "device": "another"}
+    other.write_text(json.dumps(facts))
+    assert gpu.main() == 0 and known == [other]
+    for wrong in ({**facts, "triton": "3.2.0"}, {**facts, "capability": [8, 0]}, None):
+        other.unlink() if wrong is None else other.write_text(json.dumps(wrong))
+        with pytest.raises(SystemExit):
+            gpu.main()
+        assert f"--known: got {other}, need a record" in capsys.readouterr().err
+    assert known == [other]
+
+
 def test_configurations_of_kernels_that_have_changed_leave_a_record() -> None:
     source = source_hash("flashlin.kernels.simple_gla.forward", "simple_gla_scan")
     assert gpu.of_today({"simple_gla_scan BT=64": source, "simple_gla_scan BT=32": source[:-1] + "-",

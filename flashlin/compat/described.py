@@ -11,8 +11,9 @@ Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 def described(**blocks: Block) -> Callable[[Any], Described]:
-    """Decorates ``@gluon.jit``: these parameters are descriptors. REGISTERS, if the kernel has that, bounds
-    those of a thread, as a mean over its warps, which Gluon gives as many as there are; 0: nothing does."""
+    """Decorates ``@gluon.jit``: these parameters are descriptors. REGISTERS, a constexpr that a kernel may
+    have, bounds the registers of a thread, as a mean over its warps; without it, or where it is 0, Gluon
+    gives a program all there are."""
     return partial(Described, blocks)
 
 
@@ -44,19 +45,10 @@ class Described:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return lambda *values, **options: self.kernel[grid](
-            *self._described(values, options), **options, **self._bound(values, options))
+        return lambda *values, **options: self._called(self.kernel[grid], values, options)
 
     def warmup(self, *values: Any, **options: Any) -> Any:
-        return self.kernel.warmup(*self._described(values, options), **options,
-                                  **self._bound(values, options))
-
-    def _named(self, values: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}
-
-    def _bound(self, values: Sequence[Any], options: Mapping[str, Any]) -> dict[str, int]:
-        registers = self._named(values, options).get("REGISTERS")
-        return {"maxnreg": registers} if registers else {}
+        return self._called(self.kernel.warmup, values, options)
 
     def lent(self, values: Sequence[Any]) -> list[Any]:
         """What its compiled kernel is started with; values: of all its parameters, in their order, tensors or
@@ -68,10 +60,10 @@ class Described:
                             [columns, 1])
         return lent
 
-    def _described(self, values: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
+    def _called(self, call: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-        given, described = self._named(values, options), [*values]
+        given, described = {**dict(zip(self.kernel.arg_names, values, strict=False)), **options}, [*values]
         for at, name in self.places:
             x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
@@ -79,4 +71,6 @@ class Described:
             layout = gl.NVMMASharedLayout.get_default_for([tall, wide], dtype)
             described[at] = TensorDescriptor(x, [*(rows or [given["rows"]]), columns], [columns, 1],
                                              [tall, wide], layout)
-        return described
+        if given.get("REGISTERS"):
+            options["maxnreg"] = given["REGISTERS"]
+        return call(*described, **options)

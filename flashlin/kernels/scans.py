@@ -277,7 +277,7 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 
 def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],
                shared: int) -> Launch | None:
-    """A family's scan in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
+    """A family's kernel in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
     waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run. tile: BT,
     BK, which is K, BV and STAGES; GROUPS, if a program has several times BV columns."""
     columns = tile["BV"] * tile.get("GROUPS", 1)

@@ -449,7 +449,10 @@ def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memo
     for number in range(4):
         card.begin()
         at: list[int] = []
-        with launch.entering(lambda at=at: at.append(len(card.read))):  # type: ignore[misc]
+
+        def wait(at: list[int] = at) -> None:
+            at.append(len(card.read))
+        with launch.entering(wait):
             getattr(flashlin, case)(**{**x, "g": gate}, initial_state=torch.zeros(2, 2, 16, 16))
         [first] = at
         late = [name for name, *_ in card.read[first:]]

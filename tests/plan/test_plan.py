@@ -167,7 +167,8 @@ def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
     return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
                and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
-               and all((size > 0 or name in ("SIDE", "REGISTERS")) and (size & (size - 1) == 0 or name == "STAGES")
+               and all((size > 0 or name in ("SIDE", "REGISTERS"))
+                       and (size & (size - 1) == 0 or name == "STAGES")
                        for name, size in launch.tile)
                for launch in plan.launches)
 

@@ -68,7 +68,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         # what it leaves to halving needs no tile that Hopper's known issue rules out
         wide = problem._replace(avoid=problem.avoid | {"narrow_grads"})
         by_one = planned(wide, target, narrow, one=True)
-        # with gradients, chunks of 64 take 4 % more memory than the halves' of 32 where heads have 64 channels
+        # with gradients, chunks of 64 take 4 % more memory than the halves' of 32 where heads have 64
+        # channels
         larger = problem.needs_grad and "b" in problem.options and problem.K <= BLOCK
         fit = by_one[-1].block("BT") == BLOCK <= problem.K and not larger
         if one_is_proven(problem, target, by_one, fit):

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import enter, start
+from flashlin.compat.launch import start
 from flashlin.guards.problem import OVERLAPPED, Launch, Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
@@ -116,7 +116,6 @@ def simple_gla_scan(
 def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
-        enter()
         o, ht, _ = recurrent.run(plan, TokenByToken(**x._asdict()), ("v_first",) if how.state_v_first else (),
                                  how.scale, how.has_ht, how.out_dtype)
         return o, ht

@@ -2,9 +2,10 @@
 where a plan names its kernel, since Gluon came with Triton 3.5.
 
 Plain Triton waits for every product before the next one. Here a warp of its own loads q, k and v of the next
-chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} v is made, the
-state's update runs beside (q k^T) v, and o is stored behind the next chunk. It takes whole chunks of dense
-sequences (``recipe.py``); benchmarks/results/overlapping-* has what that gains.
+chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} k is made, which
+stays in registers, the state's update w^T v runs beside (q k^T) v, and o is stored behind the next chunk. It
+takes whole chunks of dense sequences (``recipe.py``); benchmarks/results/overlapping-* and two-programs-*
+have what that gains.
 """
 
 from triton.experimental import gluon
@@ -152,7 +153,7 @@ def simple_gla_overlapped(
     BK: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,  # see compat/described.py
     DECAY: gl.constexpr,
     HAS_H0: gl.constexpr,
     HAS_HT: gl.constexpr,

@@ -185,7 +185,7 @@ def simple_gla_overlapped_back(
     BV: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,  # see compat/described.py
     SIDE: gl.constexpr,
     STATES: gl.constexpr,
     DECAY: gl.constexpr,
