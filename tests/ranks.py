@@ -248,9 +248,10 @@ def _rank(rank: int, size: int, folder: str, backend: str, patience: float,
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=patience)
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=size,
-                            timeout=timedelta(seconds=patience))
-    groups = {n: dist.new_group(list(range(n))) for n in sorted({n for n, _ in jobs.values()})}
+                            timeout=timeout)
+    groups = {n: dist.new_group(list(range(n)), timeout) for n in sorted({n for n, _ in jobs.values()})}
     said = {}
     for name, (n, job) in jobs.items():
         if rank < n:
