@@ -64,8 +64,8 @@ def on_gpus(folder: Path) -> list[str]:
         "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
         "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
         "and may be 1.2. Of fla's layers this is a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
-        "HGRN2 and RWKV-7; its other layers have not been measured so. Each row has its own day; that above "
-        "a table is the last one's.",
+        "HGRN2, RWKV-7, Gated DeltaNet 2, Comba and Gated DeltaProduct; its other layers have not been measured "
+        "so. Each row has its own day; that above a table is the last one's.",
         ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
          "inputs", "loss after 20 steps", "day"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
