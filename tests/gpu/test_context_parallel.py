@@ -86,8 +86,8 @@ def dies(begun: Path, group: Any) -> None:
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
 def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
     """It raises, or NCCL ends its process: 30 seconds until the group's timeout, and a minute that NCCL's
-    watchdog leaves for a dump. One that waits on is killed after 280 seconds."""
+    watchdog leaves for a dump."""
     began, begun = time.monotonic(), tmp_path / "backward"
-    said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 280, 30)["dies"]
-    assert begun.exists() and time.monotonic() - began < 280, said
+    said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 240, 30)["dies"]
+    assert begun.exists() and time.monotonic() - began < 200, said
     assert said[0] and said[1] == "the process was gone", said
