@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from matrix import cells, figures, support, workflow
 from matrix import run as runner
-from matrix.results import Cell, Matrix, load_result
+from matrix.results import Cell, CellResult, Matrix, load_result
 from matrix.squares import CellState, Planned
 from matrix.stacks import run as stacks
 
@@ -57,6 +57,14 @@ def planned(whole: Matrix) -> list[CellState]:
     return every
 
 
+def take(whole: Matrix, folder: Path, results: Path) -> list[Cell]:
+    """Keep the cells whose files lie in a folder among the results; which these are."""
+    there = [cell for cell in whole.cell if (folder / f"{cell.name}.json").exists()]
+    for cell in there:
+        load_result(folder, cell).save(results)
+    return there
+
+
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m matrix", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -80,6 +88,9 @@ def command_line() -> argparse.ArgumentParser:
     report = commands.add_parser("report",
                                  help="write SUPPORT.md, the launch table and build/support.html from the "
                                       "results")
+    report.add_argument("--take", action="append", default=[], type=Path, metavar="FOLDER",
+                        help="take in the cells that another machine has run, of which each is alone in its "
+                             "folder beside its launches.json (repeatable)")
     report.add_argument("--check", action="store_true",
                         help="write nothing; exit with 1 if the first two are not what the results say")
     programs = commands.add_parser("stacks", help="run other packages' models, raw and patched")
@@ -112,6 +123,9 @@ def main() -> int:
             parser.error(f"--stack: {error}")
         return stacks.run(chosen_stacks, options.model, options.way, options.out, options.jobs)
     if options.command == "report":
+        for folder in options.take:
+            if not take(whole, folder, RESULTS):
+                parser.error(f"--take: got {folder}, need a folder with a cell's file, such as triton-3.6.0.json")
         return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE,
                              check=options.check)
     unknown = [name for name in options.cell
@@ -135,7 +149,7 @@ def run(whole: Matrix, chosen: list[Cell], options: argparse.Namespace) -> int:
     cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
     for cell in chosen:
         if options.afresh:
-            (options.out / f"{cell.name}.json").unlink(missing_ok=True)
+            CellResult(cell=cell).save(options.out)
         bar.cell = cell.triton
         state = runner.run(cell, cards, options.out, tuple(options.layer), main=options.main,
                            jobs=options.jobs, timeout=options.timeout, progress=bar)

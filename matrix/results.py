@@ -1,4 +1,5 @@
-"""What the matrix keeps, as data: ``matrix/results/triton-<version>.json``, one file a cell. It holds what
+"""What the matrix keeps, as data, in ``matrix/results``: ``triton-<version>.json``, a file for each cell, and
+``launches.json``, what came of each launch under every release, since much of it is the same. They hold what
 only a compiler or a run can tell; what calls a cell has and where they lead is planned anew (matrix/run.py)
 each time it is asked for."""
 from __future__ import annotations
@@ -6,8 +7,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +20,10 @@ from flashlin.testing.record import Recorded, is_current, source_hash
 
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
+LAUNCHES = "launches.json"
+Known = TypeVar("Known")
+# (configuration, launch without the kernel's name) -> release -> cards, ``together`` -> ``Compiled.brief``
+Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
 class Facts(BaseModel):
@@ -101,6 +107,20 @@ class Compiled(Facts):
         """Whether a plan that leads elsewhere does so because of it."""
         return self.refused or self.slow is not None
 
+    def brief(self) -> int | list[int] | dict[str, Any]:
+        """As it is kept: bytes of shared memory; of what is slow they and the figures; else all there is."""
+        if self.status == "ok" and self.counted:
+            return [self.shared, *filter(None, self.slow)] if self.slow else self.shared
+        return self.model_dump(exclude_defaults=True)
+
+    @classmethod
+    def of(cls, brief: Any) -> Compiled:
+        """What ``brief`` made short."""
+        if isinstance(brief, dict):
+            return cls(**brief)
+        shared, *figures = brief if isinstance(brief, list) else [brief]
+        return cls(shared=shared, counted=True, slow=Figures(*figures) if figures else None)
+
     def why(self, planned_shared: int) -> str:
         """``""`` if it may be launched where the plan reckons with that many bytes of shared memory."""
         if self.status != "ok":
@@ -146,25 +166,83 @@ class CellResult(Facts):
         self.launches.setdefault(name, Tried(config=launch.config)).cards[card] = verdict
 
     def save(self, folder: Path) -> None:
-        """Whole or not at all: a run may be killed at any time."""
+        """Each file whole or not at all: a run may be killed at any time. Of other cells' launches those go
+        whose kernels have changed since."""
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f".{self.cell.name}.json"
-        kernels = {name: self.kernels[name]
-                   for name in sorted({kernel_of(launch) for launch in self.launches})}
-        fields = self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"})
-        fresh.write_text(one_a_line({**fields, "kernels": kernels, "launches": _lines(self.launches)}), encoding="utf-8")
-        os.replace(fresh, folder / f"{self.cell.name}.json")
+        own = _release(self.cell)
+        with _alone(folder):
+            kernels, ledger = _ledger(folder)
+            for known in ledger.values():
+                known.pop(own, None)
+            for launch, tried in self.launches.items():
+                ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = together(
+                    {card: tried.cards[card].brief() for card in sorted(tried.cards, key=_by_number)})
+            lines: dict[str, dict[str, Any]] = {}
+            for (config, name), known in sorted(ledger.items()):
+                if known:
+                    lines.setdefault(config, {})[name] = together(
+                        {one: known[one] for one in sorted(known, key=release)})
+            _replace(folder / LAUNCHES, {
+                "kernels": dict(sorted({**kernels, **self.kernels}.items())),
+                "launches": {config: together(line) for config, line in lines.items()}})
+            _replace(folder / f"{self.cell.name}.json",
+                     self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"}))
 
 
 def load_result(folder: Path, cell: Cell) -> CellResult:
     """What was kept of a cell, without verdicts on kernels that have changed since."""
-    path = folder / f"{cell.name}.json"
+    path, own = folder / f"{cell.name}.json", _release(cell)
     fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kernels = {name: source for name, source in fields.pop("kernels", {}).items() if is_current(source, name)}
-    tried = dict(one for line in fields.pop("launches", ()) for one in _tried(line))
-    return CellResult(cell=cell, kernels=kernels,
-                      launches={name: one for name, one in tried.items() if kernel_of(name) in kernels},
-                      **fields)
+    kernels, ledger = _ledger(folder)
+    tried = {f"{config.partition(' ')[0]}-{name}": Tried(config=config, cards={
+                 card: Compiled.of(brief) for card, brief in apart(known[own]).items()})
+             for (config, name), known in ledger.items() if own in known}
+    return CellResult(cell=cell, kernels=kernels, launches=tried, **fields)
+
+
+def together(known: Mapping[str, Known]) -> dict[str, Known]:
+    """Names of which the same is known as one, with spaces between them."""
+    alike: dict[str, list[str]] = {}
+    for name, one in known.items():
+        alike.setdefault(json.dumps(one), []).append(name)
+    return {" ".join(names): json.loads(one) for one, names in alike.items()}
+
+
+def apart(known: Mapping[str, Known]) -> dict[str, Known]:
+    """What was ``together``, name by name."""
+    return {name: one for names, one in known.items() for name in names.split()}
+
+
+def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
+    """Each kernel's source when it was compiled, and what is known of launches: without kernels that have
+    changed since."""
+    path = folder / LAUNCHES
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}, "launches": {}}
+    kernels = {name: source for name, source in kept["kernels"].items() if is_current(source, name)}
+    return kernels, {(config, name): apart(known) for config, line in kept["launches"].items()
+                     if config.partition(" ")[0] in kernels for name, known in apart(line).items()}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Other processes that keep something there wait meanwhile: cells are run side by side."""
+    import fcntl
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
+def _replace(path: Path, fields: dict[str, Any]) -> None:
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(one_a_line(fields), encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def _release(cell: Cell) -> str:
+    return cell.name.partition("-")[2]
 
 
 def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
@@ -182,47 +260,6 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
 
 def kernel_of(launch: str) -> str:
     return launch.rpartition("-")[0]
-
-
-def _lines(launches: Mapping[str, Tried]) -> list[dict[str, Any]]:
-    """A line for each configuration: by ids, without the kernel's name, what is known of all of these."""
-    alike: dict[str, dict[str, list[str]]] = {}
-    for launch, tried in sorted(launches.items()):
-        known = alike.setdefault(tried.config, {})
-        known.setdefault(json.dumps(_known(tried.cards)), []).append(launch.rpartition("-")[2])
-    return [{"config": config, **{" ".join(ids): json.loads(one) for one, ids in known.items()}}
-            for config, known in sorted(alike.items())]
-
-
-def _known(of: Mapping[str, Compiled]) -> dict[str, Any]:
-    """Cards of which the same is known stand together. fine: cards -> bytes of shared memory; slow: the same
-    and the figures; ok: of what was not counted; failed: cards -> what happened."""
-    alike: dict[str, list[str]] = {}
-    for card in sorted(of, key=_by_number):
-        alike.setdefault(of[card].model_dump_json(exclude_defaults=True), []).append(card)
-    verdicts = {" ".join(cards): of[cards[0]] for cards in alike.values()}
-    known = {"fine": {cards: one.shared for cards, one in verdicts.items()
-                      if one.status == "ok" and one.counted and not one.slow},
-             "slow": {cards: (one.shared, *filter(None, one.slow)) for cards, one in verdicts.items() if one.slow},
-             "ok": {cards: one.shared for cards, one in verdicts.items()
-                    if one.status == "ok" and not one.counted},
-             "failed": {cards: one.model_dump(exclude_defaults=True)
-                        for cards, one in verdicts.items() if one.status != "ok"}}
-    return {name: value for name, value in known.items() if value}
-
-
-def _tried(line: dict[str, Any]) -> Iterator[tuple[str, Tried]]:
-    config = line.pop("config")
-    for ids, known in line.items():
-        verdicts = {cards: Compiled(shared=shared) for cards, shared in known.get("ok", {}).items()}
-        verdicts |= {cards: Compiled(shared=shared, counted=True)
-                     for cards, shared in known.get("fine", {}).items()}
-        verdicts |= {cards: Compiled(shared=shared, counted=True, slow=Figures(*figures))
-                     for cards, (shared, *figures) in known.get("slow", {}).items()}
-        verdicts |= {cards: Compiled(**fields) for cards, fields in known.get("failed", {}).items()}
-        for name in ids.split():
-            yield f"{config.partition(' ')[0]}-{name}", Tried(config=config, cards={
-                card: one for cards, one in verdicts.items() for card in cards.split()})
 
 
 def _by_number(card: str) -> tuple[bool, int, str]:

@@ -15,7 +15,7 @@ from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix, slow_by_config
+from matrix.results import Matrix, slow_by_config, together
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import table as programs
 
@@ -145,16 +145,8 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     for state in every:
         for config, cards in slow_by_config(state.result).items():
             table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
-    lines = [f" {json.dumps(config)}: {json.dumps(_together(table[config]))}" for config in sorted(table)]
+    lines = [f" {json.dumps(config)}: {json.dumps(together(table[config]))}" for config in sorted(table)]
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
-
-
-def _together(releases: dict[str, proven.Record]) -> dict[str, proven.Record]:
-    """Releases of which the same is known under one name."""
-    alike: dict[str, list[str]] = {}
-    for triton, record in releases.items():
-        alike.setdefault(json.dumps(record), []).append(triton)
-    return {" ".join(tritons): json.loads(record) for record, tritons in alike.items()}
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:

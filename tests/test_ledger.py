@@ -7,14 +7,29 @@ import inspect
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashlin.testing.record import Recorded, source_hash, source_of
 from flashlin.testing.source_text import normalised
 from matrix import cells, gpu
-from matrix.results import Cell, CellResult, Compiled, Figures, Verdict, by_source, load_gpu, load_result, one_a_line
+from matrix.__main__ import take
+from matrix.results import (
+    LAUNCHES,
+    Cell,
+    CellResult,
+    Compiled,
+    Figures,
+    Matrix,
+    Verdict,
+    by_source,
+    load_gpu,
+    load_result,
+    one_a_line,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = Cell(triton="3.6.0", kind="gate")
@@ -137,9 +152,9 @@ def launch(kernel: str, BT: int) -> Recorded:
 REFUSED = Compiled(status="abort", message="SIGABRT", cause="Assertion `x' failed")
 
 
-def kept(folder: Path, **verdicts: Compiled) -> CellResult:
+def kept(folder: Path, cell: Cell = CELL, **verdicts: Compiled) -> CellResult:
     """Of two kernels; the verdicts on one launch, by card."""
-    result = CellResult(cell=CELL, date="2026-11-22", layers={"compile": 1.5},
+    result = CellResult(cell=cell, date="2026-11-22", layers={"compile": 1.5},
                         verdicts=(Verdict(layer="import", name="import", ok=True),))
     result.enter(launch("gate_cumsum", 64), "gate_cumsum-b", "sm90", Compiled(shared=512))
     for card, verdict in verdicts.items():
@@ -150,7 +165,11 @@ def kept(folder: Path, **verdicts: Compiled) -> CellResult:
 
 
 def lines(folder: Path) -> list[str]:
-    return (folder / "triton-3.6.0.json").read_text().splitlines()
+    return (folder / LAUNCHES).read_text().splitlines()
+
+
+def known(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / LAUNCHES).read_text())["launches"])
 
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
@@ -160,14 +179,13 @@ def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Pa
     verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
-    at = lines(tmp_path).index('"launches": [')
-    assert [json.loads(line.rstrip(",")) for line in lines(tmp_path)[at + 1:-2]] == [
-        {"config": "conv_backward_x BT=16 warps=4 stages=1", "a": {
-            "fine": {"sm90 sm100 gfx90a": 2048},
-            "slow": {"sm70": [2048, 19104, 32, 6181, 3175], "sm89": [2048, 1001]}, "ok": {"sm80": 0},
-            "failed": {"sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"}}}},
-        {"config": "gate_cumsum BT=32 warps=4 stages=1", "c": {"ok": {"gfx942": 0}}},
-        {"config": "gate_cumsum BT=64 warps=4 stages=1", "b": {"ok": {"sm90": 512}}}]
+    assert known(tmp_path) == {
+        "conv_backward_x BT=16 warps=4 stages=1": {"a": {"3.6.0": {
+            "sm70": [2048, 19104, 32, 6181, 3175],
+            "sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"},
+            "sm80": {}, "sm89": [2048, 1001], "sm90 sm100 gfx90a": 2048}}},
+        "gate_cumsum BT=32 warps=4 stages=1": {"c": {"3.6.0": {"gfx942": {}}}},
+        "gate_cumsum BT=64 warps=4 stages=1": {"b": {"3.6.0": {"sm90": {"shared": 512}}}}}
     before = lines(tmp_path)
     kept(tmp_path, **dict(reversed(verdicts.items())))
     assert lines(tmp_path) == before, "in whatever order it was found"
@@ -181,9 +199,44 @@ def test_a_kernel_that_changes_touches_its_own_lines(tmp_path: Path) -> None:
     assert len(changed) == 2 and all("conv_backward_x BT=16" in line for line in changed)
 
 
+def test_releases_of_which_the_same_is_known_stand_together(tmp_path: Path) -> None:
+    config, verdicts = "conv_backward_x BT=16 warps=4 stages=1", {"sm80": Compiled(shared=1, counted=True)}
+    for triton in ("3.10.0", "3.6.0", "3.5.1"):
+        other = REFUSED if triton == "3.10.0" else verdicts["sm80"]
+        kept(tmp_path, Cell(triton=triton, kind="gate"), **{**verdicts, "sm90": other})
+    assert known(tmp_path)[config] == {"a": {"3.5.1 3.6.0": {"sm80 sm90": 1}, "3.10.0": {
+        "sm80": 1, "sm90": REFUSED.model_dump(exclude_defaults=True)}}}
+    CellResult(cell=CELL).save(tmp_path)
+    assert list(known(tmp_path)[config]["a"]) == ["3.5.1", "3.10.0"], "one is forgotten, the others stay"
+    assert not load_result(tmp_path, CELL).launches
+    assert load_result(tmp_path, Cell(triton="3.5.1", kind="gate")).launches["conv_backward_x-a"].cards == {
+        "sm80": verdicts["sm80"], "sm90": verdicts["sm80"]}
+
+
+def test_cells_that_are_run_side_by_side_lose_nothing(tmp_path: Path) -> None:
+    every = [Cell(triton=f"3.{minor}.0", kind="gate") for minor in range(8)]
+    with ThreadPoolExecutor(len(every)) as threads:
+        for made in [threads.submit(kept, tmp_path, cell, sm80=REFUSED) for cell in every for _ in range(5)]:
+            made.result()
+    assert all(len(load_result(tmp_path, cell).launches) == 3 for cell in every)
+
+
+def test_a_cell_that_was_run_elsewhere_is_taken_in(tmp_path: Path) -> None:
+    here, there, other = tmp_path / "here", tmp_path / "there", Cell(triton="3.5.1", kind="gate")
+    kept(here, sm80=Compiled(), sm90=Compiled())
+    kept(there, sm80=Compiled(), sm90=Compiled())
+    kept(there, other, sm80=REFUSED)
+    (there / f"{CELL.name}.json").unlink()  # of its other cells it knows no more than was checked out
+    kept(here, sm80=REFUSED)
+    both = Matrix(card=(), cell=(CELL, other))
+    assert take(both, there, here) == [other] and not take(both, tmp_path, here)
+    assert load_result(here, other) == load_result(there, other)
+    assert load_result(here, CELL).launches["conv_backward_x-a"].cards == {"sm80": REFUSED}
+
+
 def test_verdicts_on_a_kernel_that_has_changed_are_gone_and_no_others(tmp_path: Path) -> None:
     kept(tmp_path, sm80=REFUSED)
-    path = tmp_path / "triton-3.6.0.json"
+    path = tmp_path / LAUNCHES
     path.write_text(path.read_text().replace(source_hash("flashlin.kernels.conv.backward", "conv_backward_x"),
                                              "flashlin.kernels.conv.backward:0"))
     assert set(load_result(tmp_path, CELL).launches) == {"gate_cumsum-b", "gate_cumsum-c"}
@@ -198,6 +251,7 @@ def test_the_results_are_as_they_would_be_written(tmp_path: Path) -> None:
         kept = ROOT / "matrix" / "results" / f"{cell.name}.json"
         assert kept.exists(), f"run: python -m matrix run --cell {cell.name}"
         assert (tmp_path / kept.name).read_text() == kept.read_text()
+    assert (tmp_path / LAUNCHES).read_text() == (ROOT / "matrix" / "results" / LAUNCHES).read_text()
     for path in (ROOT / "matrix" / "results").glob("gpu-*.json"):
         record = load_gpu(path)
         kept = {"configs": by_source(record["configs"]), "rows": [gpu.brief(row) for row in record["rows"]]}

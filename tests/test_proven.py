@@ -17,7 +17,7 @@ from flashlin.policy import Policy
 from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
-from matrix.results import Cell, CellResult, Compiled, by_source, load_result
+from matrix.results import LAUNCHES, Cell, CellResult, Compiled, by_source, load_result
 from matrix.squares import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
@@ -225,7 +225,7 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     whole = found(n1=FINE, n2=BAD)
     whole.result.save(tmp_path)
     assert load_result(tmp_path, whole.result.cell).launches == whole.result.launches
-    path = tmp_path / "triton-3.6.0.json"
+    path = tmp_path / LAUNCHES
     path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"],
                                              "flashlin.kernels.pieces:0123"))
     old = load_result(tmp_path, whole.result.cell)
