@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +21,6 @@ from flashlin.testing.record import Recorded, is_current, source_hash
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
 LAUNCHES = "launches.json"
-Known = TypeVar("Known")
 # (configuration, launch without the kernel's name) -> release -> cards, ``together`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
@@ -87,14 +86,13 @@ class Figures(NamedTuple):
 
 
 class Compiled(Facts):
-    """What came of a launch on a card: see ``testing.compile.Result``. counted: whether its figures are known
-    (those of verdicts before 2026-11-23 are not); slow: they, where they are (``proven.slow_of``), of what is
-    not very slow the bytes alone. Others are not kept: a checkout has to stay small."""
+    """What came of a launch on a card: see ``testing.compile.Result``. slow: figures of what is
+    (``proven.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has to stay
+    small."""
     status: str = "ok"
     message: str = ""
     cause: str = ""
     shared: int = 0
-    counted: bool = False
     slow: Figures | None = None
 
     @property
@@ -108,8 +106,8 @@ class Compiled(Facts):
         return self.refused or self.slow is not None
 
     def brief(self) -> int | list[int] | dict[str, Any]:
-        """As it is kept: bytes of shared memory; of what is slow they and the figures; else all there is."""
-        if self.status == "ok" and self.counted:
+        """As it is kept: bytes of shared memory; of what is slow they and the figures; else what happened."""
+        if self.status == "ok":
             return [self.shared, *filter(None, self.slow)] if self.slow else self.shared
         return self.model_dump(exclude_defaults=True)
 
@@ -119,7 +117,7 @@ class Compiled(Facts):
         if isinstance(brief, dict):
             return cls(**brief)
         shared, *figures = brief if isinstance(brief, list) else [brief]
-        return cls(shared=shared, counted=True, slow=Figures(*figures) if figures else None)
+        return cls(shared=shared, slow=Figures(*figures) if figures else None)
 
     def why(self, planned_shared: int) -> str:
         """``""`` if it may be launched where the plan reckons with that many bytes of shared memory."""
@@ -176,7 +174,7 @@ class CellResult(Facts):
                 known.pop(own, None)
             for launch, tried in self.launches.items():
                 ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = together(
-                    {card: tried.cards[card].brief() for card in sorted(tried.cards, key=_by_number)})
+                    {card: one.brief() for card, one in sorted(tried.cards.items())})
             lines: dict[str, dict[str, Any]] = {}
             for (config, name), known in sorted(ledger.items()):
                 if known:
@@ -191,16 +189,15 @@ class CellResult(Facts):
 
 def load_result(folder: Path, cell: Cell) -> CellResult:
     """What was kept of a cell, without verdicts on kernels that have changed since."""
-    path, own = folder / f"{cell.name}.json", _release(cell)
-    fields = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    own = _release(cell)
     kernels, ledger = _ledger(folder)
     tried = {f"{config.partition(' ')[0]}-{name}": Tried(config=config, cards={
                  card: Compiled.of(brief) for card, brief in apart(known[own]).items()})
              for (config, name), known in ledger.items() if own in known}
-    return CellResult(cell=cell, kernels=kernels, launches=tried, **fields)
+    return CellResult(cell=cell, kernels=kernels, launches=tried, **_read(folder / f"{cell.name}.json"))
 
 
-def together(known: Mapping[str, Known]) -> dict[str, Known]:
+def together(known: Mapping[str, Any]) -> dict[str, Any]:
     """Names of which the same is known as one, with spaces between them."""
     alike: dict[str, list[str]] = {}
     for name, one in known.items():
@@ -208,7 +205,7 @@ def together(known: Mapping[str, Known]) -> dict[str, Known]:
     return {" ".join(names): json.loads(one) for one, names in alike.items()}
 
 
-def apart(known: Mapping[str, Known]) -> dict[str, Known]:
+def apart(known: Mapping[str, Any]) -> dict[str, Any]:
     """What was ``together``, name by name."""
     return {name: one for names, one in known.items() for name in names.split()}
 
@@ -216,10 +213,9 @@ def apart(known: Mapping[str, Known]) -> dict[str, Known]:
 def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
     """Each kernel's source when it was compiled, and what is known of launches: without kernels that have
     changed since."""
-    path = folder / LAUNCHES
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}, "launches": {}}
-    kernels = {name: source for name, source in kept["kernels"].items() if is_current(source, name)}
-    return kernels, {(config, name): apart(known) for config, line in kept["launches"].items()
+    kept = _read(folder / LAUNCHES)
+    kernels = {name: source for name, source in kept.get("kernels", {}).items() if is_current(source, name)}
+    return kernels, {(config, name): apart(known) for config, line in kept.get("launches", {}).items()
                      if config.partition(" ")[0] in kernels for name, known in apart(line).items()}
 
 
@@ -233,6 +229,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(place)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _replace(path: Path, fields: dict[str, Any]) -> None:
@@ -260,11 +260,6 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
 
 def kernel_of(launch: str) -> str:
     return launch.rpartition("-")[0]
-
-
-def _by_number(card: str) -> tuple[bool, int, str]:
-    """NVIDIA's before AMD's, sm90 before sm100."""
-    return not card.startswith("sm"), len(card), card
 
 
 # What the record of a GPU keeps of a case that was right, as a list. One that was not is a dict.

@@ -192,8 +192,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     names = {card.name: card for card in cards}
     waiting = [place for place in planned.places
                # a busy machine's, perhaps
-               if (known := result.verdict(*place)) is None or known.status == "timeout"
-               or (known.status == "ok" and not known.counted)]
+               if (known := result.verdict(*place)) is None or known.status == "timeout"]
     done, of = len(planned.places) - len(waiting), len(planned.places)
     progress("compile", done, of, "")
     began = saved = time.monotonic()
@@ -238,7 +237,7 @@ def compiled(answer: Result) -> Compiled:
     if slow and not slow.very:
         figures = Figures(slow.spills)
     return Compiled(status=answer.status, message=answer.message[:500], cause=answer.cause[:300],
-                    shared=answer.shared, counted=answer.ok, slow=figures if slow else None)
+                    shared=answer.shared, slow=figures if slow else None)
 
 
 IMPORTS = """

@@ -56,7 +56,7 @@ def counts(states: Iterable[CellState]) -> Iterator[Count]:
             launches = tuple(_main(planned, card) for planned in (state.plain, state.planned))
             verdicts = [[state.verdict(launch, card) for launch in some] for some in launches]
             if card.startswith("sm") and launches[1]:
-                counted = all(one is not None and one.counted for some in verdicts for one in some)
+                counted = all(one for some in verdicts for one in some)
                 before, after = ([one.slow for one in some if one and one.slow] for some in verdicts)
                 yield Count(state.result.cell.triton, card, len(launches[1]), counted, before, after)
 

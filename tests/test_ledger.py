@@ -173,9 +173,9 @@ def known(folder: Path) -> dict[str, Any]:
 
 
 def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Path) -> None:
-    fine = Compiled(shared=2048, counted=True)
-    slow = Compiled(shared=2048, counted=True, slow=Figures(19104, 32, 6181, 3175))
-    spills = Compiled(shared=2048, counted=True, slow=Figures(1001))
+    fine = Compiled(shared=2048)
+    slow = Compiled(shared=2048, slow=Figures(19104, 32, 6181, 3175))
+    spills = Compiled(shared=2048, slow=Figures(1001))
     verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
@@ -183,9 +183,9 @@ def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Pa
         "conv_backward_x BT=16 warps=4 stages=1": {"a": {"3.6.0": {
             "sm70": [2048, 19104, 32, 6181, 3175],
             "sm75": {"status": "abort", "message": "SIGABRT", "cause": "Assertion `x' failed"},
-            "sm80": {}, "sm89": [2048, 1001], "sm90 sm100 gfx90a": 2048}}},
-        "gate_cumsum BT=32 warps=4 stages=1": {"c": {"3.6.0": {"gfx942": {}}}},
-        "gate_cumsum BT=64 warps=4 stages=1": {"b": {"3.6.0": {"sm90": {"shared": 512}}}}}
+            "sm80": 0, "sm89": [2048, 1001], "gfx90a sm100 sm90": 2048}}},
+        "gate_cumsum BT=32 warps=4 stages=1": {"c": {"3.6.0": {"gfx942": 0}}},
+        "gate_cumsum BT=64 warps=4 stages=1": {"b": {"3.6.0": {"sm90": 512}}}}
     before = lines(tmp_path)
     kept(tmp_path, **dict(reversed(verdicts.items())))
     assert lines(tmp_path) == before, "in whatever order it was found"
@@ -200,7 +200,7 @@ def test_a_kernel_that_changes_touches_its_own_lines(tmp_path: Path) -> None:
 
 
 def test_releases_of_which_the_same_is_known_stand_together(tmp_path: Path) -> None:
-    config, verdicts = "conv_backward_x BT=16 warps=4 stages=1", {"sm80": Compiled(shared=1, counted=True)}
+    config, verdicts = "conv_backward_x BT=16 warps=4 stages=1", {"sm80": Compiled(shared=1)}
     for triton in ("3.10.0", "3.6.0", "3.5.1"):
         other = REFUSED if triton == "3.10.0" else verdicts["sm80"]
         kept(tmp_path, Cell(triton=triton, kind="gate"), **{**verdicts, "sm90": other})

@@ -20,7 +20,7 @@ from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.record import Recorded
 from matrix import cells, picture, results, seeds, spilling, support, workload
 from matrix import run as matrix
-from matrix.results import LAUNCHES, Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
+from matrix.results import Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
 from matrix.squares import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
 from tests.share import WHOLE as ALL
 from tests.share import share
@@ -133,19 +133,6 @@ def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
     assert line == f"| 3.6.0 | sm80 | {len(planned)} | 1 → 0 | 1 → 0 | 1 → 0 |"
     matrix.run(CELL, (AMPERE,), tmp_path)
     assert len(seen) == len(found.result.launches), "nothing is compiled again"
-
-
-def test_what_was_not_counted_is_compiled_again(
-        one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = list[Job]()
-    monkeypatch.setattr(matrix, "compiling", compiler(fine, seen))
-    matrix.run(CELL, (CARD,), tmp_path)
-    path, first = tmp_path / LAUNCHES, len(seen)
-    counted = path.read_text()
-    path.write_text(re.sub(r'"sm90": (\d+)', r'"sm90": {"shared": \1}', counted))
-    assert not any(one.cards["sm90"].counted for one in load_result(tmp_path, CELL).launches.values())
-    matrix.run(CELL, (CARD,), tmp_path)
-    assert len(seen) == 2 * first and path.read_text() == counted
 
 
 def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call],
@@ -317,7 +304,7 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(remedies=("limit_num_warps",), launches=("s",))], "", "slow")])
 def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str, status: str) -> None:
     tried = {"a": Tried(config="", cards={"sm90": Compiled()}),
-             "s": Tried(config="", cards={"sm90": Compiled(counted=True, slow=Figures(8, 32, 9, 2))}),
+             "s": Tried(config="", cards={"sm90": Compiled(slow=Figures(8, 32, 9, 2))}),
              "c": Tried(config="", cards={"sm90": Compiled(status="exception", message="no")})}
     planned = Planned(tuple(outcomes), {(name, "sm90"): LAUNCH for name in "abcs"})
     found = CellState(CellResult(cell=CELL, launches=tried), planned)

@@ -198,7 +198,7 @@ def test_a_configuration_is_that_of_its_card(tmp_path: Path) -> None:
     on = {"sm75": one._replace(config=CONFIG), "sm80": one}
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for card, launch in on.items():
-        result.enter(launch, "gate_cumsum-1", card, Compiled(counted=True))
+        result.enter(launch, "gate_cumsum-1", card, Compiled())
     planned = Planned(tuple(Outcome(op="op", call="", card=card, path="triton", launches=("gate_cumsum-1",))
                             for card in on),
                       {("gate_cumsum-1", card): launch for card, launch in on.items()})
