@@ -38,7 +38,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return made
 
 
-STRIPS = ("in-parts-wide", "narrow-strips", "narrow-strips-parts")  # of which torch knows nothing
+# of which torch knows nothing
+STRIPS = ("in-parts-64", "in-parts-wide", "in-parts-256", "narrow-strips", "narrow-strips-parts")
 
 
 # Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a

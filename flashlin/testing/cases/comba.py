@@ -51,7 +51,8 @@ CASES = [
     _chunk("one-key", allowed=delta.FORGETFUL, keys="one-key", rate="1", reads="none", options={"p": None}),
     _chunk("resets", gate="resets", K=32, V=40, B=1), _chunk("g=-inf", gate="-inf", T=20),
     _chunk("g=-20", gate="-20", reads="own", T=70, K=32, V=40), _chunk("strong", gate="strong", reads="own"),
-    _chunk("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
+    *(_chunk(name, gate=sequences.SLOW, **sequences.LONG[name])
+      for name in ("in-parts", "in-parts-64", "in-parts-wide", "in-parts-256")),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
     _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small),

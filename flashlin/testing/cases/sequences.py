@@ -13,10 +13,12 @@ from flashlin.kernels.pointwise.reference import gate as decay_of_gate
 L2, V_FIRST = {"use_qk_l2norm_in_kernel": True}, {"state_v_first": True}
 INSIDE = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 # Sequences that kernels split into parts where a card has room, so few that scans take narrow strips of
-# states or, "in-parts-wide", not so few; and decays that let states through them.
+# states or, of real models' heads, not so few; and decays that let states through them.
 LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V": 40},
                                    "in-parts-packed": {"edges": (0, 1, 1, 1480, 1600), "K": 32, "V": 40},
+                                   "in-parts-64": {"B": 8, "T": 1600, "H": 2, "K": 64, "V": 64},
                                    "in-parts-wide": {"B": 6, "T": 1600, "H": 1, "K": 128, "V": 128},
+                                   "in-parts-256": {"B": 1, "T": 1600, "H": 1, "K": 256, "V": 256},
                                    "narrow-strips": {"B": 2, "T": 1024, "H": 2, "K": 64, "V": 64},
                                    "narrow-strips-parts": {"B": 1, "T": 1590, "H": 1, "K": 128, "V": 128}}
 SLOW = "-0.002"
