@@ -175,7 +175,7 @@ class CellResult(Facts):
             for launch, tried in self.launches.items():
                 ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = together(
                     {card: one.brief() for card, one in sorted(tried.cards.items())})
-            lines: dict[str, dict[str, Any]] = {}
+            lines = dict[str, Any]()
             for (config, name), known in sorted(ledger.items()):
                 if known:
                     lines.setdefault(config, {})[name] = together(
@@ -256,10 +256,6 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
                 cards = slow.setdefault(tried.config, {})
                 cards[card] = max(cards.get(card, []), [*filter(None, one)])
     return {config: dict(sorted(cards.items())) for config, cards in slow.items()}
-
-
-def kernel_of(launch: str) -> str:
-    return launch.rpartition("-")[0]
 
 
 # What the record of a GPU keeps of a case that was right, as a list. One that was not is a dict.

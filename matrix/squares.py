@@ -114,14 +114,13 @@ def squares(every: Iterable[CellState], ran: dict[tuple[str, str, str], str]) ->
 
 
 def _square(op: str, card: str, state: CellState, outcomes: list[Outcome], record: str) -> Square:
-    judged = [(_status(outcome, state), outcome) for outcome in outcomes]
-    status = min((status for (status, _), _ in judged), key=STATUSES.index)
+    judged = [_status(outcome, state) for outcome in outcomes]
+    status = min((status for status, _ in judged), key=STATUSES.index)
     kernels = {launch for outcome in outcomes for launch in outcome.launches}
     tried = [verdict for launch in kernels if (verdict := state.verdict(launch, card))]
     if record and status in ("slow", "compiled"):
         status = "ran"
-    why = dict.fromkeys(reason
-                        for (its, reasons), _ in judged if its == status or status != "FAILED"
+    why = dict.fromkeys(reason for its, reasons in judged if its == status or status != "FAILED"
                         for reason in reasons)
     evidence = (f"{sum(one.status == 'ok' for one in tried)} of {len(kernels)} kernels compiled" if tried
                 else "")
