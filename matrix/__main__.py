@@ -88,10 +88,11 @@ def command_line() -> argparse.ArgumentParser:
     report = commands.add_parser("report",
                                  help="write SUPPORT.md, the launch table and build/support.html from the "
                                       "results")
-    report.add_argument("--take", action="append", default=[], type=Path, metavar="FOLDER",
+    either = report.add_mutually_exclusive_group()
+    either.add_argument("--take", action="append", default=[], type=Path, metavar="FOLDER",
                         help="take in the cells that another machine has run, of which each is alone in its "
                              "folder beside its launches.json (repeatable)")
-    report.add_argument("--check", action="store_true",
+    either.add_argument("--check", action="store_true",
                         help="write nothing; exit with 1 if the first two are not what the results say")
     programs = commands.add_parser("stacks", help="run other packages' models, raw and patched")
     programs.add_argument("--stack", action="append", default=[],
@@ -125,7 +126,8 @@ def main() -> int:
     if options.command == "report":
         for folder in options.take:
             if not take(whole, folder, RESULTS):
-                parser.error(f"--take: got {folder}, need a folder with a cell's file, such as triton-3.6.0.json")
+                parser.error(f"--take: got {folder}, need a folder with a cell's file, such as "
+                             "triton-3.6.0.json")
         return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE,
                              check=options.check)
     unknown = [name for name in options.cell

@@ -105,7 +105,7 @@ class Compiled(Facts):
         """Whether a plan that leads elsewhere does so because of it."""
         return self.refused or self.slow is not None
 
-    def brief(self) -> int | list[int] | dict[str, Any]:
+    def brief(self) -> Any:
         """As it is kept: bytes of shared memory; of what is slow they and the figures; else what happened."""
         if self.status == "ok":
             return [self.shared, *filter(None, self.slow)] if self.slow else self.shared

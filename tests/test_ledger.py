@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from flashlin.testing.record import Recorded, source_hash, source_of
 from flashlin.testing.source_text import normalised
 from matrix import cells, gpu
-from matrix.__main__ import take
+from matrix.__main__ import main, take
 from matrix.results import (
     LAUNCHES,
     Cell,
@@ -232,6 +233,18 @@ def test_a_cell_that_was_run_elsewhere_is_taken_in(tmp_path: Path) -> None:
     assert take(both, there, here) == [other] and not take(both, tmp_path, here)
     assert load_result(here, other) == load_result(there, other)
     assert load_result(here, CELL).launches["conv_backward_x-a"].cards == {"sm80": REFUSED}
+
+
+@pytest.mark.parametrize("options, told", [
+    (["--take", "{}"], "--take: got {}, need a folder with a cell's file, such as triton-3.6.0.json"),
+    (["--take", "{}", "--check"], "argument --check: not allowed with argument --take")])
+def test_what_cannot_be_taken_in_is_told_before_anything_is_planned(
+        options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["matrix", "report", *(option.format(tmp_path) for option in options)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and told.format(tmp_path) in capsys.readouterr().err
 
 
 def test_verdicts_on_a_kernel_that_has_changed_are_gone_and_no_others(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
         return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
                       (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
 
-    def shared(deep: int) -> int:  # from 3.8 on the strip of states is there twice
+    def shared(deep: int) -> int:  # the strip of states twice, as from Triton 3.8 on
         return 4 * tf32_copies(4, target) * deep * (tall + 2 * width)
     # a taller matrix at once spills a kilobyte
     deep = next((deep for deep in (64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
