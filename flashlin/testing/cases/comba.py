@@ -53,6 +53,8 @@ CASES = [
     _chunk("g=-20", gate="-20", reads="own", T=70, K=32, V=40), _chunk("strong", gate="strong", reads="own"),
     *(_chunk(name, gate=sequences.SLOW, **sequences.LONG[name])
       for name in ("in-parts", "in-parts-64", "in-parts-wide", "in-parts-256")),
+    *(_chunk._replace(constant=INFERENCE)(name, gate=sequences.SLOW, **facts)
+      for name, facts in sequences.FORWARD.items()),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
     _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small),
