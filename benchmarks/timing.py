@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def _prepared(call: Call) -> Prepared:
 
 def _graph(call: Call) -> Callable[[], float]:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _not_waiting():
         call()
     torch.cuda.synchronize()
     times = max(1, min(LAUNCHES, int(GRAPH_MS / _queue(call))))
@@ -120,6 +121,17 @@ def _graph(call: Call) -> Callable[[], float]:
         return float(begin.elapsed_time(end)) / times
     replay()
     return replay
+
+
+@contextmanager
+def _not_waiting() -> Iterator[None]:
+    """Raises where a call waits for the card. It could not be captured, and what it caches while that is tried
+    (fla its chunk indices) would never be computed."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _queue(call: Call) -> float:
