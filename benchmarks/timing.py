@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -127,7 +128,9 @@ def _graph(call: Call) -> Callable[[], float]:
 def _not_waiting() -> Iterator[None]:
     """Raises where a call waits for the card. It could not be captured, and what it caches while that is tried
     (fla its chunk indices) would never be computed."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
