@@ -171,8 +171,8 @@ def selective_scan(own: Own, N: int, T: int = 64, together: bool = False) -> dic
     """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is
     float32. together: as mamba_ssm's own layers do, tokens side by side."""
     D = 1024
-    u, z = (own(2, 2 * D, T) if together else own(2, T, 2 * D).mT).chunk(2, 1)
-    B, C = (own(2, 2 * N, T) if together else own(2, T, 2 * N).mT).chunk(2, 1)
+    (u, z), (B, C) = [(own(2, wide, T) if together else own(2, T, wide).mT).chunk(2, 1)
+                      for wide in (2 * D, 2 * N)]
     return dict(u=u, delta=own(2, D, T), A=zeros(D, N), B=B, C=C, D=zeros(D), z=z, delta_bias=zeros(D),
                 delta_softplus=True, return_last_state=True)
 
@@ -258,6 +258,10 @@ def rotary(own: Own, B: int, D: int, **special: Any) -> dict[str, Any]:
     return dict(x=own(B, 64, 8, D), cos=own(64, 64).detach(), sin=own(64, 64).detach(), **special)
 
 
+def norm(own: Own, D: int = 2048, bias: bool = False, **special: Any) -> dict[str, Any]:
+    return dict(x=own(4, 64, D), weight=own(D), bias=own(D) if bias else None, **special)
+
+
 def targets(rows: int) -> torch.Tensor:
     return torch.zeros(rows, dtype=torch.int64)
 
@@ -265,13 +269,10 @@ def targets(rows: int) -> torch.Tensor:
 # Of the other ops: what is special about a call, and its arguments. Parameters are float32 for gates, as
 # layers have them, and of the tensors' dtype for RWKV-7.
 IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
-    ("rms_norm", "D=2048", lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None)),
-    ("layer_norm", "D=2048", lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=own(2048))),
+    ("rms_norm", "D=2048", norm), ("layer_norm", "D=2048", partial(norm, bias=True)),
     ("l2norm", "D=128", lambda own: dict(x=own(4, 64, 128))),
-    ("rms_norm_gated", "D=128",
-     lambda own: dict(x=own(4, 64, 128), g=own(4, 64, 128), weight=own(128), bias=None)),
-    ("layer_norm_gated", "D=128",
-     lambda own: dict(x=own(4, 64, 128), g=own(4, 64, 128), weight=own(128), bias=own(128))),
+    ("rms_norm_gated", "D=128", lambda own: norm(own, 128, g=own(4, 64, 128))),
+    ("layer_norm_gated", "D=128", lambda own: norm(own, 128, True, g=own(4, 64, 128))),
     ("causal_conv1d", "W=4", lambda own: convolution(own, 2)),
     ("causal_conv1d_update", "W=4",
      lambda own: dict(x=own(2, 1024), cache=own(2, 1024, 4), weight=own(1024, 4), activation="silu")),
@@ -306,11 +307,9 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
                       logit_softcapping=30.0)),
     ("fused_linear_cross_entropy_loss", "V=32000",
      lambda own: dict(x=own(128, 64), target=targets(128), weight=own(32000, 64))),
-    ("group_norm", "D=2048 in 8",
-     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=own(2048), num_groups=8)),
+    ("group_norm", "D=2048 in 8", partial(norm, bias=True, num_groups=8)),
     ("rms_norm", "D=8192 residual",
-     lambda own: dict(x=own(4, 64, 8192), weight=own(8192), bias=None, prenorm=True,
-                      residual=own(4, 64, 8192).detach())),
+     lambda own: norm(own, 8192, prenorm=True, residual=own(4, 64, 8192).detach())),
     ("token_shift", "D=1024 packed, cache",
      lambda own: dict(x=own(1, 64, 1024), cu_seqlens=edges(0, 30, 64), cache=own(2, 1024),
                       output_cache=True)),
@@ -333,11 +332,9 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
     ("selective_state_update", "5120 channels of N=16", state_update_of_mamba1),
     ("mamba_causal_conv1d_update", "W=4 ring in a pool",
      lambda own: convolution_of_a_token(own, cache_seqlens=edges(0, 0), conv_state_indices=edges(0, 1))),
-    ("rmsnorm_fn", "D=2048 in 8",
-     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None, z=own(4, 64, 2048), group_size=256)),
+    ("rmsnorm_fn", "D=2048 in 8", lambda own: norm(own, z=own(4, 64, 2048), group_size=256)),
     ("layernorm_fn", "D=2048, gate first",
-     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None, z=own(4, 64, 2048),
-                      norm_before_gate=False)),
+     lambda own: norm(own, z=own(4, 64, 2048), norm_before_gate=False)),
     ("causal_conv1d", "W=4 packed, states",
      lambda own: convolution(own, 1, cu_seqlens=edges(0, 30, 64), initial_state=own(2, 1024, 4),
                              output_final_state=True)))

@@ -11,7 +11,7 @@ from flashlin.kernels.delta.reference import fed_back
 from flashlin.kernels.norm.reference import normalise
 from flashlin.testing.cases import delta, sequences
 from flashlin.testing.cases.op import Op
-from flashlin.testing.cases.recurrent import INFERENCE
+from flashlin.testing.cases.recurrent import INFERENCE, forward_in_parts
 from flashlin.testing.cases.sequences import L2
 from flashlin.testing.compare import Tensors
 
@@ -53,8 +53,7 @@ CASES = [
     _chunk("g=-20", gate="-20", reads="own", T=70, K=32, V=40), _chunk("strong", gate="strong", reads="own"),
     *(_chunk(name, gate=sequences.SLOW, **sequences.LONG[name])
       for name in ("in-parts", "in-parts-64", "in-parts-wide", "in-parts-256")),
-    *(_chunk._replace(constant=INFERENCE)(name, gate=sequences.SLOW, **facts)
-      for name, facts in sequences.FORWARD.items()),
+    forward_in_parts(_chunk, 64), forward_in_parts(_chunk, 128),
     _recurrent("random", quick=True, **_small), _recurrent("packed", edges=(0, 0, 3, 5), **_small),
     _recurrent("grouped-l2", L2, H=1, HV=2, **_small),
     _recurrent("beta=None", rate="none", reads="own", H=1, HV=2, **_small),

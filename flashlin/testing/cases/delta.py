@@ -11,7 +11,7 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
 from flashlin.testing.cases.op import Op
-from flashlin.testing.cases.recurrent import INFERENCE
+from flashlin.testing.cases.recurrent import forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
@@ -78,8 +78,7 @@ def _family(case: Op) -> list[Case]:
                   case("gates", INSIDE, raw=True),
                   case("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70, B=1),
                   case("v-first", V_FIRST, K=32, V=32),
-                  case._replace(constant=INFERENCE)("in-parts-forward-64", gate=sequences.SLOW,
-                                                    **sequences.FORWARD["in-parts-forward-64"]),
+                  forward_in_parts(case, 64),
                   case("resets", gate="resets", K=32, V=40, B=1),
                   case("resets-packed", gate="resets", K=32, edges=(0, 4, 4, 70, 100)),
                   case("g=-inf", gate="-inf", T=20),

@@ -14,7 +14,7 @@ from flashlin.kernels.dplr.reference import recurrence
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
 from flashlin.testing.cases.op import Op
-from flashlin.testing.cases.recurrent import INFERENCE
+from flashlin.testing.cases.recurrent import forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
@@ -116,9 +116,7 @@ CASES = [
     _kda("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70),
     _kda("bounded", {**INSIDE, "lower_bound": -5.0}, raw=True, keys="raw", T=70),
     _kda("zero-keys", L2, keys="zero", K=32, V=32, T=70),
-    *_shared(_dplr), _dplr("free", free=True, T=70),
-    _dplr._replace(constant=INFERENCE)("in-parts-forward-64", gate=sequences.SLOW,
-                                       **sequences.FORWARD["in-parts-forward-64"]),
+    *_shared(_dplr), _dplr("free", free=True, T=70), forward_in_parts(_dplr, 64),
     _rwkv7("random", quick=True, gate="layer", T=70),
     _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
     _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True, T=40),

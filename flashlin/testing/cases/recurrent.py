@@ -32,6 +32,12 @@ INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "
 GATES = {"g": "B T HV", "gk": "B T HV K", "gv": "B T HV V"}
 
 
+def forward_in_parts(case: Op, D: int) -> Case:
+    """Without gradients, so that the reference has room for so many scans that each takes a whole state."""
+    return case._replace(constant=INFERENCE)(f"in-parts-forward-{D}", gate=sequences.SLOW, B=16, T=1600,
+                                             H=128 // D, K=D, V=D)
+
+
 def make(
     dtype: torch.dtype,
     generator: torch.Generator,

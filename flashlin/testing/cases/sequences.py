@@ -21,10 +21,6 @@ LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V":
                                    "in-parts-256": {"B": 1, "T": 1600, "H": 1, "K": 256, "V": 256},
                                    "narrow-strips": {"B": 2, "T": 1024, "H": 2, "K": 64, "V": 64},
                                    "narrow-strips-parts": {"B": 1, "T": 1590, "H": 1, "K": 128, "V": 128}}
-# The same without gradients, so that the reference has room for so many scans that each takes a whole state.
-FORWARD: dict[str, dict[str, Any]] = {"in-parts-forward-64": {"B": 16, "T": 1600, "H": 2, "K": 64, "V": 64},
-                                      "in-parts-forward-128": {"B": 16, "T": 1600, "H": 1, "K": 128,
-                                                               "V": 128}}
 SLOW = "-0.002"
 # What ops call their states and their packed sequences' bounds, by the recurrences' names for them.
 NAMES = {"h0": "initial_state", "bounds": "cu_seqlens"}
