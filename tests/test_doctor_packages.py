@@ -149,6 +149,8 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.14.1", models=GDN_TORCH)]),
     "rwkv7-input-overwritten": (dict(fla="0.6.0"), [
         dict(fla="0.1.2"), dict(fla="0.6.0", on=NO_GPU), dict(transformers="5.23.0")]),
+    "fla-capture-failed": (dict(fla="0.6.0"), [
+        dict(fla="0.6.0", on=NO_GPU), dict(transformers="5.23.0")]),
     "fla-mom-sees-ahead": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "fla-mom-order": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "fla-packed-models": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),

@@ -116,7 +116,7 @@ _PATCH = 'flashlin.patch("transformers")'
 
 def _forgetful(id: str, models: tuple[str, ...], fixed_in: str | None, source: str) -> Flaw:
     return Flaw(
-        id=id, package="transformers", models=models, fixed_in=fixed_in, source=source,
+        id, "transformers", models=models, fixed_in=fixed_in, source=source,
         effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
                "kernel: the result is that of the new tokens alone, or an error",
         remedy="go on token by token, or run the whole prompt again"
@@ -126,35 +126,35 @@ def _forgetful(id: str, models: tuple[str, ...], fixed_in: str | None, source: s
 KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- slow, or stopped ---
     Flaw(
-        id="fla-without-gpu", package="fla", always=True, card="no gpu",
+        "fla-without-gpu", "fla", always=True, card="no gpu",
         effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
                "of transformers 5.15 and newer call them on the CPU, too",
         remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
         mended_by=("fla",), symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
         source="tried with fla 0.6.0"),
     Flaw(
-        id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
+        "fla-gated-backward-hopper", "fla", always=True, card="hopper-gated-backward-640",
         effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
                "0.6.0 answers with an exception: training Gated DeltaNet stops",
         remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
         symptoms=("on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg",),
         source=_FLA + "640"),
     Flaw(
-        id="decoding-in-torch", package="transformers", always=True, since="5.15.0", fixed_in="5.16.0",
+        "decoding-in-torch", "transformers", always=True, since="5.15.0", fixed_in="5.16.0",
         beside=(("fla", None),), card="gpu",
         effect="Gated DeltaNet models decode in a torch loop although fla is there: they ask it for "
                "recurrent_gated_delta_rule, which it does not have",
         remedy=f'{_PATCH}, or pip install "transformers>=5.16"', mended_by=("transformers",),
         source=_TF + "pull/47625"),
     Flaw(
-        id="fla-core-alone", package="transformers", always=True, since="5.15.0", fixed_in="5.17.0",
+        "fla-core-alone", "transformers", always=True, since="5.15.0", fixed_in="5.17.0",
         beside=(("fla-core", None),), without=("flash-linear-attention",), card="gpu",
         effect="models look for fla's functions in its root module only, where fla-core alone has none, and "
                "take their torch functions without a word",
         remedy=f'{_PATCH}, or pip install flash-linear-attention, or pip install "transformers>=5.17"',
         mended_by=("transformers",), source=_READ.format("5.15.1")),
     Flaw(
-        id="broken-called-missing", package="transformers", always=True, since="5.15.0",
+        "broken-called-missing", "transformers", always=True, since="5.15.0",
         broken=("fla", "mamba_ssm", "causal_conv1d"),
         effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
                "at all), and models take their torch functions",
@@ -162,14 +162,14 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         symptoms=("is falling back to its reference PyTorch implementation because",),
         source=_TF + "issues/48718"),
     Flaw(
-        id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",
+        "hub-kernels-out-of-range", "transformers", always=True, since="5.23.0",
         beside=(("kernels", "0.18.2"),), card="gpu",
         effect="it wants kernels 0.18.2 or newer; with this one use_kernels=True is an ImportError, and "
                "models never take kernels of the hub",
         remedy=f'{_PATCH}, or pip install "kernels>=0.18.2"', mended_by=("transformers",),
         source=_READ.format("5.23.0")),
     Flaw(
-        id="fla-cache-swallowed", package="transformers", since="5.24.0", beside=(("fla", None),),
+        "fla-cache-swallowed", "transformers", since="5.24.0", beside=(("fla", None),),
         mended_by=("fla",),
         effect="if a model of fla generates with its cache, it gets that as cache=, and its own is called "
                "past_key_values: fla 0.6.0 swallows it and from the second new token on goes on from one "
@@ -178,7 +178,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         symptoms=("FutureWarning: Both `past_key_values` and `cache` are set for",),
         source="tried with transformers 5.24.0, fla 0.6.0 and 0.5.2"),
     Flaw(
-        id="fla-prompt-dropped", package="transformers", since="5.5.0", fixed_in="5.24.0",
+        "fla-prompt-dropped", "transformers", since="5.5.0", fixed_in="5.24.0",
         beside=(("fla", "0.6.0"),), mended_by=("fla",),
         effect="if a model of fla before 0.6 generates with its cache, it waits for cache_position, which "
                "transformers hands on no more: many read nothing of the prompt but its last token, in silence",
@@ -186,14 +186,14 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "generate(..., use_cache=False)",
         source="tried with fla 0.5.2 and transformers 5.0.0 to 5.24.0"),
     Flaw(
-        id="fla-beams", package="fla", fixed_in="0.6.0", mended_by=("fla",),
+        "fla-beams", "fla", fixed_in="0.6.0", mended_by=("fla",),
         effect="if a model of it generates with beams and its cache, it raises: transformers puts keys and "
                "values in the order of the beams, and its cache has neither",
         remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6"',
         symptoms=("AttributeError: 'NoneType' object has no attribute 'index_select'",),
         source="tried with fla 0.4.2 and 0.5.2"),
     Flaw(
-        id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
+        "cuda-weights-only", "transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
                "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is "
@@ -201,45 +201,54 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
     # --- wrong where a tensor is used again ---
     Flaw(
-        id="rwkv7-input-overwritten", package="fla", since="0.2.0", card="gpu", mended_by=("fla",),
+        "rwkv7-input-overwritten", "fla", since="0.2.0", card="gpu", mended_by=("fla",),
         effect="if an RWKV-7 layer's input is read again after backward, it holds gradients: "
                "fused_addcmul_rwkv7 writes them over it",
         remedy='flashlin.patch("fla"), or hand the layer a clone()',
         source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
+    # --- wrong after a CUDA graph that could not be captured ---
+    Flaw(
+        "fla-capture-failed", "fla", card="gpu", mended_by=("fla",),
+        effect="if a CUDA graph is captured around the first call with a cu_seqlens, or any of a packed delta "
+               "product, that fails, because the call waits for the card; lengths that it cached for this "
+               "tensor are never computed, and with it a later call reads outside of memory",
+        remedy='flashlin.patch("fla"), whose calls do not wait; or call it once before, and after a capture '
+               "that failed hand it cu_seqlens.clone()",
+        source="seen on an H100 with fla 0.6.0"),
     # --- wrong where a token sees what comes later ---
     Flaw(
-        id="fla-mom-sees-ahead", package="fla",
+        "fla-mom-sees-ahead", "fla",
         effect="if the model Mom trains, its convolutions run from one memory, row or document into the "
                "next: what a token gets depends on later ones, on the rows beside it and on other documents",
         remedy="train it in eval() (before fla 0.6.0 with rows of more than 64 tokens)",
         source="tried with fla 0.6.0, on an H200, too, read in 0.4.2 and 0.5.2"),
     Flaw(
-        id="fla-mom-order", package="fla", mended_by=("fla",),
+        "fla-mom-order", "fla", mended_by=("fla",),
         effect="if a call of the model Mom has up to 32 tokens, each counted for every memory that it goes "
                "to, its sort leaves a memory's tokens in any order: what a token gets depends on later ones",
         remedy='flashlin.patch("fla")',
         source="tried with fla 0.6.0 on a CPU, the sort on an H200 with torch 2.11; read in 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
-        id="fla-packed-models", package="fla",
+        "fla-packed-models", "fla",
         effect="if documents are packed, with cu_seqlens, they leak into each other in the models "
                "LinearAttention, Mamba and Mamba2: the first hands it on to no layer, the layers of the "
                "others do not keep documents apart",
         remedy="one document a row, padded", source="tried with fla 0.4.2 and 0.6.0"),
     Flaw(
-        id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",
+        "packing-ignored", "transformers", since="5.15.0", fixed_in="5.20.0",
         models=(*GDN, *MAMBA2), bound=("torch",), mended_by=("transformers",),
         effect="if documents are packed, the torch functions take cu_seqlens or seq_idx and ignore them: one "
                "document's state leaks into the next",
         remedy=_PATCH, source=_READ.format("5.15.1 and 5.19.0")),
     Flaw(
-        id="kda-packing-dropped", package="transformers", since="5.15.0", models=KDA,
+        "kda-packing-dropped", "transformers", since="5.15.0", models=KDA,
         mended_by=("transformers",),
         effect="if documents are packed, they leak into each other even with fla: the call carries "
                "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
         remedy=_PATCH, source=_TRIED),
     Flaw(
-        id="position-ids-alone", package="transformers", mended_by=("transformers",),
+        "position-ids-alone", "transformers", mended_by=("transformers",),
         models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", *INKLING)),
         mended_from="5.15.0",
         effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
@@ -248,40 +257,40 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
         source=_TRIED),
     Flaw(
-        id="mamba-without-seq-idx", package="transformers", models=MAMBA,
+        "mamba-without-seq-idx", "transformers", models=MAMBA,
         effect="if documents are packed, they leak into each other: these models have no seq_idx, whatever "
                "kernel they call",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
-        id="mamba2-drops-arguments", package="transformers", models=("mamba2",),
+        "mamba2-drops-arguments", "transformers", models=("mamba2",),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if documents are packed, they leak into each other: Mamba2ForCausalLM hands seq_idx on to "
                "nobody",
         remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
     Flaw(
-        id="granite-packed-attention", package="transformers", models=("granitemoehybrid",),
+        "granite-packed-attention", "transformers", models=("granitemoehybrid",),
         effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
                "their mask knows no documents",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
-        id="own-mask-packed-attention", package="transformers", fixed_in="5.2.0",
+        "own-mask-packed-attention", "transformers", fixed_in="5.2.0",
         models=("bamba", "falcon_h1", "zamba", "zamba2"),
         effect="if documents are packed, attention looks across them, unless it is flash attention: the "
                "model makes its mask itself, from attention_mask alone",
         remedy='one document a row, padded, or pip install "transformers>=5.2"',
         source="tried with transformers 5.0.0, read in 5.1.0 and 5.2.0"),
     Flaw(
-        id="zamba-packed-convolution", package="transformers", models=("zamba",),
+        "zamba-packed-convolution", "transformers", models=("zamba",),
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
-        id="inkling-packed-convolution", package="transformers", models=INKLING,
+        "inkling-packed-convolution", "transformers", models=INKLING,
         effect="if documents are packed, its attention may keep them apart, its convolutions do not: nobody "
                "hands seq_idx on to them",
         remedy="one document a row, padded", source=_TRIED),
     # --- wrong where rows are padded or continued ---
     Flaw(
-        id="fla-mom-cache", package="fla",
+        "fla-mom-cache", "fla",
         effect="if the model Mom generates with beams, it raises; if its cached prompt goes on with several "
                "tokens at once, a memory that gets fewer of them than its convolution is wide sees zeros in "
                "place of what came before, or it raises",
@@ -294,12 +303,12 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     _forgetful("lfm-continuation", ("lfm2", "lfm2_moe"), "5.15.0",
                "tried with transformers 4.57.6 to 5.15.1"),
     Flaw(
-        id="bamba-positions", package="transformers", models=("bamba",),
+        "bamba-positions", "transformers", models=("bamba",),
         effect="if a call goes on from a cache without position_ids, attention counts from 0 again: logits "
                "are off by 2e-2 (generate hands positions over)",
         remedy="hand it position_ids", source="tried with transformers 5.15.1 and 5.23.0, read in 5.5.0"),
     Flaw(
-        id="sum-over-wrong-chunks", package="transformers", fixed_in="5.15.0",
+        "sum-over-wrong-chunks", "transformers", fixed_in="5.15.0",
         models=("zamba2", "nemotron_h"),
         effect="if the Mamba layers take their torch way and rows are longer than chunk_size, it adds up the "
                "states of chunks over the wrong axis: logits are off by 1e-3, the gradients of A_log and "
@@ -307,23 +316,23 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy=f'pip install "transformers>=5.15"; with weights on CUDA also {_PATCH}',
         source="tried with transformers 4.57.6 to 5.14.1"),
     Flaw(
-        id="padding-at-batch-1", package="transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
+        "padding-at-batch-1", "transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
         effect="if a batch of one row is padded, the padding is not masked and goes into the state",
         remedy="no padding at batch size 1", source=_TF + "pull/46773"),
     Flaw(
-        id="split-left-padding", package="transformers", models=MAMBA2, kernels=SPLIT,
+        "split-left-padding", "transformers", models=MAMBA2, kernels=SPLIT,
         bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
         effect="if training rows are padded on the left, the fused kernel ignores the mask behind the "
                "convolution: gradients are off by 2 to 90 %",
         remedy=f"padding on the right; from 5.15 on also {_PATCH}", source="tried with 5.14.1 to 5.23.0"),
     Flaw(
-        id="falcon-h1-norm-order", package="transformers", models=("falcon_h1",), kernels=SPLIT,
+        "falcon-h1-norm-order", "transformers", models=("falcon_h1",), kernels=SPLIT,
         bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
         effect="if mamba_rms_norm is on, training by the fused kernel gates before the norm, whatever "
                "mamba_norm_before_gate says: the loss is off by 5e-2",
         remedy=f"from 5.15 on {_PATCH}", source=_TRIED),
     Flaw(
-        id="mamba2-groups-in-split", package="transformers", fixed_in="5.20.0",
+        "mamba2-groups-in-split", "transformers", fixed_in="5.20.0",
         models=("mamba2",), kernels=SPLIT, bound=("mamba_ssm", "hub kernels", "flashlin"),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the "

@@ -91,3 +91,21 @@ def test_torch_compile_shares_a_graph_between_lengths(dtype: torch.dtype) -> Non
         for a, b in zip(*found, strict=True):
             assert judge("", a, b, 0.01 if dtype == torch.bfloat16 else 1e-4).ok
     assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("op", [flashlin.chunk_gated_delta_rule, flashlin.chunk_gated_delta_product])
+def test_the_first_call_with_other_bounds_is_captured(op: Any) -> None:
+    """fla 0.6.0 waits for the card there, and what it has cached when the capture fails is never computed."""
+    more = {"num_householder": 1} if "product" in op.__name__ else {}
+    tensors = [x.detach() for x in leaves(1, 512, 2, 2, 64, 64)[:5]]
+    bounds = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)
+    wanted = op(*tensors, **more, cu_seqlens=bounds)[0]
+    others = torch.tensor([0, 300, 512], device="cuda", dtype=torch.int32)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = op(*tensors, **more, cu_seqlens=others)[0]
+    others.copy_(bounds)
+    graph.replay()
+    flashlin.synchronize()
+    assert torch.equal(got, wanted)
