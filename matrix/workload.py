@@ -222,13 +222,12 @@ def hgrn(own: Own, B: int, T: int, **special: Any) -> dict[str, Any]:
                 **special)
 
 
-def convolution(own: Own, B: int, **special: Any) -> dict[str, Any]:
-    return dict(x=own(B, 64, 1024), weight=own(1024, 4), bias=own(1024), activation="silu", **special)
+def convolution(own: Own, *rows: int, **special: Any) -> dict[str, Any]:
+    return dict(x=own(*rows, 1024), weight=own(1024, 4), bias=own(1024), activation="silu", **special)
 
 
 def convolution_of_a_token(own: Own, **special: Any) -> dict[str, Any]:
-    return dict(x=own(2, 1024), conv_state=own(2, 1024, 4), weight=own(1024, 4), bias=own(1024),
-                activation="silu", **special)
+    return convolution(own, 2, conv_state=own(2, 1024, 4), **special)
 
 
 def on_a_pool(own: Own, **gate: torch.Tensor) -> dict[str, Any]:
@@ -273,7 +272,7 @@ IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
     ("l2norm", "D=128", lambda own: dict(x=own(4, 64, 128))),
     ("rms_norm_gated", "D=128", lambda own: norm(own, 128, g=own(4, 64, 128))),
     ("layer_norm_gated", "D=128", lambda own: norm(own, 128, True, g=own(4, 64, 128))),
-    ("causal_conv1d", "W=4", lambda own: convolution(own, 2)),
+    ("causal_conv1d", "W=4", lambda own: convolution(own, 2, 64)),
     ("causal_conv1d_update", "W=4",
      lambda own: dict(x=own(2, 1024), cache=own(2, 1024, 4), weight=own(1024, 4), activation="silu")),
     ("token_shift", "D=1024", lambda own: dict(x=own(2, 64, 1024))),
@@ -336,7 +335,7 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
     ("layernorm_fn", "D=2048, gate first",
      lambda own: norm(own, z=own(4, 64, 2048), norm_before_gate=False)),
     ("causal_conv1d", "W=4 packed, states",
-     lambda own: convolution(own, 1, cu_seqlens=edges(0, 30, 64), initial_state=own(2, 1024, 4),
+     lambda own: convolution(own, 1, 64, cu_seqlens=edges(0, 30, 64), initial_state=own(2, 1024, 4),
                              output_final_state=True)))
 
 

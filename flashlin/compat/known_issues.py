@@ -39,7 +39,7 @@ class KnownIssue(NamedTuple):
     effect: str
     need: str
     proof: str
-    confidence: str
+    confidence: str = "thread"
     since: str | None = None
     fixed_in: str | None = None
     ptxas_since: str | None = None
@@ -104,7 +104,8 @@ _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
 _TUNED = frozenset({"autotuned"})  # of no launch: tuning comes before it
 _DOT, _HALF_DOT = frozenset({"dot"}), frozenset({"half_dot"})
-_FOREIGN_DOT = frozenset({"foreign", "half_dot"})  # of other packages' kernels only
+# of other packages' kernels only
+_FOREIGN, _FOREIGN_DOT = frozenset({"foreign"}), frozenset({"foreign", "half_dot"})
 ILLEGAL = "an illegal memory access was encountered"
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
 
@@ -163,7 +164,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes "
                "a thread",
         since="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
-        spared=frozenset({"foreign"}),  # what its own author has asked for runs, if slowly
+        spared=_FOREIGN,  # what its own author has asked for runs, if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
@@ -264,8 +265,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05.wait.st",),
         since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
         remedies=("torch_path",), url=_TRITON + "8473",
-        proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0",
-        confidence="thread"),
+        proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0"),
     KnownIssue(
         id="sm103-ptxas", effect="ptxas does not know sm_103",
         symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
@@ -337,89 +337,83 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         traits=frozenset({"dot", "chained_acc"}), min_warps=4, min_stages=2,
         need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
         url=_TRITON + "10821",
-        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5",
-        confidence="thread"),
+        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5"),
     KnownIssue(
         id="blackwell-tcgen05-state",
         effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
         since="3.3.0", capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}), min_warps=4,
         min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",),
         url=_TRITON + "10993",
-        proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand",
-        confidence="thread"),
+        proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand"),
     KnownIssue(
         id="wgmma-register-hazard",
         effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
         fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_DOT, min_warps=4,
         min_stages=2,
         need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
-        url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200",
-        confidence="thread"),
+        url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200"),
     KnownIssue(
         id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=8,
         min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=_FLA + "1228",
-        proof="the thread, also #1229, #1327", confidence="thread"),
+        proof="the thread, also #1229, #1327"),
     KnownIssue(
         id="blackwell-backward-913",
         effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
         symptoms=("Triton Error [CUDA]: misaligned address", ILLEGAL),
         since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000",
-        confidence="thread"),
+        need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000"),
     KnownIssue(
         id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
         ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=ON_BLACKWELL, traits=_DOT,
         need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)",
         url="https://github.com/pytorch/pytorch/issues/181248",
-        proof="the thread; that 13.3 is free of it is not stated", confidence="thread"),
+        proof="the thread; that 13.3 is free of it is not stated"),
     KnownIssue(
         id="hopper-gated-backward-640",
         effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
         since="3.4.0", fixed_in="3.7.1", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
-        url=_FLA + "640", proof="the thread; fla itself refuses this backward there", confidence="thread"),
+        url=_FLA + "640", proof="the thread; fla itself refuses this backward there"),
     KnownIssue(
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
                "tokens",
         symptoms=(ILLEGAL,),
         since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread",
-        confidence="thread"),
+        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
         symptoms=(ILLEGAL,),
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="other tiles, or Triton 3.8", url=_TRITON + "11366",
-        proof="the thread, and fla #807 for 3.3 to 3.5", confidence="thread"),
+        proof="the thread, and fla #807 for 3.3 to 3.5"),
     KnownIssue(
         id="hopper-dot-trans-dot-32",
         effect="silently wrong values: a product whose operand is a transposed product",
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER,
         traits=frozenset({"foreign", "dot"}), min_warps=4, need="at most 2 warps, or another Triton",
-        url=_TRITON + "6124", proof="the thread", confidence="thread"),
+        url=_TRITON + "6124", proof="the thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
         symptoms=(ILLEGAL,),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
-        url=_FLA + "1262", proof="the thread", confidence="thread"),
+        url=_FLA + "1262", proof="the thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
         effect="writes out of range: an integer scale of 1, which Triton makes a constant",
         symptoms=("Invalid __shared__ write", ILLEGAL),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
-        traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread",
-        confidence="thread"),
+        traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread"),
     KnownIssue(
         id="ptxas-1296-16-bit-sums",
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
         ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
-        traits=frozenset({"foreign"}),
+        traits=_FOREIGN,
         need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
-        url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33", confidence="thread"),
+        url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33"),
     KnownIssue(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
@@ -443,7 +437,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         fixed_in="3.9.0", traits=frozenset({"foreign", "read_row_sums"}),
         need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
         remedies=("torch_path",), url=_TRITON + "11836",
-        proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant", confidence="thread"),
+        proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant"),
     KnownIssue(
         id="row-sums-joined",
         effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that hands on the "
@@ -451,9 +445,9 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "before left (total + x + sum) or, before 3.9, with nothing (their negative)",
         symptoms=("Assertion `isa<BlockArgument>(accumOperand)' failed",
                   "Assertion `oldUpdate->getNumOperands() == 2' failed"),
-        traits=frozenset({"foreign"}), need="sums of something that is computed of the tile",
+        traits=_FOREIGN, need="sums of something that is computed of the tile",
         url=_TRITON + "11631",
-        proof="the thread; compiled with 3.0 to 3.9", confidence="thread"),
+        proof="the thread; compiled with 3.0 to 3.9"),
     KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
@@ -475,8 +469,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
         symptoms=("Kernel requires a runtime memory allocation, but no allocator was set",),
         since="3.4.0", capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
-        need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread",
-        confidence="thread"),
+        need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread"),
     KnownIssue(
         id="bf16-atomics-33", effect="atomic_add does not support bf16",
         symptoms=("ValueError: atomic_add does not support bf16",),
@@ -489,14 +482,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "4 stages",
         symptoms=("LLVM ERROR: operation destroyed but still has uses",),
         since="3.6.0", amd=("gfx9", "gfx12"), traits=_FOREIGN_DOT, min_stages=4, need="at most 2 stages",
-        url=_TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)", confidence="thread"),
+        url=_TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)"),
     KnownIssue(
         id="amd-stages-hang-36",
         effect="the compiler does not come to an end: a kernel of several products with 3 stages and more",
         symptoms=("No available shared memory broadcast block found",),
         since="3.6.0", amd=("gfx12",), traits=_FOREIGN_DOT, min_stages=3, need="at most 2 stages",
         url="https://github.com/vllm-project/vllm/issues/45929",
-        proof="the thread (gfx1201; the message is that of vllm, which waits)", confidence="thread"),
+        proof="the thread (gfx1201; the message is that of vllm, which waits)"),
     KnownIssue(
         id="amd-block-pointers",
         effect="illegal access, an aperture violation or a hang: a pipelined loop over block pointers",
@@ -505,20 +498,20 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.5.0", fixed_in="3.9.0", amd=("gfx942", "gfx950"), traits=frozenset({"make_block_ptr"}),
         min_stages=2, need="one stage, or pointers and masks",
         url="https://github.com/ROCm/triton/issues/937",
-        proof="the thread, of chunk_delta_h as vllm has it; 3.9 has no block pointers", confidence="thread"),
+        proof="the thread, of chunk_delta_h as vllm has it; 3.9 has no block pointers"),
     KnownIssue(
         id="amd-pingpong",
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
         amd=("gfx942",), traits=frozenset({"dot", "foreign"}), min_warps=8, min_stages=2,
         need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
-        url=_TRITON + "11696", proof="the thread", confidence="thread"),
+        url=_TRITON + "11696", proof="the thread"),
     KnownIssue(
         id="amd-scratch-38",
         effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
         since="3.8.0", fixed_in="3.9.0", amd=("gfx11", "gfx12"),
         need="a Triton of AMD's that has triton-lang/triton#10906",
         url="https://github.com/ROCm/triton/pull/967",
-        proof="the thread (gfx1151), which says it of AMD's wheels of 3.8", confidence="thread"),
+        proof="the thread (gfx1151), which says it of AMD's wheels of 3.8"),
     KnownIssue(
         id="amd-loop-37",
         effect="silently wrong results, with 2 warps or more illegal accesses: a loop that sums and stores "
@@ -526,16 +519,28 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
         need="tl.static_range, or a Triton that has triton-lang/triton#10496", url=_TRITON + "11378",
         proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
-              "3.7; whether 3.8 has the change, nobody says", confidence="thread"),
+              "3.7; whether 3.8 has the change, nobody says"),
+    KnownIssue(
+        id="amd-loop-counts",
+        effect="silently wrong results: a branch on what a loop has counted (whether an epilogue is due, say) "
+               "is decided by the compiler, for fewer turns than the loop may take",
+        since="3.4.0", fixed_in="3.9.0", amd=("gfx",), traits=_FOREIGN,
+        need="Triton 3.9, or a comparison with what is computed without the loop", url=_TRITON + "11429",
+        proof=_PROVEN + ", a loop in a loop (3.5, 3.6) and one of up to 8 turns (3.8)", confidence="compiled"),
+    KnownIssue(
+        id="amd-race-38",
+        effect="results vary: products of 16-bit tiles of 16 x 16 x 256, as aiter's gemm_a16w16 has them",
+        since="3.8.0", amd=("gfx950",), traits=_FOREIGN_DOT, min_warps=8, min_stages=2,
+        need="another tile, as aiter took", url="https://github.com/ROCm/aiter/pull/5428",
+        proof="the thread"),
     KnownIssue(
         id="amd-conv-backward-1156",
         effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short "
                "convolution of fla",
         symptoms=("hipErrorIllegalAddress",),
-        amd=("gfx950",), traits=frozenset({"foreign"}),
+        amd=("gfx950",), traits=_FOREIGN,
         need="another convolution, such as flashlin's in plain torch", url=_FLA + "1156",
-        proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there",
-        confidence="thread"),
+        proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
     KnownIssue(
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
