@@ -173,7 +173,8 @@ DECIDED = {"3.5.1": "four_times_4", "3.6.0": "four_times_4", "3.8.0": "up_to_8",
 @pytest.mark.parametrize("version", DECIDED)
 def test_a_branch_on_what_a_loop_has_counted_on_amd(version: str, tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, str(Path(__file__).with_name("counting.py")), str(tmp_path)],
-                         env={**os.environ, **surroundings(version)}, capture_output=True, text=True, check=False)
+                         env={**os.environ, **surroundings(version)}, capture_output=True, text=True,
+                         check=False)
     assert ran.returncode == 0, ran.stderr
     stores = json.loads(ran.stdout)
     assert {name for name, count in stores.items() if count == 1} == {DECIDED[version]} - {""}
