@@ -143,13 +143,14 @@ def _first(wait: dict[str, Any]) -> list[str]:
 
 
 def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
+    """Those with most to tell first."""
     machines: dict[str, list[Record]] = {}
     for one in found:
         versions = [f"{name} {one[name if name in one else name.lower()]}"
                     for name in ("Triton", "torch", "fla", "mamba_ssm", "FlashQLA")]
         made_by = ", ".join([one["device"], *versions])
         machines.setdefault(made_by, []).append(one)
-    return list(machines.items())
+    return sorted(machines.items(), key=lambda machine: -sum(len(one["rows"]) for one in machine[1]))
 
 
 def _cells(pair: Pair) -> list[str]:
