@@ -93,22 +93,24 @@ def test_every_case_has_a_name_of_its_own() -> None:
 
 class Card:
     """A host and a queue. now: the host's seconds; done: when the queue is empty; captured: seconds of what
-    is being captured."""
+    is being captured. debug: torch's mode for calls that wait."""
 
     def __init__(self) -> None:
         self.now, self.done = 0.0, 0.0
         self.captured: float | None = None
+        self.debug = "default"
         self.streams: list[str] = []
         self.cuda = SimpleNamespace(
             is_available=lambda: True, synchronize=self.wait, Event=lambda enable_timing: Event(self),
             Stream=object, stream=lambda stream: nullcontext(), current_stream=lambda: "first",
             set_stream=self.streams.append, CUDAGraph=lambda: Graph(self), graph=self.capturing,
             _sleep=lambda cycles: self.run(0, cycles / 2e9), memory_allocated=lambda: 2**20,
-            max_memory_allocated=lambda: 4 * 2**20, reset_peak_memory_stats=lambda: None)
+            max_memory_allocated=lambda: 4 * 2**20, reset_peak_memory_stats=lambda: None,
+            set_sync_debug_mode=partial(setattr, self, "debug"))
 
     def wait(self) -> None:
-        if self.captured is not None:
-            raise RuntimeError("not while capturing")
+        if self.debug == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
         self.now = max(self.now, self.done)
 
     def run(self, host: float, card: float) -> None:
@@ -171,12 +173,13 @@ def test_the_card_the_host_and_the_wall_are_told_apart(card: Card, host: float, 
 
 def test_a_call_that_waits_for_the_card_is_timed_by_events_and_says_so(card: Card) -> None:
     def call() -> None:
+        assert card.captured is None, "what it caches would never be computed"
         card.run(10e-6, 100e-6)
         card.wait()
     found = timing.compared({"call": call, "other": partial(card.run, 1e-5, 1e-3)}, rounds=3)
-    assert found["call"]["how"] == "events: RuntimeError: not while capturing"
+    assert found["call"]["how"] == "events: RuntimeError: called a synchronizing CUDA operation"
     assert "host_us" not in found["call"] and "launches" not in found["call"]
-    assert card.streams == ["first"]
+    assert card.streams == ["first"] and card.debug == "default"
     assert found["other"]["how"] == "graph"
 
 
