@@ -504,7 +504,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
         amd=("gfx942",), traits=frozenset({"dot", "foreign"}), min_warps=8, min_stages=2,
         need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
-        url=_TRITON + "11696", proof="the thread"),
+        url="https://github.com/triton-lang/triton/issues/11696", proof="the thread"),
     KnownIssue(
         id="amd-scratch-38",
         effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
@@ -517,7 +517,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results, with 2 warps or more illegal accesses: a loop that sums and stores "
                "scalars",
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
-        need="tl.static_range, or a Triton that has triton-lang/triton#10496", url=_TRITON + "11378",
+        need="tl.static_range, or a Triton that has triton-lang/triton#10496",
+        url="https://github.com/triton-lang/triton/issues/11378",
         proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
               "3.7; whether 3.8 has the change, nobody says"),
     KnownIssue(
@@ -525,8 +526,9 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results: a branch on what a loop has counted (whether an epilogue is due, "
                "say) is decided by the compiler, for fewer turns than the loop may take",
         since="3.4.0", fixed_in="3.9.0", amd=("gfx",), traits=_FOREIGN,
-        need="Triton 3.9, or a comparison with what is computed without the loop", url=_TRITON + "11429",
-        proof=_PROVEN + ", a loop in a loop (3.5, 3.6) and one of up to 8 turns (3.8)",
+        need="Triton 3.9, or a comparison with what is computed without the loop",
+        url="https://github.com/triton-lang/triton/pull/11429",
+        proof="tests/matrix/test_known_issues.py, a loop in a loop (3.5, 3.6) and one of up to 8 turns (3.8)",
         confidence="compiled"),
     KnownIssue(
         id="amd-race-38",

@@ -42,21 +42,22 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | ({"before"} if before else set())
     size = tf32_copies(bytes_each, target) * bytes_each
-    newer = release(target.triton) >= (3, 8)
+    # under 3.8 rows of v in float32 change their layout; longer chunks have room to spare
+    rows = 64 * (bytes_each == 4 and release(target.triton)[:2] == (3, 8))
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
         p = before * config.num_stages * config.BT * config.BK
-        sums = newer * (bytes_each == 4) * 32 * config.BT  # of rows, by up to 8 warps
-        return shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p) + sums
+        return (shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
+                + rows * config.BV * (config.BT == 16))
 
     def inverting(BT: int) -> int:  # k and p, and three float32 tiles of an inverse's side
         return size * (1 + before) * BT * wide + 12 * 32 ** 2
 
     def finishing(strip: int, num_stages: int) -> int:
-        rows = 4 * before * BT
-        return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2) + rows
+        return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2
+                       + before * BT)
     wide = min(256 // bytes_each, padded(problem.K))
     scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
                    lambda config: max(shared(config), inverting(config.BT)), problem, target)
@@ -82,10 +83,10 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
         # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
-        # rows of v do
+        # rows of v in 16 bits do
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
-        moved += newer * bytes_each * scan.BT * scan.BV
+        moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
         most = room(target)
         ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
                 for num_stages in most.stages]
