@@ -21,6 +21,8 @@ from flashlin.testing.record import Recorded, is_current, source_hash
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
 LAUNCHES = "launches.json"
+# JSON without blanks: a checkout has to stay small
+compact = json.JSONEncoder(separators=(",", ":")).encode
 # (configuration, launch without the kernel's name) -> release -> cards, ``together`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
@@ -283,12 +285,12 @@ def one_a_line(fields: dict[str, Any]) -> str:
     """JSON in which each entry of a long value has its line, so that a change is a change of lines."""
     def block(value: Any) -> str:
         if isinstance(value, dict):
-            entries = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in value.items()]
+            entries = [f"{compact(name)}: {compact(one)}" for name, one in value.items()]
         elif isinstance(value, (list, tuple)) and any(isinstance(one, (dict, list)) for one in value):
-            entries = [json.dumps(one) for one in value]
+            entries = [compact(one) for one in value]
         else:
-            return json.dumps(value)
+            return compact(value)
         opened, closed = "{}" if isinstance(value, dict) else "[]"
         return f"{opened}\n " + ",\n ".join(entries) + f"\n{closed}" if entries else opened + closed
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {block(value)}"
+    return "{\n" + ",\n".join(f"{compact(name)}: {block(value)}"
                               for name, value in fields.items()) + "\n}\n"

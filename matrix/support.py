@@ -2,7 +2,6 @@
 left blank."""
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix, slow_by_config, together
+from matrix.results import Matrix, compact, slow_by_config, together
 from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import table as programs
 
@@ -145,7 +144,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     for state in every:
         for config, cards in slow_by_config(state.result).items():
             table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
-    lines = [f" {json.dumps(config)}: {json.dumps(together(table[config]))}" for config in sorted(table)]
+    lines = [f"{compact(config)}:{compact(together(table[config]))}" for config in sorted(table)]
     return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
 
 
