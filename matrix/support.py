@@ -144,8 +144,8 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     for state in every:
         for config, cards in slow_by_config(state.result).items():
             table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
-    lines = [f"{compact(config)}:{compact(together(table[config]))}" for config in sorted(table)]
-    return "{\n" + ",\n".join(lines) + "\n}\n"  # a line each, so that a change is a change of lines
+    return "{\n" + ",\n".join(f"{compact(config)}:{compact(together(table[config]))}"
+                              for config in sorted(table)) + "\n}\n"  # a line each: a change is one of lines
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:

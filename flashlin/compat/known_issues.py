@@ -525,10 +525,10 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="amd-loop-counts",
         effect="silently wrong results: a branch on what a loop has counted (whether an epilogue is due, "
                "say) is decided by the compiler, for fewer turns than the loop may take",
-        since="3.4.0", fixed_in="3.9.0", amd=("gfx9",), traits=_FOREIGN,
+        since="3.4.0", fixed_in="3.9.0", amd=("gfx9", "gfx11", "gfx12"), traits=_FOREIGN,
         need="Triton 3.9, or a comparison with what is computed without the loop",
         url="https://github.com/triton-lang/triton/pull/11429",
-        proof=_PROVEN + ", for gfx942: a loop in a loop (3.5, 3.6), one of up to 8 turns (3.8)",
+        proof=_PROVEN + ": a loop in a loop (3.5, 3.6), one of up to 8 turns (3.8)",
         confidence="ran"),
     KnownIssue(
         id="amd-race-38",

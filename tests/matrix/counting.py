@@ -1,6 +1,6 @@
 """Which branches on what a loop has counted Triton's compiler for AMD leaves. Run by test_known_issues.py, under
-one release: python counting.py FOLDER prints the stores of each kernel, of which there are two."""
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+one release: python counting.py FOLDER ARCH ... prints, for each, the stores of each kernel, which has two."""
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 import json
@@ -15,7 +15,6 @@ import triton.language as tl
 from flashlin.testing.compile import compiled_by
 
 
-@triton.jit
 def up_to_8(out, n):
     count = 0
     for _ in range(tl.minimum(tl.maximum(n, 0), 8)):
@@ -26,7 +25,6 @@ def up_to_8(out, n):
         tl.store(out, 2)
 
 
-@triton.jit
 def four_times_4(out, n):
     count = 0
     for _ in range(4):
@@ -38,12 +36,14 @@ def four_times_4(out, n):
         tl.store(out, n)
 
 
-def stores(kernel, folder: Path) -> int:
-    compiled_by(partial(kernel.warmup, torch.int32, 5, grid=(1,), num_warps=1), "gfx942", folder)
+def stores(kernel, arch: str, folder: Path) -> int:
+    fresh = triton.jit(kernel)  # what is compiled for one card is kept in it
+    compiled_by(partial(fresh.warmup, torch.int32, 5, grid=(1,), num_warps=1), arch, folder)
     [code] = folder.rglob("*.ttgir")  # written before a linker is called, which Triton has from 3.5 on
     return code.read_text().count("store ")
 
 
 if __name__ == "__main__":
-    print(json.dumps({kernel.fn.__name__: stores(kernel, Path(sys.argv[1]) / kernel.fn.__name__)
-                      for kernel in (up_to_8, four_times_4)}))
+    _, place, *archs = sys.argv
+    print(json.dumps({arch: {kernel.__name__: stores(kernel, arch, Path(place) / arch / kernel.__name__)
+                             for kernel in (up_to_8, four_times_4)} for arch in archs}))
