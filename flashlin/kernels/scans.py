@@ -118,7 +118,8 @@ def numbered(problem: Problem, part: int) -> int:
 
 def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = False) -> Launch:
     """The kernel that carries states from part to part. transfer: by matrices."""
-    n, tall = problem.batch_part or problem.N, padded(problem.K)
+    n = problem.batch_part or problem.N
+    tall = padded(problem.K)
     width = min(STRIP if transfer else CARRIED, padded(problem.V))
     strips, span = n * problem.H * -(-problem.V // width), problem.K * max(problem.K, problem.V)
     if not transfer:
@@ -126,12 +127,12 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
         return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
                       (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
 
-    def shared(deep: int) -> int:  # the strip of states twice, as from Triton 3.8 on
-        return 4 * tf32_copies(4, target) * deep * (tall + 2 * width)
+    # the strip of states twice, as from Triton 3.8 on, and on B200 the matrix, as under 3.3
+    each = 4 * (2 if target.capability[0] == 10 else tf32_copies(4, target)) * (tall + 2 * width)
     # a taller matrix at once spills a kilobyte
-    deep = next((deep for deep in (64, 32) if deep <= tall and shared(deep) <= target.shared), 16)
+    deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
-                  (("BK", tall), ("BV", width), ("BC", deep)), shared(deep), span,
+                  (("BK", tall), ("BV", width), ("BC", deep)), each * deep, span,
                   frozenset({"dot", "fp32_dot"}), part)
 
 
