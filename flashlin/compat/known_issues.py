@@ -528,7 +528,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.4.0", fixed_in="3.9.0", amd=("gfx9", "gfx11", "gfx12"), traits=_FOREIGN,
         need="Triton 3.9, or a comparison with what is computed without the loop",
         url="https://github.com/triton-lang/triton/pull/11429",
-        proof=_PROVEN + ": a loop in a loop (3.5, 3.6), one of up to 8 turns (3.8)",
+        proof=_PROVEN + ", of each card: a loop in a loop (3.5, 3.6), one of up to 8 turns (3.8)",
         confidence="ran"),
     KnownIssue(
         id="amd-race-38",
