@@ -2,13 +2,12 @@
 JSON."""
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from flashlin.compat.known_issues import KNOWN_ISSUES
-from matrix.results import Matrix
+from matrix.results import Matrix, compact
 from matrix.squares import MEANS, STATUSES, Square
 
 
@@ -33,5 +32,5 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
 
 def page(matrix: Matrix, squares: list[Square], date: str) -> str:
     # or a text might end the script
-    embedded = json.dumps(data(matrix, squares, date), separators=(",", ":")).replace("<", "\\u003c")
+    embedded = compact(data(matrix, squares, date)).replace("<", "\\u003c")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("{{data}}", embedded)

@@ -504,7 +504,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
         amd=("gfx942",), traits=frozenset({"dot", "foreign"}), min_warps=8, min_stages=2,
         need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
-        url="https://github.com/triton-lang/triton/issues/11696", proof="the thread"),
+        url=_TRITON + "11696", proof="the thread"),
     KnownIssue(
         id="amd-scratch-38",
         effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
@@ -518,7 +518,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "scalars",
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
         need="tl.static_range, or a Triton that has triton-lang/triton#10496",
-        url="https://github.com/triton-lang/triton/issues/11378",
+        url=_TRITON + "11378",
         proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
               "3.7; whether 3.8 has the change, nobody says"),
     KnownIssue(

@@ -127,7 +127,7 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
         return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
                       (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
 
-    # the strip of states twice, as from Triton 3.8 on, and on B200 the matrix, as under 3.3
+    # the strip of states is there twice from Triton 3.8 on; B200 under 3.3 has the matrix twice, too
     each = 4 * (2 if target.capability[0] == 10 else tf32_copies(4, target)) * (tall + 2 * width)
     # a taller matrix at once spills a kilobyte
     deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)

@@ -176,7 +176,9 @@ def test_a_branch_on_what_a_loop_has_counted_on_amd(version: str, tmp_path: Path
                           *USUAL_AMD], env={**os.environ, **surroundings(version)}, capture_output=True,
                          text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    for arch, stores in json.loads(ran.stdout).items():
+    found = json.loads(ran.stdout)
+    assert set(found) == set(USUAL_AMD)
+    for arch, stores in found.items():
         assert {name for name, count in stores.items() if count == 1} == {DECIDED[version]} - {""}, arch
         assert set(stores.values()) <= {1, 2}
         assert ISSUES["amd-loop-counts"].here(parse(f"{arch},triton={version}")) == bool(DECIDED[version])
