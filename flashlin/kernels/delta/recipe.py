@@ -42,16 +42,12 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
     bytes_each, dots = operand_bytes(problem), dot_traits(problem) | ({"before"} if before else set())
     size = tf32_copies(bytes_each, target) * bytes_each
-    newer = release(target.triton) >= (3, 8)
-    # rows of v in float32 change their layout, for which longer chunks have room to spare
-    rows = 64 * (newer and bytes_each == 4)
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
         p = before * config.num_stages * config.BT * config.BK
-        return (shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
-                + rows * config.BV * (config.BT == 16))
+        return shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
 
     def inverting(BT: int) -> int:  # k and p, and three float32 tiles of an inverse's side
         return size * (1 + before) * BT * wide + 12 * 32 ** 2
@@ -87,7 +83,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         # rows of v in 16 bits do
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
-        moved += 2 * scan.BT * scan.BV if bytes_each == 2 and newer else 0
+        moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
         most = room(target)
         ways = [(strip, num_stages) for strip in (most.columns, most.columns // 2, 16)
                 for num_stages in most.stages]
