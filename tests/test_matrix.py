@@ -430,6 +430,12 @@ def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> 
                              check=True) == 0, "run: python -m matrix report"
 
 
+def test_no_call_fails_on_any_card() -> None:
+    """Where a launch takes more shared memory than its recipe reckons with, say, the recipe is mended."""
+    marks = support.marks_of(TABLE.read_text(encoding="utf-8"))
+    assert len(marks) > 10_000 and support.MARKS["FAILED"] not in marks.values()
+
+
 @pytest.mark.parametrize("file, old, new, says", [
     ("SUPPORT.md", "| compiled |", "| ran |", " ran, now compiled"),
     ("SUPPORT.md", "| 3.9.0 |", "| 3.9.9 |", ": None, now "),
