@@ -53,11 +53,11 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     per_chunk = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
-    # once, but in short chunks that are not padded k, beside v, on its way (3.8)
+    # once, but in short chunks without padding k on its way beside v, if that is not narrow (3.8)
     def shared(config: Config) -> int:
         columns = config.BT + (PADDING if moves(target) else 0)
         more = (config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2
-                else 64 * config.BK * (columns == 16))
+                else 64 * config.BK * (columns == 16 < config.BV))
         return shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = fitting(candidates, shared, problem, target)
