@@ -63,9 +63,9 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots, and of short chunks v where it changes its layout (3.8). On AMD the last stage loads into
-    registers, from which a tile may go where the state does; except for fp32 on RDNA, which has no matrix
-    instructions for it."""
+    operands of dots; v of 16 tokens once more, which 3.8 moves from one layout to another. On AMD the last
+    stage loads into registers, from which a tile may go where the state does; except for fp32 on RDNA, which
+    has no matrix instructions for it."""
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV
     if registers:

@@ -53,7 +53,7 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     per_chunk = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
-    # once, but in short chunks without padding k on its way beside v, if that is not narrow (3.8)
+    # once, but of 16 tokens, unpadded, 3.8 moves k from one layout to another beside more than 16 columns of v
     def shared(config: Config) -> int:
         columns = config.BT + (PADDING if moves(target) else 0)
         more = (config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2
