@@ -63,16 +63,16 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: in
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots; v of 16 tokens once more, which 3.8 moves from one layout to another. On AMD the last
-    stage loads into registers, from which a tile may go where the state does; except for fp32 on RDNA, which
-    has no matrix instructions for it."""
+    operands of dots; of 16 tokens the narrower tile once more, if it has more than 16 columns, since 3.8 moves
+    it from one layout to another. On AMD the last stage loads into registers, from which a tile may go where
+    the state does; except for fp32 on RDNA, which has no matrix instructions for it."""
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV
     if registers:
         state = max(state, config.BT * max(config.BK, config.BV))
-    tiles = config.BT * (2 * max(config.BK, config.BV) + min(config.BK, config.BV))
-    moved = (config.BT * (min(config.BK, config.BV) + PADDING) if moves(target)
-             else config.BT * config.BV * (config.BT == 16))
+    narrow = min(config.BK, config.BV)
+    tiles = config.BT * (2 * max(config.BK, config.BV) + narrow)
+    moved = config.BT * (narrow + PADDING if moves(target) else narrow * (config.BT == 16 < narrow))
     elements = buffers * tiles + state + config.BT * config.BT + moved
     return tf32_copies(bytes_each, target) * bytes_each * elements
 
