@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Upper bounds: what was true when they were written. What gets better gets a new bound.
 FIGURES = {"root files": 7, "custom ops": 3, "positional": 0, "undocumented": 0, "fp32": 4,
-           "releases": 9, "width": 0.3, "size": 428_929}
+           "releases": 9, "width": 0.3}
 WALKS = {"a known issue": 4, "a remedy": 5, "a check": 1, "a limit": 1, "a scalar": 8, "an op": 7,
          "a Triton release": 1}
 
@@ -105,11 +105,8 @@ def small(tmp_path: Path) -> Path:
 def test_what_is_counted(small: Path) -> None:
     found = counted(small)
     lines = sum(len(path.read_text().splitlines()) for path in small.rglob("*.py"))
-    size = found["figures"].pop("size")
     assert found["figures"] == {"root files": 2, "custom ops": 1, "positional": 1, "undocumented": 1,
                                 "fp32": 1, "releases": 3, "wide": 1, "width": round(100 / lines, 2)}
-    (small / "flashlin" / "__init__.py").write_text("x = 1")  # assignment, name, the name's context, number
-    assert counted(small)["figures"]["size"] == size + 4
     assert found["walks"] == {
         "a kernel": {"places": ["kernels/*/recipe.py", "dispatch.py", "tests/test_it.py"], "missing": []},
         "a ruin": {"places": ["nowhere.py", "README.md"], "missing": ["nowhere.py"]}}

@@ -127,10 +127,6 @@ class House:
 
     # --- figures of another kind ---
 
-    def size(self) -> int:
-        """Nodes of the syntax trees of flashlin/ and matrix/."""
-        return sum(1 for _ in self.nodes("flashlin", "matrix"))
-
     def width(self) -> float:
         """Of all lines of Python, the percentage over 110 columns."""
         return round(100 * len(self.wide()) / sum(len(source.lines) for source in self.sources), 2)
@@ -168,7 +164,7 @@ def value(node: ast.expr) -> object:
 PLACES = {"root files": House.root_files, "custom ops": House.custom_ops, "positional": House.positional,
           "undocumented": House.undocumented, "fp32": House.fp32, "releases": House.releases,
           "wide": House.wide}
-NUMBERS = {"width": House.width, "size": House.size}
+NUMBERS = {"width": House.width}
 
 
 def figures(house: House) -> dict[str, float]:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlin.compat import tf32
 from flashlin.compat.launch import start
 from flashlin.guards.problem import Plan
 from flashlin.kernels.configs import FORGOTTEN
@@ -344,8 +345,8 @@ def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
 
 
 def precision(plan: Plan) -> str:
-    """How fp32 operands are multiplied: three tf32 products (1e-5) from sm_80 on, true fp32 before; plain
-    tf32 only if torch allows it."""
+    """Return how kernels multiply fp32 operands: as three tf32 products (1e-5) from sm_80 on, before that as
+    fp32. One tf32 product is used only if torch's setting allows it."""
     if plan.target.backend != "cuda" or plan.target.capability < (8, 0):
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if tf32.allowed() else "tf32x3"

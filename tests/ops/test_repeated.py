@@ -31,6 +31,7 @@ from flashlin.ops._common import chunked, repeated
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from matrix.workload import as_in_a_case
+from tests import torch_states
 from tests.share import share
 
 # Composed: kernels of theirs read what torch made of others' results, which nobody has written here.
@@ -274,12 +275,13 @@ def test_settings_are_obeyed(card: Memory, again: list[Any]) -> None:
         assert runs(again) == 0
     with flashlin.settings(invariant=True):  # another plan, if of the same kernels
         assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert runs(again) == 4
+    for tf32 in torch_states.TF32.values():
+        again.clear()
+        repeated._recipes.clear()
+        assert runs(again) == 2
+        with tf32():
+            assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
+        assert runs(again) == 4
 
 
 def test_a_changed_source_is_compiled_again(card: Memory, again: list[Any]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flashlin.compat import launch
+from flashlin.compat import launch, tf32
 from flashlin.compat.direct import TENSORS, Compiled, current, possible, triton_module, watched
 from flashlin.guards.problem import Plan
 from flashlin.ops._common import ahead
@@ -135,7 +135,7 @@ def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | 
         if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
             return None  # nobody could tell later which of the two was meant
     apart = reduce(or_, begins, 0) % ALIGNED  # 0 where all are aligned, as nearly always
-    return ((function, id(plan), others, torch.get_float32_matmul_precision(), device, same,
+    return ((function, id(plan), others, tf32.allowed(), device, same,
              apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, device)
 
 

@@ -1,0 +1,33 @@
+"""Read the torch setting that allows TF32 in float32 matrix products on a GPU.
+
+torch has two interfaces to it. ``torch.set_float32_matmul_precision`` and ``allow_tf32`` are the old one.
+torch 2.9 added ``fp32_precision``, for all backends, one backend or one operation. Once a program has used
+the new interface, torch may raise a RuntimeError when the setting is read through the old one. The new
+interface reports both and never raises.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def _reader(of: Any) -> Callable[[], str]:
+    """Return a function that reads the setting of ``of``, which is torch: "tf32" means that it is allowed."""
+    # torch.backends.cuda.matmul.fp32_precision calls this getter; directly, it takes a sixth of the time
+    getter = getattr(of._C, "_get_fp32_precision_getter", None)
+    if getter is not None:
+        return partial(getter, "cuda", "matmul")
+    if hasattr(of.backends.cuda.matmul, "fp32_precision"):
+        return lambda: str(of.backends.cuda.matmul.fp32_precision)
+    return lambda: "ieee" if of.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+_setting = _reader(torch)
+
+
+def allowed() -> bool:
+    """Return True if torch may use TF32 in float32 matrix products on a GPU."""
+    return _setting() == "tf32"

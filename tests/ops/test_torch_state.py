@@ -1,0 +1,48 @@
+"""Settings of torch that hold for a whole process: no op depends on one, and none makes an op raise."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlin.compat import tf32
+from flashlin.testing.compare import Case
+from tests import torch_states
+
+
+@pytest.mark.parametrize("case", torch_states.CHOSEN, ids=str)
+def test_results_are_the_same_in_every_state(case: Case) -> None:
+    assert not [*torch_states.differences(case, torch.device("cpu"), torch.float32)]
+
+
+@pytest.mark.parametrize("switch", torch_states.TF32)
+def test_every_switch_of_tf32_is_read(switch: str) -> None:
+    """torch itself raises while ``fp32_precision`` is set and ``get_float32_matmul_precision`` is called."""
+    assert not tf32.allowed()
+    with torch_states.TF32[switch]():
+        assert tf32.allowed()
+    assert not tf32.allowed()
+
+
+def _raise() -> str:
+    raise RuntimeError("mixed use of the interfaces")
+
+
+def _torch(getter: Any = None, new: str | None = None, old: Any = _raise) -> Any:
+    """A torch with these ways to read the setting: the getter of 2.9, its public name, the old interface."""
+    private = SimpleNamespace(**{} if getter is None else {"_get_fp32_precision_getter": getter})
+    matmul = SimpleNamespace(**{} if new is None else {"fp32_precision": new})
+    return SimpleNamespace(_C=private, backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul)),
+                           get_float32_matmul_precision=old)
+
+
+@pytest.mark.parametrize(("torch_of_then", "expected"), [
+    (_torch(getter=lambda backend, of: "tf32" if (backend, of) == ("cuda", "matmul") else "ieee"), True),
+    (_torch(getter=lambda backend, of: "none"), False),
+    (_torch(new="tf32"), True), (_torch(new="ieee"), False),  # a torch without that private getter
+    (_torch(old=lambda: "high"), True), (_torch(old=lambda: "medium"), True),  # before 2.9
+    (_torch(old=lambda: "highest"), False)])
+def test_the_setting_is_read_on_every_torch(torch_of_then: Any, expected: bool) -> None:
+    assert (tf32._reader(torch_of_then)() == "tf32") is expected
