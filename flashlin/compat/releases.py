@@ -61,6 +61,8 @@ RELEASES: tuple[Release, ...] = (
 )
 # From this torch on its wheels ask for a minor version of Triton, any patch release of it.
 MINOR_IS_ENOUGH_FROM = "2.14.0"
+# From this torch on, cumsum of floats on a GPU can be deterministic (pytorch/pytorch#136224).
+DETERMINISTIC_CUMSUM_FROM = "2.6.0"
 
 
 class Wheels(NamedTuple):

@@ -1,15 +1,20 @@
 """Settings of torch that hold for a whole process: no op depends on one, and none makes an op raise."""
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import flashlin
 from flashlin.compat import tf32
+from flashlin.kernels import plain
 from flashlin.testing.compare import Case
 from tests import torch_states
+
+TORCH_PATHS = [*(Path(flashlin.__file__).parent / "kernels").glob("*/torch_path.py")]
 
 
 @pytest.mark.parametrize("case", torch_states.CHOSEN, ids=str)
@@ -24,6 +29,24 @@ def test_every_switch_of_tf32_is_read(switch: str) -> None:
     with torch_states.TF32[switch]():
         assert tf32.allowed()
     assert not tf32.allowed()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_running_sums_do_without_cumsum_that_may_raise(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.6 deterministic mode makes it raise on a GPU, in forward and in backward."""
+    x = torch.randn(5, 6, 7, dtype=torch.float64)
+    x[1, 2, 3] = -torch.inf
+    assert torch.equal(plain.running_sum(x, dim), x.cumsum(dim))
+    torch.testing.assert_close(plain.sum_of_masked(x, dim), x.cumsum(dim))
+    monkeypatch.setattr(plain, "_CUMSUM_MAY_RAISE", True)
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)
+    with torch_states.deterministic():
+        assert plain.running_sum(x.to("meta"), dim).shape == x.shape
+
+
+@pytest.mark.parametrize("path", TORCH_PATHS, ids=lambda path: path.parent.name)
+def test_torch_paths_take_running_sums(path: Path) -> None:
+    assert ".cumsum(" not in path.read_text(encoding="utf-8")
 
 
 def _raise() -> str:

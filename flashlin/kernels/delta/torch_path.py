@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flashlin.kernels.delta.inputs import Inputs
+from flashlin.kernels.plain import running_sum
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, lower
 
@@ -43,7 +44,7 @@ def _rows(
         into, onwards, read, apart = q, k, p, between
     else:
         g = chunks(g, length)
-        from_start = g.cumsum(-1).exp()[..., None]
+        from_start = running_sum(g, -1).exp()[..., None]
         between, total = decay_between(g), g.sum(-1).exp()[..., None, None]
         into, onwards = q * from_start, k * decay_to_end(g)[..., None]
         read, apart = from_start, between

@@ -10,6 +10,7 @@ import torch
 
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.gla.torch_path import after, scores, until
+from flashlin.kernels.plain import running_sum
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 
 
@@ -36,7 +37,7 @@ def _rows(
     T, length = q.shape[1], chunk_length(q.shape[1])
     q, k, v, g = (chunks(x, length) for x in (q, k, v, g))
     a, b, beta = (None if x is None else chunks(x, length) for x in (a, b, beta))
-    into, onwards, kept = q * g.cumsum(-2).exp(), after(g).exp(), g.sum(-2).exp()[..., None]
+    into, onwards, kept = q * running_sum(g, -2).exp(), after(g).exp(), g.sum(-2).exp()[..., None]
     if a is not None and b is not None:
         nothing = torch.zeros_like(b)  # on the diagonal: a token does not read what it writes itself
         x, system = b, scores(a, b, g, nothing)
@@ -46,7 +47,7 @@ def _rows(
         rate = a if beta is None else beta
         assert rate is not None
         x, system = k, scores(-rate * k, k, g).tril(-1)
-        wanted = v if beta is None else beta * v, -rate * k * g.cumsum(-2).exp()
+        wanted = v if beta is None else beta * v, -rate * k * running_sum(g, -2).exp()
         inside, added = None, None
     eye = torch.eye(length, dtype=q.dtype, device=q.device)
     own, pulled = torch.linalg.solve_triangular(eye - system, torch.cat(wanted, -1), upper=False,

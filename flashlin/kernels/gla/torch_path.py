@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from flashlin.kernels.gla.inputs import Inputs
+from flashlin.kernels.plain import running_sum
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 
 
@@ -59,9 +60,9 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
 
 def until(g: torch.Tensor, before: bool) -> torch.Tensor:
     """g_1 + ... + g_i for each i, or with before g_1 + ... + g_{i-1}, [..., C, K]."""
-    return (F.pad(g[..., :-1, :], (0, 0, 1, 0)) if before else g).cumsum(-2)
+    return running_sum(F.pad(g[..., :-1, :], (0, 0, 1, 0)) if before else g, -2)
 
 
 def after(g: torch.Tensor) -> torch.Tensor:
     """g_{j+1} + ... + g_C for each j, [..., C, K]."""
-    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    return running_sum(F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2), -2).flip(-2)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashlin.kernels.plain import widest
+from flashlin.kernels.plain import running_sum, widest
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 from flashlin.kernels.simple_gla.inputs import Inputs
 
@@ -69,7 +69,7 @@ def _segment(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     else:
         g = chunks(g, length)
         inside, kept = decay_between(g), g.sum(-1).exp()
-        into, onwards = q * g.cumsum(-1).exp()[..., None], k * decay_to_end(g)[..., None]
+        into, onwards = q * running_sum(g, -1).exp()[..., None], k * decay_to_end(g)[..., None]
     states = carried(kept, torch.cat([h[:, :, None], onwards.mT @ v], 2))
     return joined((q @ k.mT * inside) @ v + into @ states[:, :, :-1], T), states[:, :, -1]
 
@@ -131,10 +131,10 @@ def decay_between(g: torch.Tensor) -> torch.Tensor:
     constant: it does not decay, so it has no part in g's gradient.
     """
     below = lower(g.shape[-1], g).tril(-1)
-    sums = g[..., :, None].expand(*g.shape, g.shape[-1]).masked_fill(~below, 0).cumsum(-2)
+    sums = running_sum(g[..., :, None].expand(*g.shape, g.shape[-1]).masked_fill(~below, 0), -2)
     return sums.masked_fill(~below, -torch.inf).exp() + torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
 
 
 def decay_to_end(g: torch.Tensor) -> torch.Tensor:
     """e^{g_{j+1} + ... + g_L}, each sum added up by itself, as in decay_between."""
-    return F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
+    return running_sum(F.pad(g[..., 1:], (0, 1)).flip(-1), -1).flip(-1).exp()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.plain import widest
+from flashlin.kernels.plain import running_sum, widest
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 
 TURN = 2 * math.pi
@@ -226,11 +226,11 @@ def _prefix(x: Tensor) -> Tensor:
     blocks. A compiler has its own scans, and one graph of those serves all lengths."""
     T = x.shape[1]
     if torch.compiler.is_compiling() or T <= BLOCK:
-        return x.cumsum(1, dtype=x.dtype)
+        return running_sum(x, 1)
     whole: Tensor = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, -T % BLOCK)) if T % BLOCK else x
     blocks = whole.unflatten(1, (-1, BLOCK))
     blocks[:, 1:, 0] += _prefix(blocks.sum(2, dtype=x.dtype))[:, :-1]
-    sums: Tensor = blocks.cumsum(2, dtype=x.dtype)
+    sums: Tensor = running_sum(blocks, 2)
     return sums.flatten(1, 2)[:, :T]
 
 
