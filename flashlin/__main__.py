@@ -117,7 +117,7 @@ WARMUP_EXAMPLES = """examples:
 WHY = """Which known failures print this text: the cards and releases that have it, what
 flashlin does, what to do without it, and how sure that is. Reads tables that
 come with flashlin; asks nobody, starts nothing. Without a text it reads
-standard input, a whole log if need be.
+standard input: a log of any size, in UTF-8 or UTF-16.
 
 Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for
 a mistake in the arguments or output that cannot be written.
@@ -342,12 +342,14 @@ def explain(op: str, **given: Any) -> tuple[str, int]:
 
 
 def why(text: list[str]) -> tuple[str, int]:
-    told = " ".join(text) or ("" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read())
-    if not told.strip():
+    known = load("diagnostics.why")
+    piped = not text and sys.stdin is not None and not sys.stdin.isatty()
+    reading = known.read(sys.stdin.buffer) if piped else known.read_text(" ".join(text))
+    if reading.empty:
         raise ValueError('text: got nothing, need what was printed: flashlin why "IndexError: map::at", or a '
                          "log on standard input")
-    known = load("diagnostics.why")
-    return known.why(told), 0 if known.matches(told) else 1
+    found = reading.matches()
+    return known.answer(found), 0 if found else 1
 
 
 def run_program(patch: str | None, program: str, arguments: list[str], **how: Any) -> int:

@@ -2,20 +2,26 @@
 else's; what is not known is said to be unknown."""
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import re
 import subprocess
 import sys
+import time
+import tracemalloc
+from types import ModuleType
 
 import pytest
 
 import flashlin
 from flashlin.__main__ import main
+from flashlin.compat import blame
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 from flashlin.compat.target import parse
-from flashlin.diagnostics import why
+from flashlin.diagnostics import report, why
 from flashlin.diagnostics.why import Entry, entries, matches
 from tests.machines import ROOT, run
 
@@ -222,3 +228,137 @@ def test_what_helps_without_flashlin_does_not_name_its_functions() -> None:
     assert EVERY["split-left-padding"].here.endswith("takes it away, from transformers 5.15.0 on")
     # where a note follows, it stays one
     assert those["hopper-wy-backward-984"] == "2 warps for that kernel; nobody has tried 3.8 and 3.9"
+
+
+# --- logs of any size and kind ---
+
+UNITS = ("1", " ", ".", "[(", "a", "_1", "\x1b[", "\x1b]", "\0", "\r\n", "token", "assert", "8 warps ",
+         "reshapeOuts ", "selective_scan_cuda", "UNREACHABLE executed at ", "Permission denied: '.../", "\u2028", "\ud800")
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=ascii)
+def test_any_text_takes_linear_time(unit: str) -> None:
+    """Quadratic time would be 20 s for this many digits. Other processes do not count."""
+    text = unit * (100_000 // len(unit)) + "!"
+    for read in (matches, blame.of_text, report.scrub):
+        began = time.process_time()
+        read(text)
+        assert time.process_time() - began < 3, read
+
+
+class Log(io.RawIOBase):
+    """A log that is made while it is read. most: the most bytes that were asked for at once."""
+
+    def __init__(self, size: int, line: bytes, last: bytes) -> None:
+        self.left, self.line, self.last, self.most = size, line, last, 0
+
+    def read(self, size: int = -1) -> bytes:
+        self.most = max(self.most, size)
+        if self.left <= 0:
+            last, self.last = self.last, b""
+            return last
+        self.left -= size
+        return (self.line * (size // len(self.line) + 1))[:size]
+
+
+@pytest.mark.parametrize("line", [b"[rank0]: step 12 loss 3.2 lr 1e-3 reshape\n", b"x"], ids=["lines", "one"])
+def test_a_log_takes_the_memory_of_a_block(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(why, "BLOCK", 1 << 14)
+    log = Log(800_000, line, b"\nmlir::triton::LinearLayout::reshapeOuts\n")
+    entries()
+    tracemalloc.start()
+    try:
+        found = why.read(log).matches()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ids(found) == {"reshape-outs-32"} and found[0].sure
+    assert most < 600_000 and log.most == why.BLOCK
+
+
+@pytest.mark.parametrize("block", [7, 64, 1000])
+def test_where_a_block_ends_makes_no_difference(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = log("IndexError: list index out of range", EVERY["autotune-keys-31"].seen_in)
+    texts = [tuner.replace("\n", "\r\n"), log("selective_scan_cuda...undefined symbol"), "device-side\nassert", "map::at",
+             "jobs/12: Assertion srcIndex\n< srcSelectDimSize does not hold\nthe end\n",
+             "AssertionError: gradients of the delta rule are wrong on Hopper\nthe end\n\n"]
+    whole = [matches(text) for text in texts]
+    assert all(whole)
+    monkeypatch.setattr(why, "BLOCK", block)
+    assert [matches(text) for text in texts] == whole
+    assert [why.read(io.BytesIO(text.encode())).matches() for text in texts] == whole
+
+
+def test_no_symptom_is_longer_than_what_two_blocks_share() -> None:
+    longest = max(len(symptom) + 300 * symptom.count("...") for entry in EVERY.values()
+                  for symptom in (entry.id, entry.seen_in, *entry.symptoms))
+    assert 4 * longest < why.OVERLAP < why.BLOCK  # 4: white space, and colours
+
+
+@pytest.mark.parametrize("given", [
+    "{}\r\n", "50%|###   | 1/2\r{}\r 51%|###", "\x1b[1;31m{}\x1b[0m",
+    "\x1b]8;;file:///a\x1b\\{}\x1b]8;;\x07\x1b[2K\x1b(B", "\0\0{}\0"], ids=ascii)
+def test_what_terminals_add_does_not_matter(given: str) -> None:
+    words = "LLVM ERROR: Unsupported rounding\x1b[K mode for conversion."
+    found = matches("first line\n" + given.format(words))
+    assert ids(found) == {"half-dot-33-pre-ampere"} and found[0].sure
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-16-le", "utf-32"])
+def test_a_file_of_windows_is_read(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""  # utf-16-le stays without one
+    text = "naïve ✓ 😀\r\n" * 30 + "IndexError: map::at\r\n"
+    monkeypatch.setattr(why, "BLOCK", 64)
+    found = why.read(io.BytesIO(mark + text.encode(encoding))).matches()
+    assert ids(found) == ids(matches("IndexError: map::at"))
+
+
+def test_bytes_that_are_no_text_do_not_matter() -> None:
+    command = [sys.executable, "-m", "flashlin", "why"]
+    noise = bytes(range(256)) + b"\xed\xa0\x80 \xff\xfe\n"
+    text = noise + b"RuntimeError: mlir::LinearLayout::reshapeOuts \xe2\x82\n" + noise
+    done = subprocess.run(command, input=text, capture_output=True, timeout=60, cwd=ROOT, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 0 and b"reshape-outs-32" in done.stdout, done.stderr
+
+
+def test_an_exception_may_have_a_huge_message() -> None:
+    began = time.process_time()
+    assert flashlin.why(RuntimeError("7" * 100_000 + " is too much")) == why.UNKNOWN
+    assert "reshape-outs-32" in flashlin.why(RuntimeError("7" * 3_000_000 + " LinearLayout::reshapeOuts"))
+    assert time.process_time() - began < 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_shown_how_far_it_is(terminal: bool, tmp_path: os.PathLike[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Bar:
+        def __init__(self, *, total: int, **rest: object) -> None:
+            seen.append(total)
+            self.update = seen.append
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            seen.append(-1)
+    fake = ModuleType("tqdm")
+    vars(fake)["tqdm"] = Bar
+    monkeypatch.setitem(sys.modules, "tqdm", fake)
+    monkeypatch.setattr(why, "BLOCK", 10)
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    with open(os.path.join(tmp_path, "log"), "w+b") as file:
+        file.write(b"x" * 25)
+        file.seek(0)
+        why.read(file)
+        monkeypatch.setitem(sys.modules, "tqdm", None)  # not installed
+        file.seek(0)
+        assert not why.read(file).empty
+    assert seen == ([25, 10, 10, 5, -1] if terminal else [])

@@ -105,7 +105,7 @@ def repaired(package: str, text: str) -> str:
 def hidden(text: str) -> str:
     """Without home folders and what may be a secret."""
     text = text.replace(os.path.expanduser("~"), "~")
-    return re.sub(r"(?i)(\w*(?:token|password|secret|api_?key)\w*)=\S+", r"\1=...", text)
+    return re.sub(r"(?i)\b(?=\w*?(?:token|password|secret|api_?key))(\w+)=\S+", r"\1=...", text)
 
 
 def main() -> int:

@@ -259,7 +259,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     """
     pairs: dict[str, str] = {}
     # as people type it: with spaces in place of commas, and with pip's two signs
-    for part in filter(None, (one.strip() for one in re.split(r",|\s+(?=\w+\s*=)", text))):
+    for part in filter(None, (one.strip() for one in re.split(r",|(?<!\s)\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
         key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
         bare = re.search(r"(?<![\w.])v?(\d+(?:\.\d+)+)", value) if key == "card" else None

@@ -29,7 +29,7 @@ PRICES = {"plain torch": "in plain torch", "fp32 copies": "on fp32 copies",
 # A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
             (r"://[^/\s@]+@", "://"),
-            (r"(?i)\b(\w*(?:token|password|secret|api_?key)\w*)=\S+", r"\1=..."),
+            (r"(?i)\b(?=\w*?(?:token|password|secret|api_?key))(\w+)=\S+", r"\1=..."),
             (r"(?i)\b(?:GPU-|MIG-)?[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "(uuid)"))
 
 

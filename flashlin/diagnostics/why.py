@@ -3,15 +3,24 @@ compat/, asks nobody and starts nothing.
 
 Nothing here is a guess told as a fact: each answer says what of the text it rests on (``Match.because``) and
 how well the failure itself is known (``Entry.known``).
+
+A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can have
+gigabytes. A block is split into words once. Only texts whose words are all in the block are searched in it.
 """
 from __future__ import annotations
 
+import codecs
+import os
 import re
+import stat
+import sys
 import textwrap
 import traceback
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, BinaryIO, NamedTuple
 
 from flashlin.compat.known_failures import KNOWN_FAILURES, Failure
 from flashlin.compat.known_flaws import KNOWN_FLAWS, Flaw
@@ -19,9 +28,16 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
 from flashlin.kernels.shield.source import LACKING
 from flashlin.kernels.variants import VARIANTS
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|\d+ warps")
+BLOCK = 1 << 20  # characters or bytes that are read at once
+OVERLAP = 8192  # characters of a block that are searched again with the next one: more than any symptom has
+# Colours, links and moves of the cursor, as terminals get them (ECMA-48).
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~]|[@-Z\\-_])")
+# How files begin that are not plain UTF-8. That of UTF-32 begins with that of UTF-16.
+MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+         (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig"))
+WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|(?<!\d)\d+ warps")
 ERROR = re.compile(r"(error|exception|assert\w*|unreachable|fatal)\b", re.IGNORECASE)
+ERRORS = ("error", "exception", "assert", "unreachable", "fatal")  # one of which each of those has
 # What everybody's errors are made of.
 VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|defined|denied|directory|does"
                    r"|driver\w*|encountered|executed|exist|expected|failed|file|found|from|have|init|invalid"
@@ -133,28 +149,216 @@ def _of_failure(failure: Failure) -> Entry:
         general=failure.general)
 
 
+class Sought(NamedTuple):
+    """A text to search for. pattern: matches it in a text whose white space is normalized. parts: its literal
+    parts, which ``in`` finds faster. words: its whole words, casefolded; a text without one of them does not
+    have it."""
+    pattern: re.Pattern[str]
+    parts: tuple[str, ...]
+    words: frozenset[str]
+
+    def found(self, plain: str, words: set[str]) -> bool:
+        return (self.words <= words and all(part in plain for part in self.parts)
+                and self.pattern.search(plain) is not None)
+
+
+@lru_cache(maxsize=1024)
+def _sought(text: str) -> Sought:
+    """A symptom, in which ``...`` is up to 300 characters of anything."""
+    parts = tuple(" ".join(part.split()) for part in text.split("..."))
+    # a word at the edge of a part may be a piece of a longer one
+    inner = [word[0].casefold() for part in parts for word in re.finditer(r"\w+", part)
+             if word.start() and word.end() < len(part)]
+    return Sought(re.compile(".{0,300}?".join(map(re.escape, parts))), parts, frozenset(inner))
+
+
+@lru_cache(maxsize=1024)
+def _sought_name(id: str) -> Sought:
+    pattern = re.compile(rf"(?<![\w-]){re.escape(id)}(?![\w-])")
+    return Sought(pattern, (id,), frozenset(re.findall(r"\w+", id)))
+
+
+def _rest(symptom: str) -> str:
+    """A symptom without the name of its exception; ``""`` where too little is left."""
+    rest = EXCEPTION.sub("", symptom)
+    return rest if len(rest) >= SHORTEST else ""
+
+
+@lru_cache(maxsize=1)
+def _all_sought() -> tuple[Sought, ...]:
+    """All that is searched for in every block."""
+    every = entries()
+    texts = [text for entry in every for symptom in (entry.seen_in, *entry.symptoms)
+             for text in (symptom, _rest(symptom)) if text]
+    return tuple(dict.fromkeys([*(_sought_name(entry.id) for entry in every), *map(_sought, texts)]))
+
+
+@lru_cache(maxsize=1)
+def _telling() -> dict[str, list[tuple[str, int]]]:
+    """Each word, casefolded, that tells something, with the symptoms that have it and its place there."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for symptom in dict.fromkeys(one for entry in entries() for one in entry.symptoms):
+        special = [word.span() for word in WORD.finditer(symptom) if _is_special(word[0])]
+        for place, word in enumerate(re.finditer(r"\w+", symptom)):
+            if any(word.start() < end and start < word.end() for start, end in special):
+                found.setdefault(word[0].casefold(), []).append((symptom, place))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _words_of(symptom: str) -> list[str]:
+    return [word.casefold() for word in re.findall(r"\w+", symptom)]
+
+
+class Reading:
+    """Search a text for what known failures print. ``add`` takes the text in blocks of any size. A block ends
+    where a line ends, unless the line is longer than a block. ``empty`` is True as long as the text has only
+    white space."""
+
+    def __init__(self) -> None:
+        self.empty = True
+        self._found: set[Sought] = set()
+        self._runs: set[tuple[str, int, int]] = set()  # a symptom, and from which to which of its words
+        self._size, self._short = 0, ""  # the whole text, if it may be part of a symptom
+        self._error = self._last = ""  # the last line that tells an error, and the last one
+        self._tail = ""
+
+    def add(self, text: str) -> None:
+        text = text.replace("\0", "")  # as in UTF-16 without a mark
+        both = ESCAPES.sub("", self._tail + text)
+        plain = " ".join(both.split())
+        self._tail = both[-OVERLAP:]
+        if not plain:
+            return
+        self.empty = False
+        self._size += len(text)
+        self._short = plain if self._size <= OVERLAP else ""
+        folded = plain.casefold()
+        words = re.findall(r"\w+", folded)
+        self._search(plain, set(words))
+        if not _telling().keys().isdisjoint(words):
+            self._find_runs(words)
+        self._find_lines(both, any(error in folded for error in ERRORS))
+
+    def _search(self, plain: str, words: set[str]) -> None:
+        self._found.update(sought for sought in _all_sought()
+                           if sought not in self._found and sought.found(plain, words))
+
+    def _find_runs(self, words: list[str]) -> None:
+        """Note, for each telling word of the text, the longest run of words around it that a symptom has."""
+        telling, last = _telling(), len(words) - 1
+        for at, word in enumerate(words):
+            for symptom, place in telling.get(word, ()):
+                theirs = _words_of(symptom)
+                before = after = 0
+                while min(place, at) > before and theirs[place - before - 1] == words[at - before - 1]:
+                    before += 1
+                while (min(len(theirs) - 1 - place, last - at) > after
+                       and theirs[place + after + 1] == words[at + after + 1]):
+                    after += 1
+                self._runs.add((symptom, place - before, place + after))
+
+    def _find_lines(self, text: str, errors: bool) -> None:
+        lines = [line for line in text.splitlines() if line.strip()]
+        if lines:
+            self._last = lines[-1]
+        if errors:
+            self._error = next((line for line in reversed(lines) if ERROR.search(line)), self._error)
+
+    def matches(self) -> list[Match]:
+        """Return the failures that the text may come from, surest first. A failure that only resembles the
+        text is left out if another one prints it exactly, and a general one if a narrower one is found."""
+        found = [match for entry in entries() if (match := self._printed(entry))]
+        if any(match.sure and not match.entry.general for match in found):
+            found = [match for match in found if match.sure]
+        narrow = [match for match in found if not match.entry.general]
+        found = narrow or found or _part(self._short) or self._piece() or _words(self._error or self._last)
+        return sorted(found, key=lambda match: not match.sure)
+
+    def _printed(self, entry: Entry) -> Match | None:
+        if _sought_name(entry.id) in self._found:
+            return Match(entry, True, "the text has its name")
+        for symptom in entry.symptoms:
+            if _sought(symptom) in self._found:
+                if entry.seen_in and _sought(entry.seen_in) not in self._found:
+                    because = (f"it prints {symptom!r}, and so may other programs: to be sure, the traceback "
+                               f"should have {entry.seen_in.strip()!r}")
+                    return Match(entry, False, because)
+                return Match(entry, True, f"it prints exactly this: {symptom!r}")
+        return None
+
+    def _piece(self) -> list[Match]:
+        """A piece of a symptom somewhere in a longer text: all but the exception's name, or words that follow
+        each other and are half of what is special in it."""
+        pieces: dict[str, str] = {}
+        for symptom, first, last in sorted(self._runs):
+            piece = _piece_of(symptom, first, last)
+            pieces[symptom] = max(pieces.get(symptom, ""), piece, key=len)
+        found = []
+        for entry in entries():
+            mine = [rest if (rest := _rest(symptom)) and _sought(rest) in self._found
+                    else pieces.get(symptom, "") for symptom in entry.symptoms]
+            piece = max(mine, key=len, default="")
+            if piece:
+                because = f"the text has a piece of what it prints: {piece!r}"
+                found.append((len(piece), Match(entry, False, because)))
+        longest = max((length for length, _ in found), default=0)
+        return [match for length, match in found if length == longest][:MOST]
+
+
 def matches(text: str) -> list[Match]:
-    """What the text may be, surest first. What only resembles it is left out where something is found that
-    prints it; so is what many failures print where a narrower one does."""
-    plain = " ".join(COLOURS.sub("", text).split())
-    found = [match for entry in entries() if (match := _printed(entry, plain))]
-    if any(match.sure and not match.entry.general for match in found):
-        found = [match for match in found if match.sure]
-    narrow = [match for match in found if not match.entry.general]
-    found = narrow or found or _part(plain) or _piece(plain) or _words(text)
-    return sorted(found, key=lambda match: not match.sure)
+    """Return the failures that the text may come from, see ``Reading.matches``."""
+    return read_text(text).matches()
 
 
-def _printed(entry: Entry, plain: str) -> Match | None:
-    if entry.id in plain and re.search(rf"(?<![\w-]){re.escape(entry.id)}(?![\w-])", plain):
-        return Match(entry, True, "the text has its name")
-    for symptom in entry.symptoms:
-        if _pattern(symptom).search(plain):
-            if entry.seen_in and not _pattern(entry.seen_in).search(plain):
-                return Match(entry, False, f"it prints {symptom!r}, and so may other programs: to be sure, "
-                                           f"the traceback should have {entry.seen_in.strip()!r}")
-            return Match(entry, True, f"it prints exactly this: {symptom!r}")
-    return None
+def read_text(text: str) -> Reading:
+    return _read(text[start:start + BLOCK] for start in range(0, len(text), BLOCK))
+
+
+def read(stream: BinaryIO) -> Reading:
+    """Read a log to its end: UTF-8, or UTF-16 and UTF-32 with a byte order mark. Bytes that are no text are
+    replaced. A progress bar is shown if stderr is a terminal and tqdm is installed."""
+    with _progress(stream) as read_on:
+        return _read(_decoded(stream, read_on))
+
+
+def _read(texts: Iterator[str]) -> Reading:
+    reading, line = Reading(), ""
+    for text in texts:
+        line += text
+        end = max(line.rfind("\n"), line.rfind("\r")) + 1 or (len(line) if len(line) >= BLOCK else 0)
+        if end:
+            reading.add(line[:end])
+            line = line[end:]
+    reading.add(line)
+    return reading
+
+
+def _decoded(stream: BinaryIO, read_on: Callable[[int], object]) -> Iterator[str]:
+    block = stream.read(BLOCK)
+    encoding = next((name for mark, name in MARKS if block.startswith(mark)), "utf-8")
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    while block:
+        yield decoder.decode(block)
+        read_on(len(block))
+        block = stream.read(BLOCK)
+    yield decoder.decode(b"", final=True)
+
+
+@contextmanager
+def _progress(stream: BinaryIO) -> Iterator[Callable[[int], object]]:
+    """Yield the function to call with the number of bytes of each block."""
+    bars: Any = None
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(ImportError):
+            bars = import_module("tqdm")
+    if bars is None:
+        yield lambda size: None
+        return
+    file = os.fstat(stream.fileno())
+    with bars.tqdm(total=file.st_size if stat.S_ISREG(file.st_mode) else None, desc="flashlin why", unit="B",
+                   unit_scale=True, delay=1, leave=False) as bar:
+        yield bar.update
 
 
 def _part(plain: str) -> list[Match]:
@@ -168,51 +372,30 @@ def _part(plain: str) -> list[Match]:
     return found if len(found) <= MOST else []
 
 
-def _piece(plain: str) -> list[Match]:
-    """A piece of a symptom somewhere in a longer text: all but the exception's name, or words that follow
-    each other and are half of what is special in it."""
-    words = SequenceMatcher(autojunk=False)
-    words.set_seq2([word.casefold() for word in re.findall(r"\w+", plain)])  # indexed once: logs are long
-    found = []
-    for entry in entries():
-        pieces = [piece for symptom in entry.symptoms for piece in [_shared(symptom, plain, words)] if piece]
-        if pieces:
-            piece = max(pieces, key=len)
-            because = f"the text has a piece of what it prints: {piece!r}"
-            found.append((len(piece), Match(entry, False, because)))
-    longest = max((length for length, _ in found), default=0)
-    return [match for length, match in found if length == longest][:MOST]
-
-
-def _shared(symptom: str, plain: str, words: SequenceMatcher[str]) -> str:
-    """The piece of a symptom that the text has; ``""`` where it is none that tells."""
-    rest = EXCEPTION.sub("", symptom)
-    if len(rest) >= SHORTEST and rest in plain:
-        return rest
-    places = list(re.finditer(r"\w+", symptom))
-    words.set_seq1([place[0].casefold() for place in places])
-    start, _, count = words.find_longest_match()
-    if not count:
-        return ""
-    piece = symptom[places[start].start():places[start + count - 1].end()]
+def _piece_of(symptom: str, first: int, last: int) -> str:
+    """These words of a symptom, from the first to the last; ``""`` where they tell too little."""
+    places = [word.span() for word in re.finditer(r"\w+", symptom)]
+    piece = symptom[places[first][0]:places[last][1]]
     telling = _special(piece)
     enough = len(WORD.findall(piece)) >= ENOUGH or any(map(CODE.match, telling))
     return piece if telling and enough and 2 * _letters(telling) >= _letters(_special(symptom)) else ""
 
 
 def _special(text: str) -> list[str]:
-    return [word for word in WORD.findall(text) if not VAGUE.match(word.strip("_").casefold())]
+    return list(filter(_is_special, WORD.findall(text)))
+
+
+def _is_special(word: str) -> bool:
+    return not VAGUE.match(word.strip("_").casefold())
 
 
 def _letters(words: list[str]) -> int:
     return sum(map(len, words))
 
 
-def _words(text: str) -> list[Match]:
+def _words(line: str) -> list[Match]:
     """By the words of the last line that tells an error, all of which but a third must be those of the
     failure."""
-    lines = [line for line in COLOURS.sub("", text).splitlines() if line.strip()]
-    line = next((line for line in reversed(lines) if ERROR.search(line)), lines[-1] if lines else "")
     asked = {word for word in WORD.findall(line.casefold()) if not VAGUE.match(word)}
     found = []
     for entry in entries():
@@ -222,11 +405,6 @@ def _words(text: str) -> list[Match]:
             found.append((len(shared), Match(entry, False, f"a guess, by the words {', '.join(shared)}")))
     best = max((count for count, _ in found), default=0)
     return [match for count, match in found if count == best][:MOST]
-
-
-@lru_cache(maxsize=512)
-def _pattern(symptom: str) -> re.Pattern[str]:
-    return re.compile(".{0,300}?".join(re.escape(" ".join(part.split())) for part in symptom.split("...")))
 
 
 def why(failure: BaseException | str) -> str:
@@ -241,7 +419,11 @@ def why(failure: BaseException | str) -> str:
     if not isinstance(failure, (BaseException, str)):
         raise TypeError(f"failure: got {type(failure).__name__}, need an exception or a text")
     text = failure if isinstance(failure, str) else "".join(traceback.format_exception(failure))
-    found = matches(text)
+    return answer(matches(text))
+
+
+def answer(found: list[Match]) -> str:
+    """The matches in words."""
     if not found:
         return UNKNOWN
     sure = [match for match in found if match.sure]

@@ -220,7 +220,7 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
     if isinstance(sm, int):
         report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
-        spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+        spills = [int(count) for count in re.findall(r"\b(\d+) bytes spill (?:stores|loads)", report)]
     else:  # the assembler writes its figures into the code; spills are counted in registers of 4 bytes
         limit = SHARED_ON_AMD
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)

@@ -40,7 +40,7 @@ from flashlin.testing.environments import NotInstallable, Tell, on_stderr, trito
 LAYERS = ("import", "compile", "interpret")
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|[Ee]rror\b|terminate called")
 LONGEST = 500  # characters of a cause
-COUNTED = re.compile(r"(\d+) passed, (\d+) failed, (\d+) skipped")
+COUNTED = re.compile(r"\b(\d+) passed, (\d+) failed, (\d+) skipped")
 
 
 class Order(NamedTuple):
