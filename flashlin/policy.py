@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from flashlin.compat.locks import ThreadLock
+
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
@@ -56,7 +58,7 @@ class _Thread(threading.local):
 
 _current: Policy | None = None  # the process's
 _thread = _Thread()
-_changing = threading.Lock()
+_changing = ThreadLock()
 
 
 def current() -> Policy:

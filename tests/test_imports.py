@@ -41,7 +41,7 @@ NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernel
             "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
             "diagnostics/why.py",            "integrations/probing.py", "policy.py",
-            "compat/lazy.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
+            "compat/lazy.py", "compat/locks.py", "compat/versions.py", "compat/releases.py", "compat/target.py",
             "compat/known_issues.py", "compat/known_flaws.py", "compat/known_failures.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
@@ -119,8 +119,9 @@ def test_the_settings_import_facts_and_only_when_asked_about_them() -> None:
     tree = ast.parse((PACKAGE / "policy.py").read_text())
     of_ours = [name for name in imports(tree, "flashlin.policy", everywhere=True)
                if name.startswith("flashlin")]
-    assert of_ours == ["flashlin.compat.known_issues.KNOWN_ISSUES"]
-    assert not set(of_ours) & set(imports(tree, "flashlin.policy", everywhere=False))
+    lock, facts = "flashlin.compat.locks.ThreadLock", "flashlin.compat.known_issues.KNOWN_ISSUES"
+    assert sorted(of_ours) == [facts, lock]
+    assert facts not in imports(tree, "flashlin.policy", everywhere=False)
 
 
 def without_torch() -> list[Path]:

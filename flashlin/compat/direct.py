@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin.compat.described import Described
+from flashlin.compat.locks import ThreadLock
 from flashlin.compat.releases import nearest
 from flashlin.compat.target import interpreting
 from flashlin.compat.versions import is_unreleased, release
@@ -185,15 +186,7 @@ def expect_kernels() -> None:
             threading.Thread(target=make_key, daemon=True).start()
 
 
-def _forked() -> None:
-    """The thread that held the lock is not in this child."""
-    global _keyed
-    _keyed = threading.Lock()
-
-
-_keyed = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_keyed = ThreadLock()
 
 
 @cache

@@ -1,8 +1,10 @@
-"""One process at a time."""
+"""Locks: ``locked`` between processes, ``ThreadLock`` between the threads of one."""
 from __future__ import annotations
 
 import errno
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,72 @@ def locked(path: Path) -> Iterator[None]:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # A child that another thread has forked meanwhile has a copy of the handle. Closing ours alone
+            # would leave the file locked until that child ends.
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
+
+
+class ThreadLock:
+    """A reentrant lock that a forked child finds free.
+
+    A fork copies only the thread that calls it. A plain lock that another thread holds at that moment stays
+    locked in the child forever. This one is replaced there.
+
+    wait: seconds that a fork waits for the thread that holds the lock, so that the child does not see a change
+    half made. After that time the fork goes on: two threads never wait for each other. Use it only for a lock
+    that lives as long as the process.
+    """
+
+    def __init__(self, wait: float = 0.0) -> None:
+        self.wait = wait
+        self._lock = threading.RLock()
+        _LOCKS.add(self)
+        if wait:
+            _WAITED.append(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class _Forking(threading.local):
+    """The locks that this thread holds while it forks."""
+
+    def __init__(self) -> None:
+        self.held: list[ThreadLock] = []
+
+
+_LOCKS: weakref.WeakSet[ThreadLock] = weakref.WeakSet()
+_WAITED: list[ThreadLock] = []  # a list, because other threads may add to it while a fork reads it
+_forking = _Forking()
+
+
+def _before_fork() -> None:
+    _forking.held = [one for one in tuple(_WAITED) if one._lock.acquire(timeout=one.wait)]
+
+
+def _after_fork() -> None:
+    held, _forking.held = _forking.held, []
+    for one in held:
+        one._lock.release()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork()
+    for one in list(_LOCKS):
+        if one._lock.acquire(blocking=False):  # it is free, or this thread's own
+            one._lock.release()
+        else:
+            one._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork,
+                        after_in_child=_after_fork_in_child)

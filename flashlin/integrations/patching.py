@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flashlin.compat.locks import ThreadLock
 from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, Replaced
 
@@ -167,7 +167,7 @@ def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
 _in_force: dict[str, Patch] = {}
 _for_good: set[str] = set()
 _blocks: Counter[str] = Counter()
-_changing = threading.RLock()
+_changing = ThreadLock(wait=5.0)  # a child that is forked meanwhile would have half a patch
 _unwatch: list[Callable[[], None]] = []
 
 

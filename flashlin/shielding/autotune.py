@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 from torch import distributed
 
 from flashlin import policy
+from flashlin.compat.locks import ThreadLock
 from flashlin.compat.target import probe
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ USUAL = ("OutOfResources", "CompileTimeAssertionFailure", "PTXASError")
 class Tuned(NamedTuple):
     """A tuner's configurations by key, and the lock under which another one is looked for."""
     chosen: dict[Any, Any]
-    lock: threading.RLock
+    lock: ThreadLock
 
 
 def autotune(
@@ -145,7 +145,7 @@ def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 def _chosen(call: Call) -> Any:
     """The configuration for a call's key, as found before or now; one thread looks for it at a time."""
     attributes = call.tuner.__dict__
-    state = attributes.get("flashlin") or attributes.setdefault("flashlin", Tuned({}, threading.RLock()))
+    state = attributes.get("flashlin") or attributes.setdefault("flashlin", Tuned({}, ThreadLock()))
     key = _key_of(call.tuner, {**call.given, **call.kwargs})
     if key not in state.chosen:
         with state.lock:
@@ -156,7 +156,7 @@ def _chosen(call: Call) -> Any:
 
 _wanted: dict[str, Callable[[], bool]] = {}
 _put: list[tuple[Any, Any]] = []  # ours in the place of Autotuner.run, and what was there
-_hooking = threading.Lock()
+_hooking = ThreadLock()
 
 
 def hook(who: str, wanted: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flashlin.compat.locks import ThreadLock
 from flashlin.compat.target import interpreting
 from flashlin.guards.problem import UnsupportedError
 from flashlin.kernels.shield.problem import lengths
@@ -30,7 +31,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 _launchers: dict[int, Any] = {}
 _hooked: set[type] = set()
-_lock = threading.Lock()
+_lock = ThreadLock()
 
 
 class ShieldedFunction:
