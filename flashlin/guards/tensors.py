@@ -87,13 +87,22 @@ def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)
     if grouped:
         need_tensor("v", v, (*q.shape[:2], None, None), "[B, T, HV, V]", q.device, first)
-        if v.shape[2] % max(q.shape[2], 1) or bool(q.shape[2]) != bool(v.shape[2]):
+        if not shareable(v.shape[2], q.shape[2]):
             raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {q.shape[2]} heads of "
                              f"{first} and k")
     else:
         need_tensor("v", v, (*q.shape[:3], None), "[B, T, H, V]", q.device, first)
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ValueError(f"{first if q.shape[3] == 0 else 'v'}: got a head dimension of 0, need at least 1")
+
+
+def shareable(heads: int, groups: int) -> bool:
+    """Return True if each group can have equally many heads; without heads there are no groups either.
+
+    The comparisons are one by one because torch.compile cannot compare two conditions of symbolic sizes."""
+    if groups == 0:
+        return heads == 0
+    return heads > 0 and heads % groups == 0
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size,

@@ -22,6 +22,7 @@ from flashlin.guards.tensors import (
     check_values,
     need_tensor,
     no_unknown,
+    shareable,
 )
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta, recurrent
@@ -138,7 +139,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, nu
     B, T, H, K = q.shape
     need_tensor("k", k, (B, T * n, H, K), "[B, T n, H, K]", q.device)
     need_tensor("v", v, (B, T * n, None, None), "[B, T n, HV, V]", q.device)
-    if v.shape[2] % max(H, 1) or bool(v.shape[2]) != bool(H):
+    if not shareable(v.shape[2], H):
         raise ValueError(f"v: got {v.shape[2]} heads, need a multiple of the {H} heads of q and k")
     need_tensor("beta", beta, (B, T * n, v.shape[2]), "[B, T n, HV]", q.device)
     if g is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_values, need_tensor, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_values, need_tensor, shareable, shown
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs
 from flashlin.ops import simple_gla
@@ -168,7 +168,7 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tenso
     b, T, H, P = V.shape
     need_tensor("Q", Q, (b, T, None, None), "[b, T, G, N]", V.device, "V")
     G, N = Q.shape[2:]
-    if N == 0 or N % 2 or H % max(G, 1) or bool(H) != bool(G):
+    if N == 0 or N % 2 or not shareable(H, G):
         raise ValueError(f"Q: got shape {shown(Q.shape)}, need [b, T, G, N] with G a divisor of the {H} "
                          "heads of V and N even, at least 2")
     need_tensor("K", K, tuple(Q.shape), "[b, T, G, N]", V.device, "V")

@@ -81,8 +81,8 @@ def mamba_inner_fn(
     scalars.choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
     eps = scalars.number("b_c_dt_rms_eps", b_c_dt_rms_eps, 0.0, need="a number of at least 0")
     check_rows("xz", xz, "[b, 2 D, T]", 3, columns=0)
-    channels, odd = divmod(xz.shape[1], 2)
-    if odd or not channels:
+    channels = xz.shape[1] // 2
+    if xz.shape[1] % 2 or not channels:
         raise ValueError(f"xz: got shape {shown(xz.shape)}, need [b, 2 D, T] with D of at least 1")
     need_tensor("A", A, (channels, None), "[D, N]", xz.device, "xz")
     need_tensor("delta_proj_weight", delta_proj_weight, (channels, None), "[D, R]", xz.device, "xz")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shown
+from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shareable, shown
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import simple_gla
@@ -269,7 +269,7 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
     b, T, H, P = x.shape
     need_tensor("B", B, (b, T, None, None), "[b, T, G, N]", x.device, "x")
     G, N = B.shape[2:]
-    if N == 0 or H % max(G, 1) or bool(H) != bool(G):
+    if N == 0 or not shareable(H, G):
         raise ValueError(f"B: got shape {shown(B.shape)}, need [b, T, G, N] with G a divisor of the {H} "
                          "heads of x and N of at least 1")
     for name, tensor, shape, meaning in (("dt", dt, (b, T, H), "[b, T, H]"), ("A", A, (H,), "[H]"),
@@ -366,12 +366,17 @@ def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int)
     if H < 1 or P < 1 or H % ngroups:
         raise ValueError(f"ngroups: got {ngroups}, need a divisor of the {H} heads of D, of P = {P} each")
     need_tensor("conv1d_weight", weight, (None, None), "[H P + 2 G N, W]", zxbcdt.device, "zxbcdt")
-    N, rest = divmod(weight.shape[0] - H * P, 2 * ngroups)
+    N, rest = _divided(weight.shape[0] - H * P, 2 * ngroups)
     if N < 1 or rest:
         raise ValueError(f"conv1d_weight: got {weight.shape[0]} channels, need H P + 2 G N = {H * P} + "
                          f"{2 * ngroups} N")
-    M, rest = divmod(zxbcdt.shape[2] - 2 * H * P - 2 * ngroups * N - H, 2)
+    M, rest = _divided(zxbcdt.shape[2] - 2 * H * P - 2 * ngroups * N - H, 2)
     if M < 0 or rest:
         raise ValueError(f"zxbcdt: got {zxbcdt.shape[2]} columns, need 2 H P + 2 G N + H = "
                          f"{2 * H * P + 2 * ngroups * N + H}, and 2 M of an MLP")
     return H, P, N, M
+
+
+def _divided(size: int, by: int) -> tuple[int, int]:
+    """Return quotient and remainder; torch.compile knows no divmod of symbolic sizes."""
+    return size // by, size % by
