@@ -4,12 +4,18 @@ and what to do.
 Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and
 prints nothing; and ``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their
 family's record, see ``guards/family.py``.
+
+An exported program (a ``.pt2`` file) names torch.library operators of flashlin, and torch looks them up when it
+loads the file. So when torch imports one of its loaders, flashlin imports every module that defines operators.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 
+from flashlin.compat.arrivals import watch
 from flashlin.compat.lazy import attach
 
 __version__ = "0.1.0"
@@ -42,3 +48,21 @@ def _where() -> Mapping[str, str]:
 
 
 __getattr__, __dir__ = attach(__name__, _where)
+
+# What torch imports to load a .pt2 file: of torch.export, and of AOTInductor, which looks operators up in C++.
+_LOADERS = ("torch._export.serde.serialize", "torch._inductor.package")
+
+
+def _register_operators(_: object = None) -> None:
+    """Import every module that defines torch.library operators."""
+    from flashlin.kernels.families import PUBLIC
+    _no_longer_watch()
+    for module in sorted({f"flashlin.ops.{op.module}" for op in PUBLIC.values()}):
+        import_module(module)
+    for module in ("flashlin.serving.delta", "flashlin.tokens"):
+        import_module(module)
+
+
+_no_longer_watch = watch(_LOADERS, _register_operators)
+if any(module in sys.modules for module in _LOADERS):
+    _register_operators()

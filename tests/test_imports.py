@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashlin
 
@@ -173,7 +174,8 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
         heavy = {"torch", "triton", "numpy", "pydantic"} & set(sys.modules)
         assert not heavy, heavy
         ours = {name for name in sys.modules if name.startswith("flashlin.")}
-        ours -= {"flashlin.compat", "flashlin.compat.lazy"}  # what loads all the others
+        # what loads all the others
+        ours -= {"flashlin.compat", "flashlin.compat.lazy", "flashlin.compat.arrivals"}
         assert not ours, f"to be loaded when they are used: {ours}"
         assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters
         """, SAME_ENVIRONMENT)
@@ -198,6 +200,43 @@ def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compil
         assert torch.backends.cuda.matmul.allow_tf32 == tf32
         """, SAME_ENVIRONMENT)
     assert said == ""
+
+
+REGISTERED = """
+    def registered():
+        return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flashlin::")}
+    """
+
+
+def test_an_exported_program_loads_after_import_flashlin_alone(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            o: torch.Tensor = flashlin.chunk_gated_delta_rule(q, q, q, g, g.exp())[0]
+            return o
+    q = torch.nn.functional.normalize(torch.randn(1, 5, 2, 8), dim=-1)
+    g = -torch.rand(1, 5, 2)
+    torch.export.save(torch.export.export(Model(), (q, g), strict=False), tmp_path / "model.pt2")
+    torch.save([q, g, Model()(q, g)], tmp_path / "call.pt")
+    rooms = ("guards", "ops", "modules", "serving")
+    modules = ["flashlin.tokens", *(module_of(path) for path in FILES
+                                    if path.name == "torch_path.py" or path.relative_to(PACKAGE).parts[0] in rooms)]
+    run("import flashlin, torch, importlib", REGISTERED, f"""
+        assert not registered()
+        q, g, right = torch.load({str(tmp_path / "call.pt")!r})
+        torch.testing.assert_close(torch.export.load({str(tmp_path / "model.pt2")!r}).module()(q, g), right)
+        found = registered()
+        for module in {modules!r}:
+            importlib.import_module(module)
+        assert len(found) > 20 and registered() == found, registered() - found
+        """)
+
+
+@pytest.mark.parametrize("lines", [
+    "import flashlin, torch._inductor.package",  # AOTInductor's loader
+    "import torch._export.serde.serialize; import flashlin",
+])
+def test_every_loader_of_exported_programs_finds_the_operators(lines: str) -> None:
+    run("import torch", lines, REGISTERED, "assert 'flashlin::delta' in registered()")
 
 
 def test_eager_calls_load_no_compiler_either() -> None:

@@ -2,7 +2,7 @@
 counted, and everything is put back.
 
 A package's patch is a ``Patch``: it puts stand-ins where the package binds its functions (``bindings.py``),
-in what is loaded and, told by ``arrivals.py``, in what is imported later.
+in what is loaded and, told by ``compat/arrivals.py``, in what is imported later.
 """
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flashlin.compat.arrivals import watch
 from flashlin.compat.locks import ThreadLock
-from flashlin.integrations.arrivals import watch
 from flashlin.integrations.bindings import Bindings, Replaced
 
 SHOWN = 8  # names in a line of a report

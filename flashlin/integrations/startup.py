@@ -21,8 +21,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from flashlin import dispatch
+from flashlin.compat.arrivals import remove, watch
 from flashlin.guards.problem import Plan
-from flashlin.integrations.arrivals import remove, watch
 from flashlin.integrations.patching import PATCHES, Patched, _in_force, comes, patch
 
 VARIABLE = "FLASHLIN_PATCH"

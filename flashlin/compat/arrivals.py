@@ -1,4 +1,5 @@
-"""Says when a module has been imported, so that a patch also reaches what is imported after it."""
+"""Says when a module has been imported, so that a patch also reaches what is imported after it, and torch finds
+flashlin's operators when it loads an exported program."""
 from __future__ import annotations
 
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 
 class Watcher:
     """In ``sys.meta_path``: finds nothing by itself, and has ``then`` called when a module of these packages
-    (or below one of them) has run. A name that ends in * is that of all packages that begin so."""
+    (or below one of them) has run. A name that ends in * is that of all packages that begin so. A name with
+    dots means that one module."""
 
     def __init__(self, packages: Sequence[str], then: Callable[[ModuleType], None]) -> None:
         self.packages, self.then = tuple(packages), then
@@ -20,7 +22,7 @@ class Watcher:
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not self._of_interest(name.partition(".")[0]) or name in vars(self._asking):
+        if not self._of_interest(name) or name in vars(self._asking):
             return None
         setattr(self._asking, name, True)
         try:
@@ -34,8 +36,9 @@ class Watcher:
             spec.loader = loader
         return spec
 
-    def _of_interest(self, package: str) -> bool:
-        return package in self.packages or package.startswith(self._beginnings)
+    def _of_interest(self, name: str) -> bool:
+        package = name.partition(".")[0]
+        return package in self.packages or name in self.packages or package.startswith(self._beginnings)
 
 
 class Telling:
@@ -55,7 +58,7 @@ class Telling:
         try:
             self.then(sys.modules.get(module.__name__, module))  # lazy packages replace themselves
         except Exception as error:  # a program's import must not fail by what was to help it
-            warnings.warn(f"flashlin could not patch {module.__name__}: {type(error).__name__}: {error}; "
+            warnings.warn(f"flashlin could not prepare {module.__name__}: {type(error).__name__}: {error}; "
                           "it runs as it is", RuntimeWarning, stacklevel=2)
 
 
