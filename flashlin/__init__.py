@@ -5,8 +5,9 @@ Names are loaded when first used, so ``import flashlin`` imports neither torch n
 prints nothing; and ``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their
 family's record, see ``guards/family.py``.
 
-An exported program (a ``.pt2`` file) names torch.library operators of flashlin, and torch looks them up when it
-loads the file. So when torch imports one of its loaders, flashlin imports every module that defines operators.
+An exported program (a ``.pt2`` file) names torch.library operators of flashlin, and torch looks them up when
+it loads the file. So when torch imports one of its loaders, flashlin imports every module that defines
+operators.
 """
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def _where() -> Mapping[str, str]:
 
 __getattr__, __dir__ = attach(__name__, _where)
 
-# What torch imports to load a .pt2 file: of torch.export, and of AOTInductor, which looks operators up in C++.
+# The loaders of torch.export and of AOTInductor, which looks operators up in C++.
 _LOADERS = ("torch._export.serde.serialize", "torch._inductor.package")
 
 

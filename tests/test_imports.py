@@ -218,8 +218,8 @@ def test_an_exported_program_loads_after_import_flashlin_alone(tmp_path: Path) -
     torch.export.save(torch.export.export(Model(), (q, g), strict=False), tmp_path / "model.pt2")
     torch.save([q, g, Model()(q, g)], tmp_path / "call.pt")
     rooms = ("guards", "ops", "modules", "serving")
-    modules = ["flashlin.tokens", *(module_of(path) for path in FILES
-                                    if path.name == "torch_path.py" or path.relative_to(PACKAGE).parts[0] in rooms)]
+    modules = ["flashlin.tokens", *(module_of(path) for path in FILES if path.name == "torch_path.py"
+                                    or path.relative_to(PACKAGE).parts[0] in rooms)]
     run("import flashlin, torch, importlib", REGISTERED, f"""
         assert not registered()
         q, g, right = torch.load({str(tmp_path / "call.pt")!r})

@@ -1,5 +1,5 @@
-"""Says when a module has been imported, so that a patch also reaches what is imported after it, and torch finds
-flashlin's operators when it loads an exported program."""
+"""Says when a module has been imported, so that a patch also reaches what is imported after it, and torch
+finds flashlin's operators when it loads an exported program."""
 from __future__ import annotations
 
 import sys

@@ -38,8 +38,8 @@ def short() -> dict[str, Any]:
     """Return few arguments of mamba_split_conv1d_scan_combined: each one more takes longer to trace."""
     H, P, N = 2, 4, 3
     return {"zxbcdt": randn(2, 6, 2 * H * P + 2 * N + H), "conv1d_weight": randn(H * P + 2 * N, 4),
-            "conv1d_bias": None, "dt_bias": randn(H), "A": -randn(H).exp(), "D": randn(H, P), "chunk_size": 16,
-            "rmsnorm_weight": randn(H * P)}
+            "conv1d_bias": None, "dt_bias": randn(H), "A": -randn(H).exp(), "D": randn(H, P),
+            "chunk_size": 16, "rmsnorm_weight": randn(H * P)}
 
 
 GROUPED = ("chunk_gated_delta_rule", "chunk_gated_delta_product", "mamba3_siso_combined",
