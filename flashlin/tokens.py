@@ -24,6 +24,7 @@ from flashlin.guards.tensors import shown
 from flashlin.guards.tokens import Call, call_of, check, check_dtype, mode, out_of_range, readable, report, traced_place
 from flashlin.guards.tokens import first_bad as first_bad
 from flashlin.guards.tokens import keep_first as keep_first
+from flashlin.ops._common.entry import without_autocast
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
@@ -148,6 +149,7 @@ def _is_guarded(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
+@without_autocast
 def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if not compiling:

@@ -5,12 +5,36 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _STRIDED = torch.strided
+
+# Copies that stand for lazily negated or conjugated arguments of a call, by id.
+_copies: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+
+
+def resolved(x: Any) -> Any:
+    """Return an argument with copies in the place of lazily negated and conjugated tensors, also of those in
+    a tuple or a list. Anything else comes back as it is."""
+    if isinstance(x, (tuple, list)):
+        return type(x)([resolved(one) for one in x]) if type(x) in (tuple, list) else x
+    if not isinstance(x, torch.Tensor) or not (x.is_neg() or x.is_conj()):
+        return x
+    copy = x.resolve_conj().resolve_neg()
+    _copies[id(copy)] = copy
+    return copy
+
+
+def check_no_copy(name: str, x: torch.Tensor, because: str) -> None:
+    """Raise a ValueError if x, which is to be overwritten, is a copy that ``resolved`` has made: what is
+    written to that would be lost."""
+    if _copies and _copies.get(id(x)) is x:
+        raise ValueError(f"{name}: got a lazily negated or conjugated tensor, need x.resolve_neg() of it, since "
+                         f"{because} overwrites it")
 
 
 def shown(shape: Any) -> str:
@@ -199,6 +223,7 @@ def check_pool(
         raise ValueError(f"{name}: got None, need the states that {because} reads and overwrites")
     meaning = ("[N" if N is not None else "[P") + (", H, V, K]" if v_first else ", H, K, V]")
     need_tensor(name, pool, (N, H, V, K) if v_first else (N, H, K, V), meaning, device)
+    check_no_copy(name, pool, because)
     if pool.shape[0] and not (pool[0].is_contiguous()
                               and (pool.shape[0] == 1 or pool.stride(0) >= H * K * V)):
         raise ValueError(f"{name}: got strides {shown(pool.stride())}, need each {meaning[4:-1]} block "
@@ -208,7 +233,8 @@ def check_pool(
 
 def check_apart(name: str, x: torch.Tensor, because: str) -> None:
     """x, which is to be overwritten, has a place of its own for each element: none expanded (stride 0), no
-    overlapping windows."""
+    overlapping windows, and it is not lazily negated."""
+    check_no_copy(name, x, because)
     if x.is_contiguous() or x.numel() == 0:
         return
     reach = 0  # of the dimensions so far, from the first element to the last

@@ -15,9 +15,11 @@ from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.plain import widest
 from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.entry import entry
 from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run
 
 
+@entry
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor | None,
@@ -66,6 +68,7 @@ def layer_norm_fn(
     return _run(given, asked, dropout_p, return_dropout_mask)
 
 
+@entry
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor | None,

@@ -33,6 +33,7 @@ from flashlin.ops._common.calls import (
     parsed,
     route,
 )
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
@@ -40,6 +41,7 @@ from flashlin.ops._common.pool import put_back, taken
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
 
 
+@entry
 def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
                      initial_states: Tensor | None = None, return_final_states: bool = False,
                      final_states_out: Tensor | None = None,
@@ -106,6 +108,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     return y, final_states_out
 
 
+@entry
 def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
                          activation: str | None = None, cache_seqlens: Tensor | None = None,
                          conv_state_indices: Tensor | None = None) -> Tensor:
@@ -157,6 +160,7 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
 mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
 
 
+@entry
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """What ``causal_conv1d_update`` goes on from after packed sequences. Drop-in for
     ``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``.

@@ -16,9 +16,11 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops.norm import l2norm
 
 
+@entry
 def chunk_comba(
     q: Tensor,
     k: Tensor,
@@ -87,6 +89,7 @@ def chunk_comba(
     return chunked.run(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
 
 
+@entry
 def fused_recurrent_comba(
     q: Tensor,
     k: Tensor,

@@ -28,6 +28,7 @@ from flashlin.ops._common.calls import (
     route,
     sequences,
 )
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, wants_grad
 
@@ -35,6 +36,7 @@ ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
 
 
+@entry
 def causal_conv1d(
     x: Tensor,
     weight: Tensor | None = None,
@@ -115,6 +117,7 @@ def causal_conv1d(
     return y, state
 
 
+@entry
 def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None,
                          weight: Tensor | None = None, bias: Tensor | None = None,
                          activation: str | None = None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ softcap of Gemma 2 (2024). Losses of a linear layer in chunks: Wijmans et al. 20
 """
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +21,7 @@ from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
 from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, route
+from flashlin.ops._common.entry import entry, linear_entry, without_autocast
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, linear_dtype, planned, wants_grad
 
@@ -38,6 +38,7 @@ class Terms(NamedTuple):
     ignore_index: int
 
 
+@entry
 def cross_entropy_loss(
     logits: Tensor,
     target: Tensor,
@@ -97,6 +98,7 @@ def cross_entropy_loss(
     return loss, z_loss.detach()
 
 
+@linear_entry
 def fused_linear_cross_entropy_loss(
     x: Tensor,
     target: Tensor,
@@ -314,38 +316,38 @@ def _problem_of_linear(given: LinearTensors, how: LinearScalars) -> Problem:
     return _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad)
 
 
+@without_autocast
 def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
     """LinearOutputs. Each chunk is planned for itself."""
     x, target, weight, bias = given
-    with nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False):
-        dtype, (N, D), V = how.dtype, x.shape, weight.shape[0]
-        matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
-        losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
-        share = losses.new_ones(())
-        if how.mean:
-            share = 1 / counted(target, V, how.ignore_index).to(losses.dtype)
-        penalty = how.penalty / N / share if how.penalty and N else None
-        sums = torch.promote_types(losses.dtype, weight.dtype) if how.wide else weight.dtype
-        dx = torch.zeros_like(x) if how.wants_dx else None
-        dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
-        dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
-        # more would make the logits smaller than x, which is there anyway
-        chunks = min(how.num_chunks, -(-V // D))
-        C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
-        for first in range(0, N, C):
-            chunk = slice(first, min(first + C, N))
-            rows = x[chunk].to(dtype)
-            losses[chunk], dlogits = _of_chunk(F.linear(rows, matrix, line), target[chunk], how, penalty)
-            if dlogits is None:
-                continue
-            if dx is not None:
-                dx[chunk] = dlogits @ matrix
-            if dweight is not None:
-                _add_product(dweight, dlogits.t(), rows)
-            if dbias is not None:
-                dbias += dlogits.sum(0, dtype=sums)
-        return (losses.sum() * share, dx, _averaged(dweight, share, weight),
-                _averaged(dbias, share, bias), share)
+    dtype, (N, D), V = how.dtype, x.shape, weight.shape[0]
+    matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
+    losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
+    share = losses.new_ones(())
+    if how.mean:
+        share = 1 / counted(target, V, how.ignore_index).to(losses.dtype)
+    penalty = how.penalty / N / share if how.penalty and N else None
+    sums = torch.promote_types(losses.dtype, weight.dtype) if how.wide else weight.dtype
+    dx = torch.zeros_like(x) if how.wants_dx else None
+    dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
+    dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
+    # more would make the logits smaller than x, which is there anyway
+    chunks = min(how.num_chunks, -(-V // D))
+    C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
+    for first in range(0, N, C):
+        chunk = slice(first, min(first + C, N))
+        rows = x[chunk].to(dtype)
+        losses[chunk], dlogits = _of_chunk(F.linear(rows, matrix, line), target[chunk], how, penalty)
+        if dlogits is None:
+            continue
+        if dx is not None:
+            dx[chunk] = dlogits @ matrix
+        if dweight is not None:
+            _add_product(dweight, dlogits.t(), rows)
+        if dbias is not None:
+            dbias += dlogits.sum(0, dtype=sums)
+    return (losses.sum() * share, dx, _averaged(dweight, share, weight),
+            _averaged(dbias, share, bias), share)
 
 
 def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:

@@ -14,8 +14,10 @@ from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request
+from flashlin.ops._common.entry import entry
 
 
+@entry
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -74,6 +76,7 @@ def chunk_delta_rule(
     return delta.run(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 
+@entry
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -108,6 +111,7 @@ def fused_recurrent_delta_rule(
                          output_final_state, state_indices, inplace_state)
 
 
+@entry
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, check_options
+from flashlin.ops._common.entry import entry
 
 # With beta instead of a and b it is Kimi Delta Attention (kda.py), with a alone Gated DeltaNet 2 (gdn2.py).
 FAMILY = Chunked("dplr", inputs.Inputs, {
@@ -25,6 +26,7 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
                      hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.run)
 
 
+@entry
 def chunk_dplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -89,6 +91,7 @@ def chunk_dplr_delta_rule(
     return chunked.run(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 
+@entry
 def fused_recurrent_dplr_delta_rule(
     q: Tensor,
     k: Tensor,

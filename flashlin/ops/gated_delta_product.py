@@ -27,9 +27,11 @@ from flashlin.guards.tensors import (
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta, recurrent
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops.norm import l2norm
 
 
+@entry
 def chunk_gated_delta_product(
     q: Tensor,
     k: Tensor,
@@ -100,6 +102,7 @@ def chunk_gated_delta_product(
     return o[:, n - 1::n].contiguous(), state
 
 
+@entry
 def fused_recurrent_gated_delta_product(
     q: Tensor,
     k: Tensor,

@@ -13,10 +13,12 @@ from flashlin.guards.tensors import check_floats, check_qkv, need_tensor, no_unk
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate
 from flashlin.ops.simple_gla import v_first
 
 
+@entry
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -112,6 +114,7 @@ def chunk_gated_delta_rule(
 chunk_gdn = chunk_gated_delta_rule
 
 
+@entry
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -197,6 +200,7 @@ def fused_recurrent_gated_delta_rule(
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
+@entry
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dtype
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pointwise import check_parameter, check_rows, run
 
 
+@entry
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
                    output_dtype: torch.dtype = torch.float32) -> Tensor:
     """The log decay -exp(A_log) softplus(g + dt_bias). Drop-in for
@@ -47,6 +49,7 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
     return y
 
 
+@entry
 def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
                    lower_bound: float | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
     """The log decays of channels, -exp(A_log) softplus(g + dt_bias). Drop-in for

@@ -19,6 +19,7 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.planned import common_dtype
 from flashlin.ops._common.preprocess import wide
 from flashlin.ops.dplr_delta_rule import FAMILY
@@ -28,6 +29,7 @@ from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
 
+@entry
 def chunk_gdn2(
     q: Tensor,
     k: Tensor,
@@ -129,6 +131,7 @@ def chunk_gdn2(
     return chunked.run(FAMILY, request, tensors, grouped=True, called={"a": "b"})
 
 
+@entry
 def fused_recurrent_gdn2(
     q: Tensor,
     k: Tensor,

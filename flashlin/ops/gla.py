@@ -14,6 +14,7 @@ from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
@@ -22,6 +23,7 @@ FAMILY = Chunked("gla", inputs.Inputs, {
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run, decays=lambda x: x.g.sum(1))
 
 
+@entry
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -77,6 +79,7 @@ def chunk_gla(
     return chunked.run(FAMILY, request, (q, k, v, g, None))
 
 
+@entry
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -112,6 +115,7 @@ def fused_recurrent_gla(
                          output_final_state)
 
 
+@entry
 def gla(
     q: Tensor,
     k: Tensor,

@@ -15,6 +15,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
 from flashlin.ops._common.calls import contiguous, count_of, dense, route, sequences
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_grad
@@ -22,6 +23,7 @@ from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_g
 Found = tuple[Tensor, "Tensor | None"]
 
 
+@entry
 def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
                cu_seqlens: Tensor | None = None) -> Found:
     """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.chunk_hgrn``; the kernels are those of
@@ -53,6 +55,7 @@ def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output
     return _run("chunk_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
+@entry
 def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
                          output_final_state: bool = False, cu_seqlens: Tensor | None = None) -> Found:
     """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. All as ``chunk_hgrn``: one token

@@ -17,11 +17,13 @@ from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops.dplr_delta_rule import FAMILY
 
 CALLED = {"a": "a", "b": "b"}
 
 
+@entry
 def chunk_iplr_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -58,6 +60,7 @@ def chunk_iplr_delta_rule(
     return chunked.run(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
 
 
+@entry
 def fused_recurrent_iplr_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate, parameter
@@ -25,6 +26,7 @@ from flashlin.ops.simple_gla import v_first
 CHUNK_SIZES = (32, 64)
 
 
+@entry
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -170,6 +172,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
     return o, state if request.has_ht else None, h.unflatten(0, (B, len(states) // max(B, 1)))
 
 
+@entry
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -261,6 +264,7 @@ def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> 
     return A_log, None if dt_bias is None else parameter("dt_bias", dt_bias, (HV, K), "HV * K", g)
 
 
+@entry
 def kda(
     q: Tensor,
     k: Tensor,

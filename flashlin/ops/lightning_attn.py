@@ -14,9 +14,11 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import lightning_slopes
 
 
+@entry
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -43,6 +45,7 @@ def chunk_lightning_attn(
     return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers), chunk_size=chunk_size)
 
 
+@entry
 def fused_recurrent_lightning_attn(
     q: Tensor,
     k: Tensor,

@@ -17,10 +17,12 @@ from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.plain import widest
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 
 State = Tensor | tuple[Tensor, Tensor]
 
 
+@entry
 def chunk_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -47,6 +49,7 @@ def chunk_linear_attn(
     return _run(request, q, k, v, initial_state, normalize)
 
 
+@entry
 def fused_recurrent_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -67,6 +70,7 @@ def fused_recurrent_linear_attn(
     return _run(request, q, k, v, initial_state, normalize)
 
 
+@entry
 def fused_chunk_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -85,6 +89,7 @@ def fused_chunk_linear_attn(
     return _run(request, q, k, v, initial_state, normalize)
 
 
+@entry
 def linear_attn(
     q: Tensor,
     k: Tensor,

@@ -27,6 +27,7 @@ from flashlin.kernels.turning.inputs import Inputs
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
 from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.planned import common_dtype
 from flashlin.ops._common.pointwise import check_rows, read
 from flashlin.ops._common.turning import turned
@@ -41,6 +42,7 @@ class States(NamedTuple):
     v: Tensor
 
 
+@entry
 def mamba3_siso_combined(
     Q: Tensor,
     K: Tensor,

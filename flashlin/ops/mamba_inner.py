@@ -7,15 +7,16 @@ Source: Gu and Dao 2023 (arXiv 2312.00752); the norms of dt, B and C: Zuo et al.
 """
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor, shown
-from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.calls import check_linear, check_optional, linear
+from flashlin.ops._common.entry import linear_entry, without_autocast
+from flashlin.ops._common.planned import linear_dtype
 from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops.causal_conv1d import convolved
 from flashlin.ops.conv import check_filters
@@ -23,6 +24,7 @@ from flashlin.ops.norm import rms_norm
 from flashlin.ops.selective_scan import selective_scan_fn
 
 
+@linear_entry
 def mamba_inner_fn(
     xz: Tensor,
     conv1d_weight: Tensor,
@@ -55,8 +57,9 @@ def mamba_inner_fn(
         conv1d_weight: [D, 1, W]; conv1d_bias: [D] or None.
         x_proj_weight: [R + 2 N, D], to the R columns of dt, then N of B and N of C; what B or C replaces may
             be left out. delta_proj_weight: [D, R].
-        out_proj_weight: [out, D]; out_proj_bias: [out] or None. These three weights have xz's dtype, or
-            autocast gives all of them its own.
+        out_proj_weight: [out, D]; out_proj_bias: [out] or None. These three weights have xz's dtype. Under
+            autocast they may have any: the three products are computed in the autocast dtype, as those of
+            ``torch.nn.Linear``, and nothing else is affected.
         A: [D, N], real. D, delta_bias: [D] or None. delta_softplus: the step is softplus(dt + delta_bias).
         B, C: None, where they depend on the input; or what ``selective_scan_fn`` takes: [b, N, T], [b, G, N,
             T] or, for all tokens, [D, N].
@@ -67,7 +70,7 @@ def mamba_inner_fn(
             the squares.
 
     Returns:
-        [b, T, out] in xz's dtype, or autocast's. Gradients reach every tensor.
+        [b, T, out] in the dtype of the products. Gradients reach every tensor.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
@@ -101,26 +104,47 @@ def mamba_inner_fn(
         ("B_proj_bias", B_proj_bias, (N,), "[N]"), ("C_proj_bias", C_proj_bias, (N,), "[N]"),
         ("b_rms_weight", b_rms_weight, (N,), "[N]"), ("c_rms_weight", c_rms_weight, (N,), "[N]"),
         ("dt_rms_weight", dt_rms_weight, (channels,), "[D]")))
-    _check_dtypes(xz, x_proj_weight=x_proj_weight, delta_proj_weight=delta_proj_weight,
-                  out_proj_weight=out_proj_weight)
-
-    x, z = xz.split(channels, 1)
-    u = convolved(x.transpose(1, 2), weight, conv1d_bias, None, True)
-    projected = F.linear(u, x_proj_weight)
-    dt = _normed(F.linear(projected[..., :R], delta_proj_weight), dt_rms_weight, eps)
-    B = _states(B, projected[..., R:R + N], B_proj_bias, b_rms_weight, eps)
-    C = _states(C, projected[..., columns - N:], C_proj_bias, c_rms_weight, eps)
-    y = cast(Tensor, selective_scan_fn(u.transpose(1, 2), dt.transpose(1, 2), A, B, C, D, z, delta_bias,
-                                       delta_softplus)).transpose(1, 2)
-    return F.linear(y, out_proj_weight, None if out_proj_bias is None else out_proj_bias.to(y.dtype))
+    check_linear("xz", xz, x_proj_weight=x_proj_weight, delta_proj_weight=delta_proj_weight,
+                 out_proj_weight=out_proj_weight)
+    given = Layer(xz, weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
+                  B, C, D, delta_bias, B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight)
+    return _composed(given, delta_softplus, eps, linear_dtype(xz))
 
 
-def _check_dtypes(xz: Tensor, **weights: Tensor) -> None:
-    if torch.is_autocast_enabled(xz.device.type):
-        return
-    for name, weight in weights.items():
-        if weight.dtype != xz.dtype:
-            raise TypeError(f"{name}: got dtype {weight.dtype}, need {xz.dtype}, as xz (or autocast)")
+class Layer(NamedTuple):
+    """The tensors of ``mamba_inner_fn`` by their names there; the filters without their middle dimension."""
+    xz: Tensor
+    conv1d_weight: Tensor
+    conv1d_bias: Tensor | None
+    x_proj_weight: Tensor
+    delta_proj_weight: Tensor
+    out_proj_weight: Tensor
+    out_proj_bias: Tensor | None
+    A: Tensor
+    B: Tensor | None
+    C: Tensor | None
+    D: Tensor | None
+    delta_bias: Tensor | None
+    B_proj_bias: Tensor | None
+    C_proj_bias: Tensor | None
+    b_rms_weight: Tensor | None
+    c_rms_weight: Tensor | None
+    dt_rms_weight: Tensor | None
+
+
+@without_autocast
+def _composed(given: Layer, delta_softplus: bool, eps: float, dtype: torch.dtype) -> Tensor:
+    """The layer's output. dtype: of the products."""
+    N, R = given.A.shape[1], given.delta_proj_weight.shape[1]
+    x, z = given.xz.chunk(2, 1)
+    u = convolved(x.transpose(1, 2), given.conv1d_weight, given.conv1d_bias, None, True)
+    projected = linear(u, given.x_proj_weight, None, dtype)
+    dt = _normed(linear(projected[..., :R], given.delta_proj_weight, None, dtype), given.dt_rms_weight, eps)
+    B = _states(given.B, projected[..., R:R + N], given.B_proj_bias, given.b_rms_weight, eps)
+    C = _states(given.C, projected[..., projected.shape[2] - N:], given.C_proj_bias, given.c_rms_weight, eps)
+    y = cast(Tensor, selective_scan_fn(u.transpose(1, 2), dt.transpose(1, 2), given.A, B, C, given.D, z,
+                                       given.delta_bias, delta_softplus)).transpose(1, 2)
+    return linear(y, given.out_proj_weight, given.out_proj_bias, dtype)
 
 
 def _states(given: Any, projected: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:

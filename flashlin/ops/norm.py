@@ -20,6 +20,7 @@ from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.kernels.plain import widest
 from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, route
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, wants_grad
@@ -27,6 +28,7 @@ from flashlin.ops._common.planned import as_planned, dtype_as_planned, wants_gra
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 
 
+@entry
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
                eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
                is_rms_norm: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,6 +61,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
                 Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
 
 
+@entry
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
              eps: float = 1e-5, prenorm: bool = False,
              residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -70,6 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
     return _run(Tensors(x, residual, weight, bias), Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
+@entry
 def group_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -92,6 +96,7 @@ def group_norm(
                 Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
+@entry
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -114,6 +119,7 @@ def rms_norm_gated(
                 Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
 
 
+@entry
 def layer_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -134,6 +140,7 @@ def layer_norm_gated(
                 Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
 
 
+@entry
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
     """Each row divided by its length, ``x * rsqrt(sum(x^2) + eps)``. Drop-in for
     ``fla.modules.l2norm.l2norm``.
@@ -149,6 +156,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
 l2_norm = l2norm
 
 
+@entry
 def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None,
                eps: float = 1e-6, group_size: int | None = None, norm_before_gate: bool = True) -> Tensor:
     """RMS norm of each group_size columns of a row, and Mamba2's gate before or after it. Drop-in for
@@ -167,6 +175,7 @@ def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor 
     return mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate)
 
 
+@entry
 def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None,
                  eps: float = 1e-6, group_size: int | None = None, norm_before_gate: bool = True,
                  is_rms_norm: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
+from flashlin.ops._common.entry import linear_entry, without_autocast
 from flashlin.ops._common.planned import linear_dtype, wants_grad
 from flashlin.ops.norm import Asked, Tensors, kind_of
 from flashlin.policy import Policy
@@ -26,6 +27,7 @@ from flashlin.policy import Policy
 Found = Tensor | tuple[Tensor, Tensor]
 
 
+@linear_entry
 def layer_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -63,6 +65,7 @@ def layer_norm_linear(
                 Asked(op, kind, eps, prenorm, residual_in_fp32, num_groups))
 
 
+@linear_entry
 def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -80,6 +83,7 @@ def rms_norm_linear(
                 Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
+@linear_entry
 def group_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -99,6 +103,7 @@ def group_norm_linear(
                 Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
+@linear_entry
 def layer_norm_swish_gate_linear(
     x: Tensor,
     g: Tensor,
@@ -120,6 +125,7 @@ def layer_norm_swish_gate_linear(
                 Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation="swish"))
 
 
+@linear_entry
 def rms_norm_swish_gate_linear(
     x: Tensor,
     g: Tensor,
@@ -141,11 +147,17 @@ def rms_norm_swish_gate_linear(
 
 def _run(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, asked: Asked) -> Found:
     asked, x = norm.checked(given, asked, "norm_weight", "norm_bias"), given.x
+    asked = asked._replace(output_dtype=linear_dtype(x))
     need_tensor("linear_weight", linear_weight, (None, x.shape[-1]), "[E, D]", x.device, "x")
     if linear_bias is not None:
         need_tensor("linear_bias", linear_bias, linear_weight.shape[:1], "[E]", x.device, "x")
+    return _checkpointed(asked, *given, linear_weight, linear_bias)
+
+
+@without_autocast
+def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
+    """As ``_both``, whose norm backward makes again."""
     both = partial(_both, asked)
-    tensors = (*given, linear_weight, linear_bias)
     if not wants_grad(*tensors):
         return both(*tensors)
     # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made
@@ -176,10 +188,11 @@ def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]
 
 
 def _both(asked: Asked, *tensors: Any) -> Found:
-    """The linear layer of the norm. tensors: the norm's, then the linear layer's weight and bias."""
+    """The linear layer of the norm, in asked.output_dtype. tensors: the norm's, then the linear layer's weight
+    and bias."""
     *given, weight, bias = tensors
-    dtype = linear_dtype(given[0])
-    normed = norm.run(Tensors(*given), asked._replace(output_dtype=dtype))
+    dtype = asked.output_dtype
+    normed = norm.run(Tensors(*given), asked)
     y, *total = normed if isinstance(normed, tuple) else (normed,)
     out = F.linear(y, weight.to(dtype), None if bias is None else bias.to(dtype))
     return (out, total[0]) if total else out

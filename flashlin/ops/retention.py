@@ -12,9 +12,11 @@ from torch import Tensor
 from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import retention_slopes
 
 
+@entry
 def chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -38,6 +40,7 @@ def chunk_retention(
     return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
 
 
+@entry
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,
@@ -61,6 +64,7 @@ def fused_recurrent_retention(
     return family.run(request, q, k, v, g_gamma=_gamma(q))
 
 
+@entry
 def fused_chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -79,6 +83,7 @@ def fused_chunk_retention(
     return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
 
 
+@entry
 def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
                        output_attentions: bool = False, cu_seqlens: Tensor | None = None,
                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
@@ -89,6 +94,7 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
     return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q))
 
 
+@entry
 def retention(
     q: Tensor,
     k: Tensor,

@@ -17,10 +17,12 @@ from flashlin.guards.tensors import check_apart, check_device, check_integers, s
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops._common.calls import check_nonempty, contiguous, sequences, strictest
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.planned import as_planned, planned, wants_grad
 
 
+@entry
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
                      seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
                      chunk_indices: Any = None) -> Tensor:

@@ -15,9 +15,11 @@ from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.entry import entry
 from flashlin.ops.gla import FAMILY
 
 
+@entry
 def chunk_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -74,6 +76,7 @@ def chunk_rwkv6(
     return chunked.run(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 
 
+@entry
 def fused_recurrent_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -123,6 +126,7 @@ def fused_recurrent_rwkv6(
                          called={"q": "r", "gk": "w", "bonus": "u"})
 
 
+@entry
 def rwkv6(
     r: Tensor,
     k: Tensor,

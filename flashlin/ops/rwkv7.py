@@ -14,9 +14,11 @@ from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops._common.entry import entry
 from flashlin.ops.dplr_delta_rule import FAMILY
 
 
+@entry
 def chunk_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -56,6 +58,7 @@ def chunk_rwkv7(
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})
 
 
+@entry
 def fused_recurrent_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -102,6 +105,7 @@ def fused_recurrent_rwkv7(
                          output_final_state, called={"q": "r", "gk": "w", "a": "a", "b": "b"})
 
 
+@entry
 def fused_mul_recurrent_rwkv7(
     r: Tensor,
     w: Tensor,
@@ -134,6 +138,7 @@ def fused_mul_recurrent_rwkv7(
                          called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
 
 
+@entry
 def rwkv7(
     r: Tensor,
     w: Tensor,

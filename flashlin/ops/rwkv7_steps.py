@@ -9,11 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashlin.guards.tensors import need_tensor
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pointwise import check_parameter, check_rows, run
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
 
+@entry
 def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Tensor, xk: Tensor, xv: Tensor,
                         xa: Tensor, xg: Tensor | None = None) -> Six:
     """hidden_states + delta * x, for each x. Drop-in for ``fla.ops.rwkv7.fused_addcmul_rwkv7``.
@@ -48,6 +50,7 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
     return r, w, k, v, a, g[0] if g else None
 
 
+@entry
 def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None,
                   cu_seqlens_cpu: Tensor | None = None) -> Tensor:
     """k (1 + (a - 1) ka), the key after the in-context learning rate. Drop-in for
@@ -65,6 +68,7 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
     return y
 
 
+@entry
 def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """(o + v * (r * k * r_k).sum(-1)) * g, head by head: the current token's bonus and the output gate.
     Drop-in for ``fla.ops.rwkv7.gate_output_correction``.

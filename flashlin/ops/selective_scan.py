@@ -17,6 +17,7 @@ from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept
 from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, route
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import as_planned, head_size_class, wants_grad
 from flashlin.ops._common.pointwise import check_rows
@@ -24,6 +25,7 @@ from flashlin.ops._common.pointwise import check_rows
 OP = "selective_scan_fn"
 
 
+@entry
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,

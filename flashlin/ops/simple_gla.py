@@ -20,6 +20,7 @@ from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.entry import entry
 
 
 def _decays(x: inputs.Inputs) -> Tensor:
@@ -36,6 +37,7 @@ FAMILY = Chunked("simple_gla", inputs.Inputs, {
     torch_path.run, one_graph=True, decays=_decays)
 
 
+@entry
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -95,6 +97,7 @@ def chunk_simple_gla(
     return run(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
 
 
+@entry
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -123,6 +126,7 @@ def fused_recurrent_simple_gla(
     return run(request, q, k, v, g, finite(g_gamma))
 
 
+@entry
 def fused_chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -148,6 +152,7 @@ def fused_chunk_simple_gla(
     return run(request, q, k, v, g, finite(g_gamma))
 
 
+@entry
 def parallel_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -179,6 +184,7 @@ def parallel_simple_gla(
     return run_parallel(request, output_attentions, q, k, v, g)
 
 
+@entry
 def simple_gla(
     q: Tensor,
     k: Tensor,

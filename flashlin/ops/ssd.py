@@ -21,13 +21,16 @@ from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
-from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.calls import check_linear, check_optional, linear
+from flashlin.ops._common.entry import entry, linear_entry, without_autocast
+from flashlin.ops._common.planned import linear_dtype
 from flashlin.ops._common.pointwise import check_rows, scaled, skipped
 from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
 from flashlin.ops.conv import check_filters, is_silu
 from flashlin.ops.norm import mamba_norm
 
 
+@entry
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -156,6 +159,7 @@ def _over_ranks(
     return y, states.to(given.C.dtype) if varlen else states
 
 
+@linear_entry
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor,
     conv1d_weight: Tensor,
@@ -192,8 +196,9 @@ def mamba_split_conv1d_scan_combined(
         rmsnorm_weight: [H P] or None for y = scan * silu(z). With it G slices are normalised one by one:
             norm(scan) * silu(z) if norm_before_gate, else norm(scan * silu(z)); rmsnorm_eps is added to the
             mean of the squares.
-        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Under autocast the product is in
-            its dtype.
+        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Both have zxbcdt's dtype. Under
+            autocast they may have any: the product is computed in the autocast dtype, as that of
+            ``torch.nn.Linear``, and nothing else is affected.
         chunk_size, initial_states [b, H, P, N], dt_limit, return_final_states: as
             ``mamba_chunk_scan_combined``.
 
@@ -205,6 +210,26 @@ def mamba_split_conv1d_scan_combined(
     Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
     W up to 16 has kernels.
     """
+    y, final = _mixed(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx,
+                      dt_limit, return_final_states, activation, rmsnorm_weight, rmsnorm_eps, headdim, ngroups,
+                      norm_before_gate)
+    if outproj_weight is not None:
+        need_tensor("outproj_weight", outproj_weight, (None, y.shape[2]), "[out, M + H P]", y.device, "zxbcdt")
+        check_optional("zxbcdt", y, [("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]")])
+        check_linear("zxbcdt", y, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
+        y = linear(y, outproj_weight, outproj_bias, linear_dtype(y))
+    elif outproj_bias is not None:
+        raise ValueError("outproj_bias: got a tensor without outproj_weight, need both")
+    return y if final is None else (y, final)
+
+
+@without_autocast
+def _mixed(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor,
+           D: Tensor, chunk_size: int, initial_states: Tensor | None, seq_idx: Tensor | None,
+           dt_limit: Sequence[float], return_final_states: bool, activation: str | None,
+           rmsnorm_weight: Tensor | None, rmsnorm_eps: float, headdim: int | None, ngroups: int,
+           norm_before_gate: bool) -> tuple[Tensor, Tensor | None]:
+    """What the output projection multiplies, [b, T, M + H P], and the final states."""
     op = "mamba_split_conv1d_scan_combined"
     scalars.flags(return_final_states=return_final_states, norm_before_gate=norm_before_gate)
     rmsnorm_eps = scalars.number("rmsnorm_eps", rmsnorm_eps, 0.0, need="a number of at least 0")
@@ -236,16 +261,7 @@ def mamba_split_conv1d_scan_combined(
     if M:
         gate, value = (half if half.dtype == torch.float64 else half.float() for half in mlp.chunk(2, -1))
         y = torch.cat([(F.silu(gate) * value).to(y.dtype), y], -1)
-    if outproj_weight is not None:
-        need_tensor("outproj_weight", outproj_weight, (None, M + dim), "[out, M + H P]", x.device, "zxbcdt")
-        check_optional("zxbcdt", x, [("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]")])
-        for name, tensor in (("outproj_weight", outproj_weight), ("outproj_bias", outproj_bias)):
-            if tensor is not None and tensor.dtype != y.dtype and not torch.is_autocast_enabled(y.device.type):
-                raise TypeError(f"{name}: got dtype {tensor.dtype}, need {y.dtype}, as zxbcdt (or autocast)")
-        y = F.linear(y, outproj_weight, outproj_bias)
-    elif outproj_bias is not None:
-        raise ValueError("outproj_bias: got a tensor without outproj_weight, need both")
-    return y if final is None else (y, final)
+    return y, final
 
 
 class Scan(NamedTuple):

@@ -15,6 +15,7 @@ from flashlin.guards.tensors import check_device, check_floats, check_integers, 
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
 from flashlin.ops._common.calls import call_of, check_written, contiguous, parsed, route
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, wants_grad
 from flashlin.ops._common.pool import put_back, taken
@@ -22,6 +23,7 @@ from flashlin.ops._common.pool import put_back, taken
 OP = "selective_state_update"
 
 
+@entry
 def selective_state_update(
     state: Tensor,
     x: Tensor,

@@ -17,10 +17,12 @@ from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
 from flashlin.ops._common.calls import sequences
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
 
 
+@entry
 def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None,
                 output_cache: bool = False, chunk_indices: Any = None, *, cp_context: Any = None,
                 process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -16,10 +16,12 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent.pool_torch import put, rows_of, states_of
 from flashlin.ops._common.calls import check_written
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.conv import causal_conv1d, check_filters
 
 
+@entry
 def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None,
                           conv_state_indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor,
                           activation: str | None = None, cache_seqlens: Tensor | None = None) -> Tensor:

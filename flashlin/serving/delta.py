@@ -27,6 +27,7 @@ from flashlin.guards.tensors import (
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import sequences
+from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import kernels, writing_operator
 from flashlin.ops._common.planned import as_planned, common_dtype, dtype_as_planned, planned, wants_grad
 from flashlin.ops._common.preprocess import check_gates
@@ -38,6 +39,7 @@ MODES = ("chunk", "fused_recurrent")
 PARAMETERS = ("beta", "g", "gk", "A_log", "dt_bias")
 
 
+@entry
 def decode(
     q: Tensor,
     k: Tensor,
@@ -97,6 +99,7 @@ def decode(
     return _run(locals())
 
 
+@entry
 def prefill(
     q: Tensor,
     k: Tensor,

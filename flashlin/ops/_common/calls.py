@@ -7,12 +7,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_cu_seqlens, check_floats, need_tensor, shown
-from flashlin.ops._common.planned import constant_while_tracing, name_of, planned
+from flashlin.ops._common.entry import without_autocast
+from flashlin.ops._common.planned import constant_while_tracing, name_of, planned, under_autocast
 
 # the dtype that machines have most to say about first
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
@@ -99,6 +101,21 @@ def check_optional(beside: str, first: Tensor,
     for name, x, shape, meaning in given:
         if x is not None:
             need_tensor(name, x, shape, meaning, first.device, beside)
+
+
+def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
+    """Weights and biases of linear layers have the dtype of x, which is called ``first``, unless autocast
+    casts them."""
+    if not under_autocast(x):
+        for name, weight in given.items():
+            if weight is not None and weight.dtype != x.dtype:
+                raise TypeError(f"{name}: got dtype {weight.dtype}, need {x.dtype}, as {first} (or autocast)")
+
+
+@without_autocast
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + b of a linear layer whose product is computed in that dtype."""
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def check_written(name: str, x: Tensor, op: str, why: str) -> None:

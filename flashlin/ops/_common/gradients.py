@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flashlin.guards.tensors import resolved
+from flashlin.ops._common.entry import any_autocast, without_autocast, without_autocast_behind
+
 X = TypeVar("X", bound=tuple[Any, ...])
 INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in plain torch'
 
@@ -42,7 +45,13 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
     with the op's name, and what has second-order gradients."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
-        def run(ctx: Any, *grads: Tensor | None) -> Any:
+        def run(ctx: Any, *given: Tensor | None) -> Any:
+            if any_autocast():
+                without_autocast_behind(ctx)
+            return differentiate(ctx, *map(resolved, given))
+
+        @without_autocast
+        def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             saved = [*ctx.saved_tensors]
             if not torch.is_grad_enabled():     # no create_graph
                 return backward(ctx, saved, *grads)

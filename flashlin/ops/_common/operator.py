@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashlin.guards.problem import Plan, Problem
+from flashlin.ops._common.entry import own_nodes, without_autocast
 from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
 from flashlin.ops._common.planned import planned
 
@@ -203,6 +204,9 @@ class _Eager(torch.autograd.Function):
         return None, *_gradients(ctx, saved, given, ctx.needs_input_grad[1:])
 
 
+own_nodes.add(_Eager._backward_cls)
+
+
 class _Library(Generic[X, S, Y]):
     """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read
     annotations."""
@@ -239,6 +243,7 @@ class _Library(Generic[X, S, Y]):
         back.register_fake(self._pull_back_fake)
         once_traced(back)
 
+    @without_autocast
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
         x, how = _split(self.of.tensors, self.of.scalars, arguments)
         plan = planned(self.traced.problem(x, how), x[0].device)
@@ -285,6 +290,7 @@ class _Library(Generic[X, S, Y]):
         gradients = self.of.gradients(compute, self.of.outputs(*grads), how, ctx.needs_input_grad)
         return *gradients, *(None for _ in how)
 
+    @without_autocast
     def _pull_back(self, *arguments: Any) -> list[Tensor]:
         x, y, grads, how, wanted = self._parted(arguments)
         first = next(t for t in arguments if t is not None)
@@ -334,7 +340,7 @@ def writing_operator(
     inputs = ", ".join([*typed(tensors), *typed(scalars)])
     operator = torch.library.custom_op(
         f"flashlin::{name}",
-        lambda *arguments: run(*_split(tensors, scalars, arguments)).contiguous(),
+        without_autocast(lambda *arguments: run(*_split(tensors, scalars, arguments)).contiguous()),
         mutates_args=(written,),
         schema=f"({inputs.replace(f'Tensor {written}', f'Tensor(a!) {written}')}) -> Tensor",
     )

@@ -129,10 +129,14 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+def under_autocast(x: torch.Tensor) -> bool:
+    """Whether autocast is on for the device of x."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def linear_dtype(x: torch.Tensor) -> torch.dtype:
     """What a linear layer computes x in: the autocast dtype where autocast is on (it leaves float64 alone),
     else x's own."""
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or not under_autocast(x):
         return x.dtype
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(x.device.type)

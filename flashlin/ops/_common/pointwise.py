@@ -16,6 +16,7 @@ from flashlin.guards.tensors import check_dense, check_device, check_dtype, chec
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
 from flashlin.ops._common.calls import contiguous, strictest
+from flashlin.ops._common.entry import own_nodes
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
 from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
@@ -114,3 +115,6 @@ class _Pointwise(torch.autograd.Function):
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
         gradients = kernels("pointwise", "backward").run(ctx.plan, saved, contiguous(*dys), ctx.bound, sums)
         return None, None, None, *gradients
+
+
+own_nodes.add(_Pointwise._backward_cls)

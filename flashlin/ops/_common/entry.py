@@ -1,0 +1,201 @@
+"""The entry of every public function: what each call goes through before its own code, and its backward after.
+
+Three things hold for every op, whatever its path:
+
+- Autocast changes nothing. The op computes what it computes outside of autocast, in the same dtypes; so does
+  its backward, inside and outside of autocast.
+- Kernels read memory, so a lazily negated or conjugated tensor (``z.conj().imag``) is copied first. The same
+  holds for gradients that come in.
+- A new op cannot forget either: ``@entry`` is the decorator of a public function, and
+  ``tests/ops/test_entry.py`` finds a public function without it.
+
+A function that ends in a linear layer computes that product in the autocast dtype, as ``torch.nn.Linear``
+does. Its decorator is ``linear_entry``: autocast stays on until the function has asked for ``linear_dtype``,
+and what it then calls is decorated with ``without_autocast``.
+
+Backward: autograd runs each node with the autocast state of the thread that calls ``backward()``. So the node
+of each output gets a hook. If autocast is on when backward arrives there, the hook turns it off for this
+node, and for every other node that was made inside the op. torch puts the state back after each node.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashlin.compat.direct import TENSORS
+from flashlin.guards.tensors import resolved
+
+P = ParamSpec("P")
+R = TypeVar("R")
+MARK = "__flashlin_entry__"
+FIRST = "flashlin_first_node"  # what an autograd node of our own knows of the op that made it
+
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_tracing = torch.compiler.is_compiling
+# numbers of autograd nodes, which rise with each node that this thread makes
+_next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_LOOKED_AT = frozenset(TENSORS)
+
+# Types of autograd nodes whose backward is decorated with ``gradients.once``, which reads FIRST.
+own_nodes: set[type] = set()
+
+
+class _Outside:
+    """autocast: whether it is on around the call that torch.compile traces."""
+    autocast = False
+
+
+outside = _Outside()
+
+
+def entry(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: it runs without autocast, on tensors without lazy bits, and so does its
+    backward. Signature, docstring and name stay; ``__wrapped__`` is the function itself."""
+    return _entered(function, _without_autocast)
+
+
+def linear_entry(function: Callable[P, R]) -> Callable[P, R]:
+    """As ``entry``, for a function that computes a linear layer's product in the autocast dtype: autocast
+    stays on in the function itself. What it calls has to be decorated with ``without_autocast``."""
+    return _entered(function, _as_it_is)
+
+
+def is_entry(function: Any) -> bool:
+    """Return True for a function that ``entry`` or ``linear_entry`` has decorated."""
+    return getattr(function, MARK, False) is True
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that is not public: it runs without autocast."""
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if any_autocast():
+            return _without_autocast(function, args, kwargs)
+        return function(*args, **kwargs)
+    return run
+
+
+def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
+    """The function behind its entry. under_autocast(function, args, kwargs) calls it where autocast is on."""
+    @wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _tracing():  # library operators get tensors without lazy bits, and AOTAutograd makes the backward
+            return under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
+        first = _next_node()
+        given: tuple[Any, ...] = args
+        named: dict[str, Any] = kwargs
+        if _any_lazy(args) or (kwargs and _any_lazy(kwargs.values())):
+            given, named = tuple(map(resolved, args)), {name: resolved(x) for name, x in kwargs.items()}
+        made: R = (under_autocast(function, given, named) if any_autocast()
+                   else function(*given, **named))
+        if _next_node() != first:
+            _hook_outputs(made, first)
+        return made
+    setattr(entered, MARK, True)
+    return entered
+
+
+def _any_lazy(arguments: Iterable[Any]) -> bool:
+    """Whether a tensor among the arguments has a lazy bit. Only real tensors can be negated lazily: every op
+    refuses complex ones, so the bit of conjugation needs no look."""
+    for x in arguments:
+        if type(x) in _LOOKED_AT:
+            if x.is_neg():
+                return True
+        elif isinstance(x, (tuple, list)):
+            if _any_lazy(x):
+                return True
+        elif isinstance(x, Tensor) and x.is_neg():
+            return True
+    return False
+
+
+def _as_it_is(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    return function(*args, **kwargs)
+
+
+def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """``function(*args, **kwargs)`` with autocast off, which is on."""
+    if not _tracing():
+        with torch._C._DisableAutocast():  # of all types of devices
+            return function(*args, **kwargs)
+    kind = _kind_of(args) or _kind_of(kwargs.values()) or "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return function(*args, **kwargs)
+    outside.autocast = True
+    try:
+        with torch.autocast(kind, enabled=False):
+            return function(*args, **kwargs)
+    finally:
+        outside.autocast = False
+
+
+def _kind_of(arguments: Iterable[Any]) -> str | None:
+    """The device type of the first tensor."""
+    for x in arguments:
+        if isinstance(x, Tensor):
+            return x.device.type
+    return None
+
+
+# --- backward ---
+
+def _hook_outputs(outputs: Any, first: int) -> None:
+    """Prepare the backward of an op that has made the autograd nodes from number ``first`` on."""
+    before = None
+    for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = y.grad_fn if isinstance(y, Tensor) else None
+        if node is None or node is before:
+            continue
+        before = node
+        if type(node) in own_nodes:  # without a hook, which costs more than the attribute
+            setattr(node, FIRST, first)
+        elif node._sequence_nr() >= first:  # else an input that came back as it was
+            # the node itself in its own hook would be a cycle that Python cannot collect
+            node.register_prehook(_Arrival(node.next_functions, first))
+
+
+class _Arrival:
+    """The hook of an output's node. behind: its ``next_functions``. first: the op's first node."""
+
+    def __init__(self, behind: Sequence[tuple[Any, int]], first: int) -> None:
+        self.behind, self.first = behind, first
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        if _tracing() or not any_autocast():
+            return
+        _turn_off(gradients)
+        _hook_nodes(self.behind, self.first)
+        self.behind = ()  # the hooks stay, for another backward of the same graph
+
+
+def without_autocast_behind(node: Any) -> None:
+    """Keep autocast off in all nodes that ``node`` leads to and that the same op has made. node: of a type in
+    ``own_nodes``."""
+    if (first := getattr(node, FIRST, None)) is not None:
+        _hook_nodes(node.next_functions, first)
+        setattr(node, FIRST, None)
+
+
+def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int) -> None:
+    seen, left = set(), [*behind]
+    while left:
+        node, _ = left.pop()
+        # the node of a leaf has the highest number of all, and belongs to no op
+        if node is None or node in seen or not node.next_functions or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        node.register_prehook(_turn_off)
+        left += node.next_functions
+
+
+def _turn_off(gradients: Sequence[Tensor | None]) -> None:
+    """Turn autocast off for the node that is about to run; torch puts it back afterwards."""
+    for x in gradients:
+        if x is not None and x.device.type != "meta":
+            torch.set_autocast_enabled(x.device.type, False)
+            return
