@@ -1,0 +1,244 @@
+"""The entry of the public functions (ops/_common/entry.py): autocast changes no op, and lazily negated or
+conjugated tensors are read as what they are. See tests/autocast.py."""
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flashlin
+from flashlin import mamba, serving
+from flashlin.compat import launch as door
+from flashlin.compat import target as machine
+from flashlin.compat.target import parse
+from flashlin.kernels.families import PUBLIC
+from flashlin.ops._common.entry import is_entry
+from tests import hostile
+from tests.autocast import Call, calls, differences, results, tensors_of
+
+BF16, F16 = torch.bfloat16, torch.float16
+UNDER = ((BF16, BF16), (F16, F16), (BF16, None), (None, F16))  # autocast of forward and of backward
+HOPPER = parse("triton=3.6.0,sm=90")
+
+
+# --- every public function has the entry ---
+
+def functions() -> dict[str, Callable[..., Any]]:
+    places = {"flashlin": [*PUBLIC], "flashlin.mamba": mamba.__all__, "flashlin.serving": serving.__all__}
+    found = {f"{package}.{name}": getattr(module, name) for package, module in (
+        ("flashlin", flashlin), ("flashlin.mamba", mamba), ("flashlin.serving", serving)) for name in places[package]}
+    return {name: x for name, x in found.items() if not inspect.isclass(x)}
+
+
+@pytest.mark.parametrize("name", functions())
+def test_every_public_function_has_the_entry(name: str) -> None:
+    function = functions()[name]
+    assert is_entry(function), f"{name}: put @entry before it (flashlin/ops/_common/entry.py)"
+    within = inspect.unwrap(function)
+    assert inspect.signature(function) == inspect.signature(within) and function.__doc__ == within.__doc__
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_function_without_the_entry_is_found() -> None:
+    assert not is_entry(inspect.unwrap(flashlin.chunk_gla)) and not is_entry(F.linear)
+
+
+# --- autocast ---
+
+@pytest.mark.parametrize("call", [*calls()], ids=str)
+def test_autocast_changes_nothing(call: Call) -> None:
+    wanted = results(call)
+    for forward, backward in UNDER:
+        assert differences(wanted, results(call, forward=forward, backward=backward)) == [], (forward, backward)
+
+
+@pytest.mark.parametrize("op", [op for op in hostile.OPS if "norm_linear" in op or "gate_linear" in op])
+def test_only_the_product_of_a_linear_layer_is_in_the_autocast_dtype(op: str) -> None:
+    torch.manual_seed(0)
+    given = {**hostile.arguments(op), "prenorm": False}
+    if op == "layer_norm_linear":
+        given["num_groups"] = 1
+    weight, bias = given.pop("linear_weight"), given.pop("linear_bias")
+    norm = {"layer_norm_swish_gate_linear": "layer_norm_gated", "rms_norm_swish_gate_linear": "rms_norm_gated"}.get(
+        op, op.removesuffix("_linear"))
+    named = {name.removeprefix("norm_"): x for name, x in given.items()}
+    accepted = inspect.signature(getattr(flashlin, norm)).parameters
+    y = getattr(flashlin, norm)(**{name: x for name, x in named.items() if name in accepted})
+    for dtype in (BF16, F16):
+        with torch.autocast("cpu", dtype):
+            out = getattr(flashlin, op)(**given, linear_weight=weight, linear_bias=bias)
+            assert out.dtype == dtype and torch.equal(out, F.linear(y, weight, bias))
+
+
+def inner(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments of mamba_inner_fn."""
+    torch.manual_seed(0)
+    D, N, R = 6, 4, 3
+    return {"xz": torch.randn(2, 2 * D, 9, dtype=dtype), "conv1d_weight": torch.randn(D, 1, 4),
+            "conv1d_bias": torch.randn(D), "x_proj_weight": torch.randn(R + 2 * N, D),
+            "delta_proj_weight": torch.randn(D, R), "out_proj_weight": torch.randn(5, D), "out_proj_bias": None,
+            "A": -torch.rand(D, N), "D": torch.randn(D), "delta_bias": torch.randn(D)}
+
+
+def layer_by_ops(xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, x_proj_weight: Tensor,
+                 delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: None, A: Tensor, D: Tensor,
+                 delta_bias: Tensor) -> Tensor:
+    """mamba_inner_fn as a model would write it."""
+    x, z = xz.chunk(2, 1)
+    u: Any = flashlin.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
+    dt, B, C = F.linear(u.mT, x_proj_weight).split([3, 4, 4], -1)
+    dt = F.linear(dt, delta_proj_weight)
+    y: Any = flashlin.selective_scan_fn(u, dt.mT, A, B.mT, C.mT, D, z, delta_bias, True)
+    return F.linear(y.mT, out_proj_weight)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("of_xz", [torch.float32, BF16], ids=str)
+def test_a_mamba_layer_under_autocast_is_its_ops_and_linear_layers(dtype: torch.dtype, of_xz: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(mamba.mamba_inner_fn(**inner(of_xz)), layer_by_ops(**inner(of_xz)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_mamba2_layer_under_autocast_rounds_its_product_alone(dtype: torch.dtype) -> None:
+    op = "mamba_split_conv1d_scan_combined"
+    given = {**hostile.arguments(op), "outproj_weight": None, "outproj_bias": None}
+    weight, bias = torch.randn(5, hostile.H * hostile.K), torch.randn(5)
+    y, states = flashlin.mamba_split_conv1d_scan_combined(**given)
+    with torch.autocast("cpu", dtype):
+        out, found = flashlin.mamba_split_conv1d_scan_combined(
+            **{**given, "outproj_weight": weight, "outproj_bias": bias})
+        assert out.dtype == dtype and torch.equal(out, F.linear(y, weight, bias)) and torch.equal(found, states)
+
+
+def test_gradients_of_a_linear_layer_do_not_depend_on_autocast_in_backward() -> None:
+    op = "rms_norm_linear"
+    call = Call(op, "", partial(hostile.arguments, op), flashlin.rms_norm_linear)
+    torch.manual_seed(0)
+    wanted = results(call, forward=BF16)
+    for backward in (BF16, F16):
+        torch.manual_seed(0)
+        assert differences(wanted, results(call, forward=BF16, backward=backward)) == []
+
+
+class Around(nn.Module):
+    """An op between a model's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.before(one).unflatten(-1, (2, 8)) for one in (x, x + 1, x - 1))
+        o, _ = flashlin.chunk_simple_gla(q, k, v, -v.float().square().mean(-1))
+        return self.after(o.flatten(2))
+
+
+def test_autocast_of_what_is_around_an_op_stays() -> None:
+    """Only nodes of the op run without autocast: the model's own layers keep theirs, forward and backward."""
+    torch.manual_seed(0)
+    model, x = Around(), torch.randn(1, 6, 8)
+    seen: list[bool] = []
+    with torch.autocast("cpu", BF16):
+        y = model(x)
+        assert y.dtype == BF16 and torch.is_autocast_enabled("cpu")
+        for layer in (model.before, model.after):
+            layer.weight.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
+        y.float().sum().backward()
+    assert seen == [True, True]
+
+
+# --- lazily negated and conjugated tensors ---
+
+def negated(x: Any) -> Any:
+    """The same numbers in a tensor that is negated lazily."""
+    if isinstance(x, tuple):
+        return tuple(map(negated, x))
+    return torch._neg_view(-x) if isinstance(x, Tensor) and x.dtype != torch.bool else x
+
+
+def test_the_negated_tensors_of_users_are_such() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert z.conj().imag.is_neg() and negated(z.real).is_neg() and torch.equal(negated(z.real), z.real)
+
+
+@pytest.fixture
+def read() -> Iterator[list[Tensor]]:
+    """Tensors that kernels are started with while planning is for a Hopper card. Nothing runs there."""
+    found: list[Tensor] = []
+
+    def keep(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        found.extend(x for x in arguments.values() if isinstance(x, Tensor))
+    machine.pretend(HOPPER)
+    door.replace_starter(keep)
+    yield found
+    door.replace_starter(None)
+    machine.pretend(None)
+
+
+IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # nothing but torch
+WRITTEN = {"state", "conv_state", "cache", "final_states_out", "states", "x"}  # x: of rotary_embedding, inplace
+
+
+def with_negated(call: Call, name: str) -> Callable[..., Any]:
+    """The call's function, which gets this argument lazily negated."""
+    return lambda **given: call.function(**{**given, name: negated(given[name])})
+
+
+@pytest.mark.parametrize("call", [*calls("arguments beside")], ids=str)
+def test_no_kernel_reads_a_negated_tensor(call: Call, read: list[Tensor]) -> None:
+    names = [name for name, x in call.make().items()
+             if any(one.dtype != torch.bool for one in tensors_of(x))]
+    for name in names:
+        try:
+            results(call, function=with_negated(call, name))
+        except ValueError as error:
+            assert f"{name}: got a lazily negated or conjugated tensor" in str(error) and name in WRITTEN, error
+        assert not [x for x in read if x.is_neg()], name
+    results(call, cotangent=negated)
+    assert not [x for x in read if x.is_neg()], "gradients"
+    assert read or call.op in IN_TORCH
+
+
+@pytest.mark.parametrize("call", [*calls("arguments beside")], ids=str)
+def test_negated_tensors_are_their_numbers(call: Call) -> None:
+    names = [name for name, x in call.make().items() if tensors_of(x) and name not in WRITTEN]
+    everything: Callable[..., Any] = call.function
+    for name in names:
+        everything = with_negated(call._replace(function=everything), name)
+    assert differences(results(call), results(call, function=everything, cotangent=negated)) == []
+
+
+@pytest.mark.parametrize(("op", "name"), [
+    ("selective_state_update", "state"), ("causal_conv1d_update", "cache"),
+    ("mamba_causal_conv1d_update", "conv_state"), ("causal_conv1d_fn", "final_states_out")])
+def test_a_negated_state_that_is_overwritten_is_an_error(op: str, name: str) -> None:
+    given = hostile.arguments(op)
+    for lazily in (torch._neg_view(given[name].clone()), torch.complex(given[name], given[name]).conj().imag):
+        with pytest.raises(ValueError, match=rf"^{name}: got a lazily negated or conjugated tensor, need x.resolve_neg"):
+            getattr(flashlin, op)(**{**given, name: lazily})
+        kept = lazily.resolve_neg()
+        getattr(flashlin, op)(**{**given, name: kept})
+
+
+def test_a_negated_pool_is_an_error_and_a_negated_state_that_is_only_read_is_not() -> None:
+    q, g, state = torch.randn(1, 2, 2, 8), -torch.rand(1, 2, 2), torch.randn(3, 2, 8, 8)
+    op = partial(flashlin.fused_recurrent_gated_delta_rule, q, q, q, g, initial_state=negated(state))
+    with pytest.raises(ValueError, match="initial_state: got a lazily negated"):
+        op(state_indices=torch.tensor([1]), state_v_first=True)
+    with pytest.raises(ValueError, match="x: got a lazily negated"):
+        flashlin.rotary_embedding(negated(q), torch.ones(2, 4), torch.ones(2, 4), inplace=True)
+
+
+def test_complex_tensors_are_refused_conjugated_or_not() -> None:
+    z = torch.randn(1, 4, 2, 8, dtype=torch.complex64)
+    for q in (z, z.conj()):
+        with pytest.raises(TypeError, match=r"q: got dtype torch\.complex64"):
+            flashlin.chunk_delta_rule(q, z.real, z.real, torch.rand(1, 4, 2))
