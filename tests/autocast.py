@@ -1,8 +1,8 @@
 """The proof that autocast changes no op: a call of every op, forward and backward, inside and outside of it.
 
-``calls`` are all ops with all of their arguments, most of them packed (tests/hostile.py), their quick cases,
-which are dense (flashlin/testing/cases), packed calls of several chunks (tests/isolation.py), and functions
-that are no ops.
+``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed (tests/hostile.py);
+their quick cases, which are dense (flashlin/testing/cases); packed calls of several chunks
+(tests/isolation.py); and functions that are no ops.
 """
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32,
 
 
 def differences(wanted: list[Tensor], found: list[Tensor]) -> list[str]:
-    """What is not the same to the bit."""
+    """Describe each tensor that is not the same to the bit."""
     if len(wanted) != len(found):
         return [f"{len(found)} tensors, not {len(wanted)}"]
     return [f"{n}: {x.dtype}, not {y.dtype}" if x.dtype != y.dtype else

@@ -13,7 +13,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _STRIDED = torch.strided
 
-# Copies that stand for lazily negated or conjugated arguments of a call, by id.
+# Copies of lazily negated or conjugated arguments, by id.
 _copies: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 

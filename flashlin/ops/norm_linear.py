@@ -156,7 +156,7 @@ def _run(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, aske
 
 @without_autocast
 def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
-    """As ``_both``, whose norm backward makes again."""
+    """Return the linear layer of the norm. Backward computes the norm again instead of keeping it."""
     both = partial(_both, asked)
     if not wants_grad(*tensors):
         return both(*tensors)

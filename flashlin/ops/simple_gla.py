@@ -226,7 +226,7 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
         raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them "
                          "(state_v_first)")
     warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning,
-                  stacklevel=3)
+                  stacklevel=4)  # past the op and its entry
     return transpose_state_layout
 
 

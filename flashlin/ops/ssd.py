@@ -229,7 +229,7 @@ def _mixed(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt
            dt_limit: Sequence[float], return_final_states: bool, activation: str | None,
            rmsnorm_weight: Tensor | None, rmsnorm_eps: float, headdim: int | None, ngroups: int,
            norm_before_gate: bool) -> tuple[Tensor, Tensor | None]:
-    """What the output projection multiplies, [b, T, M + H P], and the final states."""
+    """Return the input of the output projection, [b, T, M + H P], and the final states or None."""
     op = "mamba_split_conv1d_scan_combined"
     scalars.flags(return_final_states=return_final_states, norm_before_gate=norm_before_gate)
     rmsnorm_eps = scalars.number("rmsnorm_eps", rmsnorm_eps, 0.0, need="a number of at least 0")

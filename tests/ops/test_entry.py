@@ -242,3 +242,10 @@ def test_complex_tensors_are_refused_conjugated_or_not() -> None:
     for q in (z, z.conj()):
         with pytest.raises(TypeError, match=r"q: got dtype torch\.complex64"):
             flashlin.chunk_delta_rule(q, z.real, z.real, torch.rand(1, 4, 2))
+
+
+def test_warnings_of_an_op_name_the_line_of_the_user() -> None:
+    q = torch.randn(1, 2, 2, 8)
+    with pytest.warns(DeprecationWarning, match="transpose_state_layout is now called") as told:
+        flashlin.chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0], transpose_state_layout=True)
+    assert told[0].filename == __file__

@@ -35,7 +35,9 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
     (H, N), G = x.q_bias.shape, x.q.shape[2]
     q, k = x.q.to(compute), x.k.to(compute)
     of_q, of_k = (bias.to(compute).view(G, H // max(G, 1), N) for bias in (x.q_bias, x.k_bias))
-    crossed = [torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
+    # traced under autocast, backward of a product of matrices would be rounded
+    crossed = [(y[:, :, :, None] * bias).sum(-1) if torch.compiler.is_compiling()
+               else torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
     products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
     return products.flatten(2)
 

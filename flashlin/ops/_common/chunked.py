@@ -28,6 +28,7 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import repeated, sequences
+from flashlin.ops._common.entry import outside
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.planned import (
     as_planned,
@@ -208,8 +209,8 @@ def run(
     how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
     plan, path, dot = sequences.way(family.problem, x, how, family.name, mode, state_v_first)
     # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
-    # inside of the operator.
-    inside = plan is None and (not family.one_graph or bounds is not None or exporting())
+    # inside of the operator. So it does under autocast, in which AOTAutograd would trace backward's products.
+    inside = plan is None and (not family.one_graph or bounds is not None or exporting() or outside.autocast)
     if path == "torch" and not inside and shard is None:
         o, ht = family.on_torch(x, how)
     else:

@@ -59,8 +59,9 @@ def entry(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def linear_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """As ``entry``, for a function that computes a linear layer's product in the autocast dtype: autocast
-    stays on in the function itself. What it calls has to be decorated with ``without_autocast``."""
+    """Decorate a public function that computes a linear layer's product in the autocast dtype. Autocast stays
+    on in the function itself, so all functions that compute have to be decorated with ``without_autocast``.
+    Otherwise it does the same as ``entry``."""
     return _entered(function, _as_it_is)
 
 
@@ -100,7 +101,7 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
 
 
 def _any_lazy(arguments: Iterable[Any]) -> bool:
-    """Whether a tensor among the arguments has a lazy bit. Only real tensors can be negated lazily: every op
+    """Return True if a tensor among the arguments has a lazy bit. Only real tensors can be negated lazily: every op
     refuses complex ones, so the bit of conjugation needs no look."""
     for x in arguments:
         if type(x) in _LOOKED_AT:

@@ -130,7 +130,7 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def under_autocast(x: torch.Tensor) -> bool:
-    """Whether autocast is on for the device of x."""
+    """Return True if autocast is on for the device of x."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
