@@ -84,15 +84,17 @@ EXPLAIN_EXAMPLES = """examples:
 RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
 that it imports: their functions are replaced by flashlin's before the program's
 own first line, in the Python processes that it starts, too. At the end stderr
-says what was replaced and what ran, by which kernels.
+says what was replaced and what ran, by which kernels, in these processes, too.
 
-Exit code: the program's; 2 for a mistake in the arguments.
+Exit code: the program's; 1 if flashlin cannot be loaded; 2 for a mistake in the
+arguments.
 """
 RUN_EXAMPLES = """examples:
   flashlin run train.py --lr 1e-3
   flashlin run --patch fla,transformers train.py
   FLASHLIN_PATCH=fla,transformers flashlin run train.py
-  flashlin run -m torch.distributed.run --nproc-per-node 8 train.py
+  flashlin run torchrun --nproc-per-node 8 train.py
+  flashlin run -m my.program --lr 1e-3
 """
 WARMUP = """Runs a small case of each op on the GPU in child processes, forward and
 backward, twice, and compares with float64. What is compiled stays in Triton's
@@ -203,8 +205,9 @@ def parser() -> Parser:
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all that are installed)")
     program.add_argument("--quiet", action="store_true", help="say nothing at the end")
     program.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
-    program.add_argument("program", help="a file, or with -m a module")
-    program.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own").required = False
+    program.add_argument("program", nargs=argparse.PARSER,
+                         help="a file, a console script such as torchrun, or with -m a module; then its "
+                              "arguments")
     warm = commands.add_parser("warmup", epilog=WARMUP_EXAMPLES,
                                formatter_class=plain, description=WARMUP)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",
@@ -352,19 +355,23 @@ def why(text: list[str]) -> tuple[str, int]:
     return known.answer(found), 0 if found else 1
 
 
-def run_program(patch: str | None, program: str, arguments: list[str], **how: Any) -> int:
+def run_program(patch: str | None, program: list[str], **how: Any) -> int:
     """The program has stdout for itself, and its exit ends this process."""
-    startup = load("integrations.startup")
     try:
-        asked, by = (os.environ.get(startup.VARIABLE), startup.VARIABLE) if patch is None else (patch, "--patch")
+        with redirect_stdout(sys.stderr):
+            startup = load("integrations.startup")
+        asked, by = os.environ.get(startup.VARIABLE), startup.VARIABLE
+        if patch is not None:
+            asked, by = patch, "--patch"
         names = startup.installed() if asked is None else startup.names_of(asked, by)
-        if not how["module"] and not os.path.exists(program):
-            raise ValueError(f"program: got {program!r}, which does not exist")
+        name, *arguments = program[1:] if program[0] == "--" else program  # before Python 3.13 it is left in
+        file = name if how["module"] else startup.file_of(name)
         startup.begin(names)
-    except (ValueError, ImportError) as error:
-        print(f"flashlin run: {error}", file=sys.stderr)
-        return 2
-    startup.run(program, arguments, names, **how)
+    except (Exception, SystemExit) as error:
+        kind = "" if isinstance(error, (ValueError, ImportError, Unloadable)) else f"{type(error).__name__}: "
+        print(f"flashlin run: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, Unloadable) else 2
+    startup.run(file, arguments, names, **how)
     return 0
 
 

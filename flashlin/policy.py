@@ -14,8 +14,8 @@ CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torc
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
 SWITCHES = ("debug", "invariant")  # True or False
-# FLASHLIN_HOME, FLASHLIN_CACHE, FLASHLIN_PATCH: guards.verdicts, testing.environments, integrations.startup
-ELSEWHERE = ("home", "cache", "patch")
+# Read by guards.verdicts, testing.environments, integrations.startup and integrations.summary.
+ELSEWHERE = ("home", "cache", "patch", "summary")
 
 
 class Policy(NamedTuple):

@@ -233,7 +233,8 @@ def test_what_helps_without_flashlin_does_not_name_its_functions() -> None:
 # --- logs of any size and kind ---
 
 UNITS = ("1", " ", ".", "[(", "a", "_1", "\x1b[", "\x1b]", "\0", "\r\n", "token", "assert", "8 warps ",
-         "reshapeOuts ", "selective_scan_cuda", "UNREACHABLE executed at ", "Permission denied: '.../", "\u2028", "\ud800")
+         "reshapeOuts ", "selective_scan_cuda", "UNREACHABLE executed at ", "Permission denied: '.../",
+         "\u2028", "\ud800")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=ascii)
@@ -279,7 +280,8 @@ def test_a_log_takes_the_memory_of_a_block(line: bytes, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("block", [7, 64, 1000])
 def test_where_a_block_ends_makes_no_difference(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = log("IndexError: list index out of range", EVERY["autotune-keys-31"].seen_in)
-    texts = [tuner.replace("\n", "\r\n"), log("selective_scan_cuda...undefined symbol"), "device-side\nassert", "map::at",
+    texts = [tuner.replace("\n", "\r\n"), log("selective_scan_cuda...undefined symbol"), "map::at",
+             "device-side\nassert",
              "jobs/12: Assertion srcIndex\n< srcSelectDimSize does not hold\nthe end\n",
              "AssertionError: gradients of the delta rule are wrong on Hopper\nthe end\n\n"]
     whole = [matches(text) for text in texts]

@@ -2,6 +2,7 @@
 finds flashlin's operators when it loads an exported program."""
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import warnings
@@ -57,9 +58,20 @@ class Telling:
         self.loader.exec_module(module)
         try:
             self.then(sys.modules.get(module.__name__, module))  # lazy packages replace themselves
-        except Exception as error:  # a program's import must not fail by what was to help it
-            warnings.warn(f"flashlin could not prepare {module.__name__}: {type(error).__name__}: {error}; "
-                          "it runs as it is", RuntimeWarning, stacklevel=2)
+        except Exception as error:
+            not_prepared(module.__name__, error)
+
+
+# Python removes the frames of its import machinery from tracebacks, and knows them by the name of the file.
+# Under this name it also removes the frame above. Errors of a watched module look as they do without flashlin.
+Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
+    co_filename=importlib.__import__.__code__.co_filename)
+
+
+def not_prepared(name: str, error: Exception) -> None:
+    """Warn of a callback that failed: the program's import must not fail by what was to help it."""
+    warnings.warn(f"flashlin could not prepare {name}: {type(error).__name__}: {error}; it runs as it is",
+                  RuntimeWarning, stacklevel=3)
 
 
 def watch(packages: Sequence[str], then: Callable[[ModuleType], None]) -> Callable[[], None]:

@@ -5,35 +5,34 @@ torchrun, workers) find ``inherited/sitecustomize.py`` on their path, which does
 """
 from __future__ import annotations
 
-import atexit
 import builtins
 import importlib.util
 import os
 import runpy
+import shutil
 import sys
+import sysconfig
 import zipfile
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
+from pkgutil import read_code
 from types import ModuleType, TracebackType
 from typing import Any
 
-from flashlin import dispatch
-from flashlin.compat.arrivals import remove, watch
-from flashlin.guards.problem import Plan
-from flashlin.integrations.patching import PATCHES, Patched, _in_force, comes, patch
+from flashlin.compat.arrivals import not_prepared, remove, watch
+from flashlin.integrations import summary
+from flashlin.integrations.patching import PATCHES, comes, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
 MAY_NOT_LOAD = ("mamba_ssm", "causal_conv1d")  # their extensions fail; the patch stands in for those
-SHOWN = 4  # kernels of an op in a line of the summary
 _begun: set[str] = set()
 
 
 def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
-    """Packages out of ``fla,transformers``. given_by: what an error calls them. Raises ValueError for one that nobody has a patch for."""
+    """Return the packages of a text such as ``fla,transformers``. given_by: what an error calls the text.
+    Raises ValueError for a package that has no patch."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name not in PATCHES:
@@ -87,75 +86,116 @@ class Before:
         if name != self.package:
             return None
         remove(self)
-        patch(name)
+        try:
+            patch(name)
+        except Exception as error:
+            not_prepared(name, error)
         return importlib.util.find_spec(name)
+
+
+def inherit() -> None:
+    """Patch what the program patches, in a Python process that it has started."""
+    begin(names_of(os.environ[VARIABLE]))
+    summary.begin()
+
+
+def file_of(program: str) -> str:
+    """Return the file of a program: a path, or the name of a console script, such as ``torchrun``, of this
+    Python or on PATH. Raises ValueError if there is none, or if it is no Python program."""
+    holds_main = any(os.path.exists(os.path.join(program, f"__main__.{ending}")) for ending in ("py", "pyc"))
+    if os.path.isfile(program) or holds_main:
+        return program
+    file = None
+    if not os.path.dirname(program):
+        folders = (sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))
+        file = shutil.which(program, path=os.pathsep.join(folders))
+    if file is None and os.path.exists(program):
+        return program  # Python says what is wrong with it
+    if file is None:
+        raise ValueError(f"program: got {program!r}, which does not exist")
+    if not _is_python(file):
+        raise ValueError(f"program: got {program!r}, which is {file} and not Python; need a Python file, a "
+                         "console script such as torchrun, or -m and a module")
+    return file
+
+
+def _is_python(file: str) -> bool:
+    """Return True if a command is written in Python, as console scripts are."""
+    with open(file, "rb") as opened:
+        first, second = opened.readline(1000), opened.readline(1000)
+    if zipfile.is_zipfile(file):  # as on Windows
+        return True
+    # pip writes a path that is too long for the first line into the second one
+    named = second if second.startswith(b"'''exec' ") else first
+    return first.startswith(b"#!") and b"python" in named
 
 
 def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module: bool = False,
         quiet: bool = False) -> None:
     """Run a program (a file, or with ``module`` the name of a module) as Python would, with these packages
     patched (``begin``), in the processes it starts, too. At the end stderr says what ran through flashlin.
-    An error of the program is told as Python tells it, and raised on as SystemExit."""
+    Exceptions of the program, SystemExit included, are raised on; Python shows them without our frames."""
     os.environ[VARIABLE] = ",".join(names)
-    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-            if part not in ("", str(INHERITED))]
+    before = os.environ.get("PYTHONPATH")
+    path = [part for part in before.split(os.pathsep) if part != str(INHERITED)] if before else []
     os.environ["PYTHONPATH"] = os.pathsep.join([str(INHERITED), *path])
     if not quiet:
-        summary_at_exit(names)
-    sys.argv = [program, *arguments]
+        summary.begin(prints=True)
+    sys.argv = ["-m" if module else program, *arguments]
     holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
-    if not getattr(sys.flags, "safe_path", False):  # else Python puts no folder there
+    if getattr(sys.flags, "safe_path", False):  # Python puts no folder there, but for what holds a __main__
+        sys.path[:0] = [os.path.abspath(program)] if holds_main and not module else []
+    else:
         sys.path[0] = (os.getcwd() if module else os.path.abspath(program) if holds_main
                        else str(Path(program).resolve().parent))
     # In place for good: threads and exit functions ask for it when the program's last line has run
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     try:
         if module or holds_main:  # by the function that Python does it with
             run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # in no stub
             run_module(program if module else "__main__", alter_argv=module)
         else:
             _run_file(main, os.path.abspath(program))
-    except Exception as error:
-        error.__traceback__ = _without_ours(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(1) from None
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _show_without_ours(error)
+        raise
 
 
 def _run_file(main: ModuleType, file: str) -> None:
-    main.__file__, main.__loader__ = file, SourceFileLoader("__main__", file)
     with open(file, "rb") as source:
-        code = compile(source.read(), file, "exec", dont_inherit=True)
+        code = read_code(source)  # of a .pyc file, whatever its name is
+        loader = SourceFileLoader if code is None else SourcelessFileLoader
+        if code is None and file.endswith(".pyc"):
+            raise RuntimeError("Bad magic number in .pyc file")
+        if code is None:
+            source.seek(0)
+            code = compile(source.read(), file, "exec", dont_inherit=True)
+    main.__file__, main.__loader__ = file, loader("__main__", file)
+    if sys.version_info < (3, 15):
+        vars(main)["__cached__"] = None
     exec(code, vars(main))
 
 
-def _without_ours(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the program's first frame on."""
-    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+def _show_without_ours(error: BaseException) -> None:
+    """Have Python show an error that ends the program from the program's first frame on. Python does the rest
+    by itself: ``sys.last_value`` and its kin, the program's own ``sys.excepthook``, the exit by a signal."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
-    return frames
+    shows = getattr(sys, "excepthook", sys.__excepthook__)
 
-
-def summary_at_exit(names: Sequence[str]) -> None:
-    calls = Counter[tuple[str, str, tuple[str, ...]]]()  # (op, path, kernels)
-
-    def note(made: Plan) -> None:
-        calls[made.asked.op, made.path, tuple(dict.fromkeys(launch.kernel for launch in made.launches))] += 1
-    whole_program = ExitStack()
-    whole_program.enter_context(dispatch.watching(note))
-
-    def say() -> None:
-        whole_program.close()
-        lines = str(Patched([_in_force[name] for name in names if name in _in_force])).splitlines()
-        lines += [f"{op}: {count} calls, {path_of(path, kernels)}"
-                  for (op, path, kernels), count in sorted(calls.items())]
-        print("\n".join(f"flashlin: {line}" for line in lines or ["nothing that it patches was imported"]),
-              file=sys.stderr)
-    atexit.register(say)
-
-
-def path_of(path: str, kernels: Sequence[str]) -> str:
-    if not kernels:
-        return "plain torch" if path == "torch" else path
-    return f"kernels {', '.join(kernels[:SHOWN])}" + (f" and {len(kernels) - SHOWN} more"
-                                                     if len(kernels) > SHOWN else "")
+    def show(kind: type[BaseException], value: BaseException, all_frames: TracebackType | None) -> None:
+        sys.excepthook = shows
+        error.__traceback__ = sys.last_traceback = frames
+        try:
+            shows(kind, value, frames)
+        except BaseException as failure:
+            if failure.__traceback__ is not None:
+                failure.__traceback__ = failure.__traceback__.tb_next
+            raise
+    sys.excepthook = show

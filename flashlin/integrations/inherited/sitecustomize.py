@@ -14,7 +14,7 @@ if _hidden is not None and _hidden.loader is not None:  # that of the system run
 if os.environ.get("FLASHLIN_PATCH"):
     try:
         from flashlin.integrations import startup
-    except ImportError as error:  # another Python, which has no flashlin
-        print(f"flashlin: not here, so nothing is patched in this process ({error})", file=sys.stderr)
-    else:
-        startup.begin(startup.names_of(os.environ["FLASHLIN_PATCH"]))
+        startup.inherit()
+    except (Exception, SystemExit) as error:  # another Python, which has no flashlin, or a broken package
+        print(f"flashlin: nothing is patched in this process ({type(error).__name__}: {error})",
+              file=sys.stderr)

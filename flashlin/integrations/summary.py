@@ -1,0 +1,135 @@
+"""The summary of ``flashlin run``: what was patched and which kernels ran, in the program and in the
+processes that it started (ranks of torchrun, workers).
+
+The process of ``flashlin run`` prints the summary when it ends. It makes a temporary folder, which only this
+user can read, and names it in ``VARIABLE``. Every other process leaves a file there: each time that a count
+reaches a power of two, and when it ends. So a process that is killed, or a forked worker, which ends without
+its exit functions, is in the summary with at least half of its calls.
+"""
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+from shutil import rmtree
+from typing import NamedTuple
+
+from flashlin import dispatch
+from flashlin.guards.problem import Plan
+from flashlin.integrations.patching import Patched, _in_force
+
+VARIABLE = "FLASHLIN_SUMMARY"
+SHOWN = 4  # kernels of an op in a line
+
+
+class Ran(NamedTuple):
+    """Calls of an op that ran alike."""
+    op: str
+    path: str
+    kernels: tuple[str, ...]
+
+    def told(self, count: int, cut: bool = False) -> str:
+        """The line of the summary. cut: a process may have made more calls than it could write down."""
+        shown = ", ".join(self.kernels[:SHOWN])
+        more = f" and {len(self.kernels) - SHOWN} more" if len(self.kernels) > SHOWN else ""
+        plain = "plain torch" if self.path == "torch" else self.path
+        how = f"kernels {shown}{more}" if self.kernels else plain
+        return f"{self.op}: {'at least ' if cut else ''}{count} calls, {how}"
+
+
+class Summary:
+    """The summary of this process. folder: where processes leave theirs for the one that prints it. prints:
+    whether that is this one."""
+
+    def __init__(self, folder: Path, prints: bool) -> None:
+        self.folder, self.prints = folder, prints
+        self.calls = Counter[Ran]()
+        self._file = secrets.token_hex(8)
+        self._watching = ExitStack()
+        self._watching.enter_context(dispatch.watching(self._note))
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self._end)
+
+    def _note(self, made: Plan) -> None:
+        ran = Ran(made.asked.op, made.path, tuple(dict.fromkeys(launch.kernel for launch in made.launches)))
+        self.calls[ran] += 1
+        if not self.prints and self.calls[ran].bit_count() == 1:  # a power of two
+            self._leave(ended=False)
+
+    def _forked(self) -> None:
+        self.prints, self._file = False, secrets.token_hex(8)
+        self.calls.clear()
+
+    def _end(self) -> None:
+        self._watching.close()
+        if self.prints:
+            self._print()
+        elif self.calls or _patched():
+            self._leave(ended=True)
+
+    def _leave(self, ended: bool) -> None:
+        text = json.dumps({"ended": ended, "patched": _patched(), "calls": list(self.calls.items())})
+        part = self.folder / f"{self._file}.part"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(part.with_suffix(".json"))
+        except FileNotFoundError:
+            pass  # the process that prints has ended, and its folder is gone
+        except OSError as error:
+            tell(f"the summary lacks process {os.getpid()} ({error})")
+
+    def _print(self) -> None:
+        left = [json.loads(file.read_text(encoding="utf-8")) for file in self.folder.glob("*.json")]
+        rmtree(self.folder, ignore_errors=True)
+        lines = _patched() + _lines(self.calls)
+        if left:
+            calls, cut = Counter[Ran](), set[Ran]()
+            for one in left:
+                for (op, path, kernels), count in one["calls"]:
+                    ran = Ran(op, path, tuple(kernels))
+                    calls[ran] += count
+                    if not one["ended"]:
+                        cut.add(ran)
+            patched = sorted(dict.fromkeys("\n".join(one["patched"]) for one in left if one["patched"]))
+            count = "a process" if len(left) == 1 else f"{len(left)} processes"
+            lines.append(f"in {count} that the program started:")
+            lines += [f"  {line}" for text in patched for line in text.splitlines()]
+            lines += [f"  {line}" for line in _lines(calls, cut)]
+        tell(*lines or ["nothing that it patches was imported"])
+
+
+_of_this_process: list[Summary] = []
+
+
+def begin(prints: bool = False) -> None:
+    """Have this process leave its summary to the one that prints it. prints: print it here if there is no
+    such process."""
+    folder = os.environ.get(VARIABLE, "")
+    there = bool(folder) and os.path.isdir(folder)
+    if _of_this_process or not (there or prints):
+        return
+    if not there:
+        folder = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="flashlin-run-")
+    _of_this_process.append(Summary(Path(folder), prints=not there))
+
+
+def _patched() -> list[str]:
+    return str(Patched(list(_in_force.values()))).splitlines()
+
+
+def _lines(calls: Counter[Ran], cut: Collection[Ran] = ()) -> list[str]:
+    return [ran.told(count, ran in cut) for ran, count in sorted(calls.items())]
+
+
+def tell(*lines: str) -> None:
+    """Print lines to stderr, if the program has left it open."""
+    if sys.stderr is not None and not getattr(sys.stderr, "closed", False):
+        print("\n".join(f"flashlin: {line}" for line in lines), file=sys.stderr)
