@@ -56,7 +56,8 @@ def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
 
 def measured(checkout: Path, having: str) -> Rows:
     """In a process of that checkout, the calls that have one of these in their name."""
-    command = [sys.executable, "-m", "benchmarks.before_after", "--child", str(checkout), "--call", having]
+    from flashlin.compat.child import python  # not in the child, which imports the other flashlin
+    command = python("benchmarks.before_after", "--child", str(checkout), "--call", having)
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"before_after: {checkout}: {done.stderr[-2000:]}")

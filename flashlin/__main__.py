@@ -379,4 +379,7 @@ COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explai
                                                        "why": why}
 
 if __name__ == "__main__":
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        # python -m puts the current directory first; the command flashlin has the folder of programs there
+        sys.path[0] = os.path.dirname(sys.executable)
     sys.exit(main())

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from flashlin import dispatch
+from flashlin.compat.child import python
 from flashlin.diagnostics.quick import watch
 from flashlin.guards import proven
 from flashlin.kernels.configs import is_hopper
@@ -240,30 +240,12 @@ def compiled(answer: Result) -> Compiled:
                     shared=answer.shared, slow=figures if slow else None)
 
 
-IMPORTS = """
-import importlib, json, os, pkgutil, sys
-before = dict(os.environ)
-import torch
-import flashlin
-names = [name for _, name, _ in pkgutil.walk_packages(flashlin.__path__, "flashlin.")
-         if name != "flashlin.__main__" and ".testing" not in name]
-for name in names:
-    importlib.import_module(name)
-missing = [name for name in flashlin.__all__ if not hasattr(flashlin, name)]
-import triton
-changed = sorted(name for name in set(before) | set(os.environ) if before.get(name) != os.environ.get(name))
-wrong = [text for text in (missing and f"no {missing}", changed and f"environment changed: {changed}",
-                           torch.cuda.is_initialized() and "a CUDA context was made") if text]
-print(json.dumps({"triton": triton.__version__, "torch": torch.__version__.partition("+")[0],
-                  "modules": len(names), "wrong": wrong}))
-"""
-
-
 def imports(cell: Cell) -> Verdict:
     """Whether every module and public name is there under that release, and the import leaves the process
     alone."""
-    ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False,
-                         timeout=LIMIT, env={**os.environ, **environment(cell)})
+    variables = environment(cell)
+    ran = subprocess.run(python("matrix.importing", first=variables["PYTHONPATH"]), capture_output=True, text=True,
+                         check=False, timeout=LIMIT, env={**os.environ, **variables})
     if ran.returncode:
         wrong, detail = [ran.stderr.strip()[-500:]], ""
     else:

@@ -6,12 +6,16 @@ Exit code: 0 if flashlin can be imported, 1 if not.
 """
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    del sys.path[0]  # the folder of this file, where anything may lie: it is often saved among downloads
+
 import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
@@ -26,18 +30,27 @@ INSTALLED = ("flashlin", "torch", "triton", "pytorch-triton", "triton-nightly", 
              "transformers", "vllm")
 VARIABLES = ("FLASHLIN_", "TRITON_", "CUDA_", "PYTORCH_", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
              "LD_PRELOAD", "CONDA_PREFIX", "VIRTUAL_ENV", "CC")
+# The empty entry is the current directory, which python -c puts first.
 ASK = """import sys
+sys.path[:] = filter(None, sys.path)
 import {0}
 root = sys.modules[{0!r}.partition(".")[0]]
 print("found", getattr(root, "__version__", "no version"), "from", getattr(root, "__file__", "no file"))
 """
 
 
+def searched() -> dict[str, str]:
+    """The environment without empty entries of PYTHONPATH, which Python takes for the current directory."""
+    folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**others, "PYTHONPATH": os.pathsep.join(folders)} if folders else others
+
+
 def said(command: list[str], limit: int = 10) -> tuple[int, str]:
     """(exit status, the last that it printed), whatever happens to the command."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=limit, check=False)
+                              stderr=subprocess.STDOUT, timeout=limit, check=False, env=searched())
     except subprocess.TimeoutExpired:
         return 124, f"no answer in {limit} s"
     except OSError as error:

@@ -121,9 +121,10 @@ def shown(default: Any) -> str:
 
 def same(default: str) -> str:
     """As ``shown`` has it."""
+    literal = re.sub(r"float\(['\"](-?)inf['\"]\)", r"\g<1>1e999", default)
     try:
-        return repr(eval(default, {"float": float, "__builtins__": {}}))
-    except (NameError, SyntaxError, AttributeError):
+        return repr(ast.literal_eval(literal))
+    except (ValueError, SyntaxError):
         return default
 
 

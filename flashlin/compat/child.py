@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+ROOT = str(Path(__file__).resolve().parents[2])  # where flashlin lies
 # ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do
 # with us. (-P is new in Python 3.11.)
 _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; del sys.argv[1:n]; "
@@ -19,11 +21,13 @@ _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; de
 
 def python(module: str, *arguments: str, first: str = "") -> list[str]:
     """The command that runs ``module`` as ``python -m`` does, but with this process's import path and nothing
-    else.
+    else. An empty entry of that path, which is the current directory, is left out: an interactive Python and
+    ``python -c`` have one. The folder of flashlin comes last if it is not there.
 
     first: folders to look into before, joined as in PYTHONPATH.
     """
-    folders = [*filter(None, first.split(os.pathsep)), *(str(folder) for folder in sys.path)]
+    folders = [*filter(None, first.split(os.pathsep)), *filter(None, map(str, sys.path))]
+    folders += [ROOT] if ROOT not in folders else []
     return [sys.executable, "-c", _BEGIN, str(len(folders)), *folders, module, *arguments]
 
 

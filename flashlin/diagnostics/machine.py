@@ -384,11 +384,11 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 def check_folders(machine: Machine) -> Iterator[Check]:
     """Where flashlin keeps something."""
     home, why = verdicts.place(warn=False)
-    cache = environments.cache_folder()
+    cache, unsafe = environments.place()
     for variable, folder, no_folder, what, without in (
             ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here",
              "each process finds it out anew"),
-            ("FLASHLIN_CACHE", cache, "", "releases of Triton for the version matrix",
+            ("FLASHLIN_CACHE", cache, unsafe, "releases of Triton for the version matrix",
              "no other release can be fetched")):
         if folder is not None and can_write(folder):
             yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")

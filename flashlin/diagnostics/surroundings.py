@@ -159,8 +159,9 @@ def check_cache(machine: Machine) -> Iterator[Check]:
 
 
 def elsewhere() -> str:
-    """For any shell, fish, too, which knows no ``${TMPDIR:-/tmp}``; and a report says no names of users."""
-    return f'export TRITON_CACHE_DIR="{"$TMPDIR" if os.environ.get("TMPDIR") else "/tmp"}/triton-$(id -u)"'
+    """Return the command that gives Triton a new cache: in any shell (also fish) and without a user's name. The
+    folder is new, since Triton loads libraries from it: another user can make one of a known name first."""
+    return 'export TRITON_CACHE_DIR="$(mktemp -d)"'
 
 
 def existing(folder: Path) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import tempfile
 import time
 import warnings
@@ -16,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from flashlin.compat.folders import make, unsafe
 from flashlin.compat.locks import locked
 from flashlin.compat.target import Target
 
@@ -89,7 +89,7 @@ def keep(new: Table, target: Target) -> None:
     folder, why = place()
     if folder is not None:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make(folder)
             file = _file(folder, target)
             with locked(file.with_suffix(".lock")):
                 _write(file, _read(file).updated(new))
@@ -145,7 +145,7 @@ def alone(trial: str) -> Iterator[None]:
     try:
         if folder is None:
             raise OSError
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make(folder)
         lock = locked(folder / f"trial-{trial.replace(' ', '-')}.lock")
         lock.__enter__()
     except OSError:  # then two processes may try the same, and both be right
@@ -163,20 +163,13 @@ def place(warn: bool = True) -> tuple[Path | None, str]:
     named = os.environ.get("FLASHLIN_HOME")
     try:
         folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
-        status = folder.stat()
-    except (FileNotFoundError, NotADirectoryError):  # to be made, or a sentence once that fails
-        return folder, ""
+        what = f"FLASHLIN_HOME={folder}" if named else str(folder)
+        if folder.exists() and not folder.is_dir():
+            return None, f"{what} is no folder"
+        why = unsafe(folder, what)
     # no home; not ours to look into; longer than names may be; a zero byte
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"{'FLASHLIN_HOME' if named else 'the cache of this user'} cannot be used: {error}"
-    what = f"FLASHLIN_HOME={folder}" if named else str(folder)
-    if not stat.S_ISDIR(status.st_mode):
-        return None, f"{what} is no folder"
-    why = ""
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
-        why = f"{what} belongs to another user (number {status.st_uid}), need a folder of your own"
-    elif hasattr(os, "geteuid") and status.st_mode & stat.S_IWOTH:
-        why = f"{what} can be written by everyone, need a folder that only you can write (chmod o-w)"
     if why and warn:
         _tell(why)
     return (None, why) if why else (folder, "")

@@ -10,6 +10,7 @@ space back.
 """
 from __future__ import annotations
 
+import getpass
 import importlib.metadata
 import importlib.util
 import os
@@ -23,16 +24,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from flashlin.compat.child import python
+from flashlin.compat.folders import make, unsafe
 from flashlin.compat.locks import locked
 from flashlin.compat.releases import nearest
 from flashlin.compat.versions import release
 
 Tell = Callable[[str], None]
+ELSEWHERE = "set FLASHLIN_CACHE to another folder"
 EVERY = 5.0  # seconds between two lines about one download
 
 
 class NotInstallable(RuntimeError):
-    """pip could not install that release here: no network, or no wheel for this Python."""
+    """That release could not be installed here: no network, no wheel for this Python, or no safe place."""
 
 
 def on_stderr(text: str) -> None:
@@ -55,9 +58,14 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     if interpreter and bound:
         wanted[f"numpy{bound}".replace("<", "-below-")] = f"numpy{bound}"
     folders = [installed([requirement], name, cache, tell=tell) for name, requirement in wanted.items()]
-    folders += [here] if here else []  # in front, all that is installed would hide those
-    paths = [*map(str, folders), os.environ.get("PYTHONPATH")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return searched(*folders, *([here] if here else []))  # in front, all that is installed would hide those
+
+
+def searched(*folders: Path) -> dict[str, str]:
+    """PYTHONPATH with these folders in front, and without empty entries, which Python takes for the current
+    directory."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), *before]))}
 
 
 def triton_home(version: str, cache: Path | None = None) -> Path:
@@ -75,13 +83,26 @@ def _site(version: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user."""
+    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user; without a home, one
+    of this user's own in the folder for temporary files."""
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin", "tritons")
     except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir(), "flashlin", "tritons")
+        user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
+        return Path(tempfile.gettempdir(), f"flashlin-{user}", "flashlin", "tritons")
+
+
+def place(cache: Path | None = None) -> tuple[Path | None, str]:
+    """The cache, whether or not it is there yet; or None, and why nothing may be imported from it."""
+    try:
+        folder = (cache or cache_folder()).resolve()
+        why = unsafe(folder)
+    # not ours to look into; a loop of links; a zero byte
+    except (OSError, RuntimeError, ValueError) as error:
+        return None, f"the cache of releases cannot be used: {error}"
+    return (None, why) if why else (folder, "")
 
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
@@ -108,22 +129,36 @@ def stack_environment(cache: Path | None = None, **versions: str) -> dict[str, s
     folders = [installed([one.format(version) for one in PACKAGES[package]], f"{package}-{version}", cache,
                          dependencies=package == "transformers", source=package in SOURCES)
                for package, version in versions.items()]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))}
+    return searched(*folders)
 
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *,
               dependencies: bool = False, source: bool = False, tell: Tell = on_stderr) -> Path:
     """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several
     processes at once. source: built here of Python files alone, by packages that would compile CUDA
-    otherwise. tell: takes a line when it begins, every few seconds, and when it is done."""
-    home = (cache or cache_folder()).resolve() / name
-    if home.exists():
-        return home
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with locked(home.with_name(f".{name}.lock")):
+    otherwise. tell: takes a line when it begins, every few seconds, and when it is done.
+
+    Raises NotInstallable, which quotes pip; also where the cache cannot be written, or another user could
+    change what is imported from it."""
+    folder, why = place(cache)
+    try:
+        if folder is not None:
+            why = unsafe(folder / name)
+        if folder is None or why:
+            raise NotInstallable(f"{' '.join(requirements)}: {why}; {ELSEWHERE}")
+        if not (folder / name).exists():
+            make(folder)
+            _fill(folder / name, requirements, dependencies, source, tell)
+    except OSError as error:
+        raise NotInstallable(f"{' '.join(requirements)}: {error}; {ELSEWHERE}") from error
+    return folder / name
+
+
+def _fill(home: Path, requirements: list[str], dependencies: bool, source: bool, tell: Tell) -> None:
+    with locked(home.with_name(f".{home.name}.lock")):
         if home.exists():  # another process was faster
-            return home
-        fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home.parent))
+            return
+        fresh = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
         try:
             options = ["--quiet", "--disable-pip-version-check", "--target", str(fresh),
                        *(["--no-build-isolation"] if source else ["--only-binary", ":all:"]),
@@ -134,7 +169,6 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
             fresh.rename(home)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-    return home
 
 
 def _pip(command: list[str], into: Path, environment: dict[str, str], what: str, tell: Tell) -> None:

@@ -44,7 +44,7 @@ def answers(job: Job) -> dict[str, Any]:
     import torch
 
     from matrix.stacks import models, ways
-    weights = torch.load(job.weights) if job.weights else {}
+    weights = torch.load(job.weights, weights_only=True) if job.weights else {}
     if job.reference == "interpreter":
         begin_interpreter()
     found: dict[str, Any] = {name: {"ways": {}, "ops": {}} for name in job.models}

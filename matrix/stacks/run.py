@@ -63,7 +63,7 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
     if ran.returncode:
         raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
                      f"{ran.stderr.strip()[-1000:]}")
-    found: dict[str, Any] = torch.load(job.out)
+    found: dict[str, Any] = torch.load(job.out, weights_only=True)
     for one in found.values():
         one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
                        for way, said in one["ways"].items()}

@@ -1,0 +1,58 @@
+"""Folders from which flashlin imports, or which decide what it does: no other user may change what is in them."""
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def unsafe(folder: Path, what: str = "") -> str:
+    """Return why another user could change what is in ``folder``, and what is needed; ``""`` where none can.
+
+    The folder has to belong to this user. Every folder on the way to it counts, too: one that everyone can
+    write, unless it is as /tmp, where only the owner of an entry (this user or root) can rename it. A link is
+    judged by where it leads. The folder may be missing. Write access of the group is the user's own decision.
+
+    what: the name of the folder in the answer. Raises OSError where it cannot be looked at.
+    """
+    if not hasattr(os, "geteuid"):  # Windows
+        return ""
+    user, shown = os.geteuid(), what or str(folder)
+    real = Path(os.path.realpath(folder))
+    below: os.stat_result | None = None
+    for path in (real, *real.parents):
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if path == real and status.st_uid != user:
+            return f"{shown} belongs to another user (number {status.st_uid}), need a folder of your own"
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
+            if path == real:
+                return f"{shown} can be written by everyone, need a folder that only you can write (chmod o-w)"
+            if not status.st_mode & stat.S_ISVTX:
+                return f"{shown} is in {path}, which can be written by everyone, need a folder of your own"
+            if below is not None and below.st_uid not in (user, 0):
+                return (f"{shown} is in a folder in {path} that belongs to another user (number "
+                        f"{below.st_uid}), need a folder of your own")
+        below = status
+    return ""
+
+
+def make(folder: Path) -> None:
+    """Make a folder, and those on the way to it, for this user alone. Raises OSError where that is impossible,
+    and where another user could change what is in it."""
+    _make(folder)
+    if why := unsafe(folder):
+        raise PermissionError(errno.EPERM, why)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)

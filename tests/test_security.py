@@ -1,0 +1,232 @@
+"""What an adversary on the same machine may try: modules in the current directory, folders and links of other users,
+files of any size. SECURITY.md lists every place that imports, executes or writes outside the package."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashlin.compat import folders
+from flashlin.compat.child import python
+from flashlin.testing import environments
+from flashlin.testing.environments import NotInstallable, cache_folder, installed
+from tests.machines import CLEAN, ROOT, package
+from tools import first_aid, peers, setup_env
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
+TRAP = "import os; open(os.environ['TRAP'], 'a').write(__name__ + '\\n'); raise SystemExit(3)"
+NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin", "packaging", "pydantic", "runpy",
+         "sitecustomize", "usercustomize")
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory full of modules that tell when somebody imports them."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in NAMES:
+        (here / f"{name}.py").write_text(TRAP)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    return tmp_path / "sprung"
+
+
+@pytest.mark.parametrize("search", ["", ":", "{root}:", ":{root}"])
+def test_first_aid_imports_nothing_from_the_current_directory(search: str, trap: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it by an empty entry of PYTHONPATH, which Python takes for the current directory."""
+    monkeypatch.setenv("PYTHONPATH", search.format(root=ROOT))
+    for module in ("json", "packaging"):
+        good, text = first_aid.imported(module)
+        assert good and not trap.exists(), text
+
+
+def test_first_aid_that_was_saved_among_other_files_imports_none_of_them(trap: Path) -> None:
+    saved = Path("first_aid.py")
+    saved.write_text((ROOT / "tools" / "first_aid.py").read_text().replace("IMPORTED = (", "IMPORTED = () and ("))
+    ran = subprocess.run([sys.executable, "first_aid.py"], capture_output=True, text=True, check=False, timeout=120,
+                         env={**CLEAN, "TRAP": str(trap)})
+    assert not trap.exists() and ran.returncode == 0, ran.stderr
+
+
+def test_a_child_of_an_interactive_python_has_no_current_directory(trap: Path) -> None:
+    """sys.path begins with "" there: wherever a process is when it imports."""
+    code = ("import sys; assert sys.path[0] == ''; sys.path.remove(''); from flashlin.compat.child import python; "
+            "import subprocess; sys.path.insert(0, ''); "
+            "sys.exit(subprocess.run(python('flashlin.trial.child', '--help')).returncode)")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (ran.returncode, trap.exists()) == (0, False), ran.stderr
+
+
+def test_flashlin_of_a_checkout_is_found_by_a_child_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", *(one for one in sys.path if one != str(ROOT))])
+    given = python("flashlin.trial.child")
+    assert str(ROOT) in given and "" not in given
+
+
+def test_python_m_flashlin_imports_as_flashlin_does(trap: Path, tmp_path: Path) -> None:
+    """The command line has no current directory on its path, however it is started."""
+    for name in ("flashlin", "json", "re", "runpy", "platform"):  # which it has imported before it can do anything
+        Path(f"{name}.py").unlink()
+    for name in ("torch", "triton"):
+        package(tmp_path / "installed", name, "__version__ = '9.9'")
+    ran = subprocess.run([sys.executable, "-m", "flashlin", "--version"], capture_output=True, text=True, check=False,
+                         timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")})
+    assert not trap.exists(), trap.read_text()
+    assert ran.stdout.endswith(", torch 9.9, triton 9.9\n"), ran.stdout + ran.stderr
+
+
+def test_pip_of_the_environment_is_pip(trap: Path) -> None:
+    assert setup_env.pip(Path(sys.executable), "--help") and not trap.exists()
+
+
+def test_no_pythonpath_of_ours_has_an_empty_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments, "installed", lambda requirements, name, *rest, **options: tmp_path / name)
+    for given in ("", ":", "/one:", ":/one::/two:"):
+        monkeypatch.setenv("PYTHONPATH", given)
+        for found in (environments.triton_environment("3.2.0"), environments.stack_environment(fla="0.6.0"),
+                      environments.torch_environment("2.6.0", "3.2.0")):
+            entries = found["PYTHONPATH"].split(os.pathsep)
+            assert all(entries) and [one for one in entries if one in ("/one", "/two")] == [
+                one for one in given.split(":") if one], (given, found)
+
+
+# ---- folders ----
+
+@pytest.fixture
+def nobody() -> int:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to other users")
+    return 65533
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder such as /tmp: everyone may write there, and rename only what is theirs."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, shared: Path) -> Iterator[Path]:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+    for name in ("FLASHLIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", refuse)
+    monkeypatch.setattr(environments.tempfile, "tempdir", str(shared))
+    yield shared
+
+
+def planted(folder: Path, owner: int | None = None, mode: int = 0o755) -> Path:
+    """A release of Triton that an adversary has put there."""
+    made = folder / "triton-9.9.9"
+    package(made, "triton", TRAP)
+    if owner is not None:
+        for one in (folder, *folder.parents):
+            if one.stat().st_mode & 0o1000:
+                break
+            os.chown(one, owner, owner)
+        os.chown(made, owner, owner)
+    folder.chmod(mode)
+    return made
+
+
+def test_without_a_home_nothing_is_imported_from_a_folder_of_another_user(homeless: Path, nobody: int,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_pip", lambda *given: pytest.fail("was installed there"))
+    planted(cache_folder(), nobody)
+    with pytest.raises(NotInstallable, match=r"belongs to another user \(number 65533\).*FLASHLIN_CACHE"):
+        environments.triton_environment("9.9.9")
+
+
+def test_nor_from_one_that_another_user_has_made_around_it(homeless: Path, nobody: int,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who owns a folder may put others in the place of those in it."""
+    planted(cache_folder())
+    os.chown(next(homeless.iterdir()), nobody, nobody)
+    with pytest.raises(NotInstallable, match="belongs to another user"):
+        environments.triton_environment("9.9.9")
+
+
+def test_without_a_home_a_folder_of_ones_own_is_made(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_pip", lambda *given: None)
+    home = installed(["thing==1"], "thing-1")
+    assert home.is_relative_to(homeless) and str(os.geteuid()) in str(home.relative_to(homeless))
+    assert next(homeless.iterdir()).stat().st_mode & 0o777 == 0o700
+    assert installed(["thing==1"], "thing-1") == home
+
+
+def test_a_cache_that_everyone_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(tmp_path / "cache", mode=0o777)
+    with pytest.raises(NotInstallable, match=r"can be written by everyone.*FLASHLIN_CACHE"):
+        installed(["triton==9.9.9"], "triton-9.9.9", tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o755)
+    assert installed(["triton==9.9.9"], "triton-9.9.9", tmp_path / "cache").is_dir()
+    tmp_path.chmod(0o777)
+    with pytest.raises(NotInstallable, match="can be written by everyone"):
+        installed(["triton==9.9.9"], "triton-9.9.9", tmp_path / "cache")
+
+
+def test_a_release_of_another_user_in_ones_own_cache_is_refused(tmp_path: Path, nobody: int) -> None:
+    os.chown(planted(tmp_path / "cache"), nobody, nobody)
+    with pytest.raises(NotInstallable, match="belongs to another user"):
+        installed(["triton==9.9.9"], "triton-9.9.9", tmp_path / "cache")
+
+
+def test_a_link_is_judged_by_where_it_leads(shared: Path, tmp_path: Path, nobody: int) -> None:
+    theirs = tmp_path / "theirs"
+    planted(theirs)
+    os.chown(theirs, nobody, nobody)
+    (shared / "cache").symlink_to(theirs)
+    with pytest.raises(NotInstallable, match="belongs to another user"):
+        installed(["triton==9.9.9"], "triton-9.9.9", shared / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotInstallable, match=r"thing==1: .*file.*FLASHLIN_CACHE"):
+        installed(["thing==1"], "thing-1", tmp_path / "file" / "cache")
+
+
+def test_new_folders_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folders.make(tmp_path / "one" / "two")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / one).stat().st_mode & 0o777 for one in ("one", "one/two")] == [0o700, 0o700]
+    folders.make(tmp_path / "one" / "two")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        folders.make(tmp_path / "file")
+
+
+def test_a_folder_that_another_user_makes_first_is_refused(shared: Path, nobody: int) -> None:
+    (shared / "flashlin").mkdir()
+    os.chown(shared / "flashlin", nobody, nobody)
+    with pytest.raises(OSError, match="belongs to another user"):
+        folders.make(shared / "flashlin")
+
+
+# ---- other texts ----
+
+def test_what_packages_write_is_not_executed() -> None:
+    assert peers.same("[c for c in ().__class__.__base__.__subclasses__()][0].__name__").startswith("[c for c")
+    assert [peers.same(one) for one in ("1e-5", "float('-inf')", "None", "(0.0, float('inf'))", "-1", "torch.float32")] == [
+        "1e-05", "-inf", "None", "(0.0, inf)", "-1", "torch.float32"]
+
+
+def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
+    """Triton loads libraries from its cache."""
+    from flashlin.compat.known_failures import KNOWN_FAILURES
+    from flashlin.diagnostics.surroundings import elsewhere
+    for text in (elsewhere(), json.dumps([one._asdict() for one in KNOWN_FAILURES], default=str)):
+        assert "CACHE_DIR=/tmp/" not in text and "/tmp/triton" not in text and "TMPDIR/triton" not in text
