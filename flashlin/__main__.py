@@ -263,7 +263,7 @@ def load(module: str) -> Any:
         return import_module(f"flashlin.{module}")
     except (Exception, SystemExit) as error:
         named = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
-        bad = [name for name in NEEDED if name != "torch" and not version_of(name)[0].isdigit()]
+        bad = [name for name in NEEDED if name != "torch" and not version_of(name)[:1].isdecimal()]
         broken = next((f'"{NEEDED[name]}"' for name in (named, *bad) if name in NEEDED), "--no-deps flashlin")
         raise Unloadable(
             f"flashlin cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}   "

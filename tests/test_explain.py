@@ -134,7 +134,8 @@ def test_what_is_no_dtype_of_ours_is_refused(given: Any) -> None:
 @pytest.mark.parametrize(("sizes", "said"), [
     (dict(varlen=True), "varlen: got True, need False: rms_norm takes no packed sequences"),
     (dict(N=3), "N: got 3 without varlen"), (dict(T=0), "T: got 0, need 1 or more"),
-    (dict(B="4"), "B: got '4', need 1 or more"), (dict(K=1.5), "K: got 1.5, need 1 or more")])
+    (dict(B="4"), "B: got '4', need 1 or more"), (dict(K=1.5), "K: got 1.5, need 1 or more"),
+    (dict(B=None), "B: got None, need 1 or more"), (dict(T=True), "T: got True, need 1 or more")])
 def test_sizes_that_the_op_cannot_have_are_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         flashlin.explain("rms_norm", target=H200, **sizes)
@@ -199,6 +200,12 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
     (dict(problem="chunk_gla", target="H1000"), ValueError, "did you mean H100?"),
     (dict(problem="chunk_gla", dtype="banana"), ValueError, "dtype: got 'banana'"),
     (dict(problem="chunk_gla", mode="auto"), ValueError, "mode: got 'auto'"),
+    (dict(problem=[]), ValueError, "op: got [], need one of chunk_simple_gla"),
+    (dict(problem="chunk_gla", B=None), ValueError, "B: got None, need 1 or more"),
+    *((dict(problem="chunk_gla", ranks=given), ValueError, f"ranks: got {given!r}, need 1 or more")
+      for given in ("x", None, 2.5, True, 0, [])),
+    (dict(problem="rms_norm", ranks=2), ValueError, "ranks: got 2 for rms_norm, need 1"),
+    (dict(problem="chunk_gla", policy="strict"), TypeError, "policy: got 'strict', need a Policy"),
     (dict(problem=Problem("l2norm", "norm", "", 1, 1, 1, 8, 0, 1, "float32"), T=4), TypeError,
      "T: got it beside a Problem")])
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:

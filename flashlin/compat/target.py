@@ -280,8 +280,9 @@ def parse(text: str, *, torch_version: str = "") -> Target:
             raise ValueError(f"target: got {key}={pairs[key]}, need a version such as "
                              f"{RELEASES[-1].torch[-1] if key == 'torch' else RELEASES[-1].version}")
     for key in ("shared", "sms"):
-        if not pairs.get(key, "1").isdigit():
-            raise ValueError(f"target: got {key}={pairs[key]}, need a whole number")
+        # not str.isdigit, which is true of characters that int() refuses
+        if not re.fullmatch("[0-9]{1,12}", pairs.get(key, "1")) or not int(pairs.get(key, "1")):
+            raise ValueError(f"target: got {key}={pairs[key]}, need a whole number above 0")
     name, card = _card(pairs)
     torch = pairs.get("torch", torch_version)
     said = pairs.get("triton") or triton_for(torch)
@@ -333,13 +334,13 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     """The card that these facts name, and what it is called."""
     backend, digits = pairs.get("backend", ""), pairs.get("sm", "").removeprefix("sm").strip("_")
     given = pairs.get("card", "")
-    if re.fullmatch(r"sm_?\d+", given.lower()) and not digits:
+    if re.fullmatch(r"sm_?[0-9]+", given.lower()) and not digits:
         given, digits = "", given.lower().removeprefix("sm").strip("_")
     if backend and backend not in BACKENDS:
         raise ValueError(f"target: got backend={backend}, need one of {', '.join(BACKENDS)}")
     if given.lower() == "cpu":
         given, backend = "", backend or "cpu"
-    if re.fullmatch(r"gfx\d+[0-9a-f]{2}", given.lower()):
+    if re.fullmatch(r"gfx[0-9]+[0-9a-f]{2}", given.lower()):
         name, units = USUAL_AMD.get(given.lower(), ("AMD GPU", 64))
         return name, Card((0, 0), units, "hip", given.lower())
     known = {f"{major}{minor}": (major, minor) for major, minor in (*BEFORE_VOLTA, *SHARED_PER_BLOCK)}
@@ -355,9 +356,10 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
             means = f"sm={named[1].sm}" if named[1].backend == "cuda" else f"{named[1].arch} of AMD"
             raise ValueError(f"target: got {given} and sm={digits}, need one of them: {named[0]} is {means}")
         return named[0], named[1]._replace(backend=backend or named[1].backend)
-    if digits and digits != "0" and digits not in known and backend in ("", "cuda"):
+    if digits and digits != "0" and digits not in known and (
+            backend in ("", "cuda") or not re.fullmatch("[0-9]{1,4}", digits)):
         raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
                          f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")
-    capability = divmod(int(digits), 10) if digits.isdigit() and backend != "hip" else (0, 0)
+    capability = divmod(int(digits), 10) if digits and backend != "hip" else (0, 0)
     card, sms = USUAL_CARD.get(capability, ("GPU" if digits or backend in GPUS else "cpu", 64))
     return card, Card(capability, sms, backend or "cuda")

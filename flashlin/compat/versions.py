@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 
 @lru_cache(maxsize=256)
@@ -18,7 +18,7 @@ def release(version: str) -> tuple[int, ...]:
     everything."""
     try:
         return Version(version).release
-    except InvalidVersion:
+    except ValueError:  # no version, or a number of more digits than Python reads
         return ()
 
 
@@ -27,7 +27,7 @@ def is_unreleased(version: str) -> bool:
     """True for nightlies, release candidates and builds from git."""
     try:
         parsed = Version(version)
-    except InvalidVersion:
+    except ValueError:  # no version, or a number of more digits than Python reads
         return bool(version)
     return parsed.is_prerelease or (parsed.local or "").startswith("git")
 

@@ -17,10 +17,16 @@ def known(op: str) -> str:
     """The op that ``op`` is planned as. Raises ValueError with the one that was meant, or all."""
     if callable(op) and (name := getattr(op, "__name__", "")) in PUBLIC:
         raise ValueError(f"op: got the function {name}, need its name, {name!r}")
-    if op not in PUBLIC:
+    if not isinstance(op, str) or op not in PUBLIC:
         ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
         raise ValueError(f"op: got {op!r}, {one_of(str(op), ops)}")
     return PUBLIC[op].planned_as or op
+
+
+def count(name: str, given: object) -> None:
+    """Raise ValueError unless it is an integer of 1 or more."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise ValueError(f"{name}: got {given!r}, need 1 or more")
 
 
 def problem_of(
@@ -42,8 +48,8 @@ def problem_of(
     or for packed sequences of an op that knows none."""
     given = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
     for name, size in given.items():
-        if size is not None and (not isinstance(size, Integral) or size < 1):
-            raise ValueError(f"{name}: got {size!r}, need 1 or more")
+        if size is not None or name == "B":
+            count(name, size)
     if N is not None and not varlen:
         raise ValueError(f"N: got {N} without varlen, need it for packed sequences only")
     usual = typical(op)

@@ -183,6 +183,8 @@ def plan(
     Raises ValueError as ``explain`` does, and TypeError for a Problem with sizes beside it, RuntimeError
     where this machine cannot be asked. A call that is refused is a Plan, too: ``Plan.refused``.
     """
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy: got {policy!r}, need a Policy, such as Policy(path='torch')")
     if isinstance(problem, Problem):
         beside = [name for name, given, usual in (
             ("B", B, 1), ("T", T, None), ("H", H, None), ("K", K, None), ("V", V, None), ("N", N, None),
@@ -198,9 +200,10 @@ def plan(
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
     asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
-                             needs_grad=needs_grad, mode=mode or own)
+                             needs_grad=bool(needs_grad), mode=mode or own)
+    calls.count("ranks", ranks)
     if ranks != 1:
-        if ranks < 1 or not PUBLIC[op].takes_ranks:
+        if not PUBLIC[op].takes_ranks:
             raise ValueError(f"ranks: got {ranks} for {op}, need 1, or more for an op that takes a "
                              "process_group")
         asked = asked._replace(ranks=ranks)

@@ -3,6 +3,7 @@ one JSON file for each Triton, ptxas, torch, card and state of our kernels' sour
 own. No folder, or a file that is not such a table, is no table, and never an error: planning reads this."""
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,7 +27,8 @@ Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal acces
                "torch path"]
 WORDS: tuple[Word, ...] = get_args(Word)
 BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
-LARGEST = 2**22  # bytes of a file; a table of all our kernels has some 200,000
+LARGEST = 2**22  # bytes of a file that is written; a table of all our kernels has some 200,000
+READ = 16 * LARGEST  # of one that is read: older flashlin wrote without a bound
 A_DAY = 86400.0
 
 
@@ -92,7 +94,7 @@ def keep(new: Table, target: Target) -> None:
             make(folder)
             file = _file(folder, target)
             with locked(file.with_suffix(".lock")):
-                _write(file, _read(file).updated(new))
+                _write(file, _read_to_change(file).updated(new))
             local.cache_clear()
             return
         except OSError as error:
@@ -124,7 +126,7 @@ def forget(ops: Collection[str] = ()) -> int:
     gone = 0
     for file in sorted(folder.glob("launches-*.json")):
         with locked(file.with_suffix(".lock")):
-            before = _read(file)
+            before = _read_to_change(file)
             left = before.without(ops)
             gone += before.size - left.size
             if left.size:
@@ -194,14 +196,27 @@ def _kernels() -> str:
 
 
 def _read(file: Path) -> Table:
-    """Whatever is not such a file counts as none: not there, not readable, half written by something else, a
-    link or a pipe, too large, nested too deeply, with other words or dates in it."""
+    """The table in a file, for planning: nothing where it cannot be read."""
+    try:
+        return _read_to_change(file)
+    except OSError:
+        return NOTHING
+
+
+def _read_to_change(file: Path) -> Table:
+    """The table in a file that is about to be replaced. Whatever is not such a file counts as none: not there,
+    half written by something else, a link, too large, nested too deeply, with other words or dates in it.
+    Raises OSError where reading fails otherwise: what it holds must not be lost then."""
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
-            text = opened.read(LARGEST + 1)
-        return _table(json.loads(text) if len(text) <= LARGEST else {})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            text = opened.read(READ + 1)
+        return _table(json.loads(text) if len(text) <= READ else {})
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return NOTHING
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return NOTHING
 
 
@@ -220,11 +235,14 @@ def _verdict(fields: list[object]) -> Verdict:
 
 
 def _write(file: Path, table: Table) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. Raises OSError where it would be larger than LARGEST."""
     handle, fresh = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as opened:
             json.dump(table._asdict(), opened)
+            if opened.tell() > LARGEST:
+                raise OSError(errno.EFBIG, f"more than {LARGEST} bytes; flashlin warmup --forget makes room",
+                              str(file))
         os.replace(fresh, file)
     except OSError:
         with suppress(OSError):

@@ -81,7 +81,7 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     here = verdicts.local(the_plan.target)
     last = here.trials.get(str(trial))
     if last is not None and (last.word in ("ran", "torch path")
-                             or (last.word == "not tried" and time.time() - last.when < verdicts.A_DAY)):
+                             or (last.word == "not tried" and 0 <= time.time() - last.when < verdicts.A_DAY)):
         return False
     return any(launch.config not in here.kernels and proven.trust(launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--head-dim", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a smaller case, for a card that is full")
-    parser.add_argument("--known", help="verdicts that the parent could write nowhere")
+    parser.add_argument("--known", action="store_true",
+                        help="verdicts that the parent could write nowhere are on standard input")
     given = parser.parse_args(argv)
     say = channel()
     _no_core_dump()
@@ -62,7 +64,7 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
     torch.set_num_threads(1)
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     if given.known:
-        verdicts.know(given.known, probe(device))
+        verdicts.know(sys.stdin.read(), probe(device))
     launched = False
 
     def noting(launch: Any, *rest: Any) -> None:

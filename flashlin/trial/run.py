@@ -131,19 +131,19 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
     """One child, from its start to its end."""
     began = time.monotonic()
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
-    known = verdicts.unwritten(target)
+    known = verdicts.unwritten(target)  # by a pipe: an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
-                    *(["--known", known] if known else []))
+                    *(["--known"] if known else []))
     code: int | None = None
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, errors="replace",
+        process = subprocess.Popen(command, stdin=subprocess.PIPE if known else subprocess.DEVNULL,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
                                    start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "trial"})
     except OSError as error:
         return Tried(trial, "not tried", f"no child could be started: {error}",
                      memory=blame.of_error(error) == "memory")
     try:
-        said, grumbled = process.communicate(timeout=limit)
+        said, grumbled = process.communicate(known or None, timeout=limit)
         code = process.returncode
     except subprocess.TimeoutExpired:
         end(process)

@@ -53,7 +53,7 @@ def table(folder: Path) -> list[str]:
 
 def _by_number(stack: str) -> list[tuple[int, str]]:
     """For sorting: 5.23.0 is behind 5.8.0."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", stack)]
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", stack)]
 
 
 def on_gpus(folder: Path) -> list[str]:

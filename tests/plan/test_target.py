@@ -154,6 +154,13 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
     ("H100,triton=latest", "got triton=latest, need a version "),
     ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
+    # str.isdigit is true of these, and int() refuses them
+    ("H100,sms=²", "got sms=², need a whole number above 0"), ("H100,shared=²", "got shared=², need a whole"),
+    ("sm=²", "got sm=², need the compute capability"), ("sm=²,backend=xpu", "got sm=², need the compute"),
+    ("sm=²,backend=hip", "got sm=², need the compute"), ("gfx²42", "got the card 'gfx²42'"),
+    ("gfx٩42", "got the card 'gfx٩42'"), ("H100,sms=0", "got sms=0, need a whole number above 0"),
+    ("H100,sms=" + "9" * 5000, "need a whole number above 0"),
+    ("H100,triton=" + "9" * 5000, "need a version such as"),
     ("backend=cud", "got backend=cud, need one of cuda, hip, xpu, mps, interpreter, cpu")])
 def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -119,6 +119,16 @@ def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_a
     assert silently(NEWER) == BOTH and len(child.asked) == 2
 
 
+def test_a_trial_of_the_future_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was wrong, and the day that is waited for would be years."""
+    child = Child(monkeypatch, "ran")
+    verdicts.keep(Table({}, {"chunk_simple_gla float32 64": Verdict(
+        "not tried", time.time() + 400 * verdicts.A_DAY, "chunk_simple_gla float32 64")}), parse(NEWER))
+    assert silently(NEWER) == BOTH and len(child.asked) == 1
+    next_process()
+    assert silently(NEWER) == BOTH and len(child.asked) == 1
+
+
 def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, "not tried")
     plan = the_plan(parse(NEWER))

@@ -158,6 +158,57 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
     assert verdicts.local(HOPPER).kernels[CONFIG].word == "ran"
 
 
+def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read as none then, and the next verdict took its place."""
+    monkeypatch.setattr(verdicts, "LARGEST", 3000)
+    for number in range(40):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            keep("hang", f"{CONFIG} {number}", op=f"op{number}")
+        if told:
+            break
+    assert "holds in this process only" in str(told[0].message) and "warmup --forget" in str(told[0].message)
+    [file] = home.glob("launches-*.json")
+    assert 10 < number < 39 and file.stat().st_size <= 3000
+    assert set(verdicts.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number + 1)}
+    verdicts._unwritten.clear()
+    verdicts.read_again()
+    assert set(verdicts.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number)}
+    assert verdicts.forget(["op0"]) == 2
+    keep("ran", "another")
+    assert {"another", f"{CONFIG} 1"} <= set(verdicts._read(file).kernels)
+
+
+def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(home: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("hang")
+    monkeypatch.setattr(verdicts, "LARGEST", 100)
+    with pytest.warns(UserWarning, match="holds in this process only"):
+        keep("ran", "another")
+    assert set(verdicts.local(HOPPER).kernels) == {CONFIG, "another"}
+    [file] = home.glob("launches-*.json")
+    assert set(verdicts._read(file).kernels) == {CONFIG}
+
+
+def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("hang")
+    opened = os.open
+
+    def fails(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(".json"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *rest, **options)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", fails)
+        with pytest.warns(UserWarning, match="holds in this process only.*Input/output error"):
+            keep("ran", "another")
+        with pytest.raises(OSError, match="Input/output error"):
+            verdicts.forget()
+    verdicts._unwritten.clear()
+    verdicts.read_again()
+    assert set(verdicts.local(HOPPER).kernels) == {CONFIG}
+
+
 def test_a_system_without_locks_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "fcntl", None)  # Windows
     with verdicts.alone("a trial"), pytest.warns(UserWarning, match="no file locks on this system"):

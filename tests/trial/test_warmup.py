@@ -138,16 +138,23 @@ def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str,
     assert not verdicts.local(probe(CPU)).kernels
 
 
-def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch,
+                                                                tmp_path: Path) -> None:
+    """However much that is: one argument of a command may have 128 KiB."""
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
-    asked = plant(monkeypatch, INSIDE + says("hang"), INSIDE + says("hang"), AFTER + says("ran"))
-    for _ in range(2):
+    reads = f"open({str(tmp_path / 'known')!r}, 'w').write(sys.stdin.read())\n"
+    asked = plant(monkeypatch, INSIDE + says("hang"), INSIDE + says("hang"), reads + AFTER + says("ran"))
+    many = Table({f"{at} {CONFIG}": Verdict("ran", 1.0, "op") for at in range(3001)}, {})
+    for known in (Table({}, {}), many):
+        if known.size:
+            verdicts.know(json.dumps(known.updated(verdicts._unwritten[probe(CPU)])._asdict()), probe(CPU))
         with pytest.warns(UserWarning, match="holds in this process only"):
             flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
-    assert "--known" not in asked[0] and asked[-1][-2] == "--known"
+    assert "--known" not in asked[0] and asked[-1][-1] == "--known"
     here = probe(CPU)
     verdicts._unwritten.clear()
-    verdicts.know(asked[-1][-1], here)
+    verdicts.know((tmp_path / "known").read_text(), here)
+    assert len(verdicts.local(here).kernels) == 3002
     assert verdicts.local(here).kernels[CONFIG].word == "hang"
 
 
