@@ -49,7 +49,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
         pending.poll()
     if mode() == "off":
         return
-    check_dtype(name, tokens)
+    check_dtype(name, tokens, distributed=True)
     if not isinstance(vocab_size, (int, torch.SymInt)):
         raise TypeError(f"vocab_size: got {type(vocab_size).__name__}, need an int")
     if vocab_size < 1:
@@ -156,7 +156,7 @@ def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tens
         pending.poll()
     if mode() == "off":
         return F.embedding(input, weight, *options)
-    check_dtype("input", input)
+    check_dtype("input", input, distributed=True)
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight: got {type(weight).__name__}, need a tensor of shape [V, D]")
     if weight.ndim != 2:

@@ -41,14 +41,17 @@ def shown(shape: Any) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def check_dense(name: str, x: Any, need: str) -> None:
+def check_dense(name: str, x: Any, need: str, distributed: bool = False) -> None:
     """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it.
-    need: what an error asks for."""
+    need: what an error asks for. distributed: accept a DTensor too, which kernels cannot read."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need {need}")
     if x.is_nested or x.layout is not _STRIDED:
         got = "nested" if x.is_nested else str(x.layout).rpartition(".")[2].strip("_")
         raise TypeError(f"{name}: got a {got} tensor, need {need.replace('tensor', 'dense tensor', 1)}")
+    if not distributed and type(x).__name__ == "DTensor":
+        raise TypeError(f"{name}: got a DTensor, need {need.replace('tensor', 'plain tensor', 1)}: pass "
+                        f"{name}.to_local(), a shard of whole heads or of whole rows")
 
 
 def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> None:
@@ -158,17 +161,27 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
                              f"{shown(cu_seqlens.shape)}, as cu_seqlens")
     readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
     if readable is not None and not torch.compiler.is_compiling():
+        check_values("cu_seqlens" if readable is cu_seqlens else "cu_seqlens_cpu", readable)
         check_bounds(readable.tolist(), T)
         if readable is cu_seqlens:
             return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
     return cu_seqlens.clamp(0, T).cummax(0).values  # also beside cu_seqlens_cpu, which need not say the same
 
 
+def without_values(x: torch.Tensor) -> str:
+    """Return the kind of a tensor whose values this process cannot read (on meta, FakeTensor, DTensor), as a
+    phrase; empty for a tensor with values."""
+    if x.device.type == "meta":
+        return "a tensor on meta"
+    plain = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return "" if plain else f"a {type(x).__name__}"
+
+
 def check_values(name: str, x: torch.Tensor) -> None:
     """``x`` has values. Of other tensors an op on ``meta`` asks for shapes only."""
-    if x.device.type == "meta":
-        raise ValueError(f"{name}: got a tensor on meta, need one with values: how long sequences are "
-                         "decides what is computed")
+    if not torch.compiler.is_compiling() and (kind := without_values(x)):
+        raise ValueError(f"{name}: got {kind}, need one with values: how long sequences are decides what is "
+                         "computed")
 
 
 def check_bounds(edges: list[int], T: int) -> None:

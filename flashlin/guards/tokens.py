@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import pending
-from flashlin.guards.tensors import INTEGERS, check_dense, shown
+from flashlin.guards.tensors import INTEGERS, check_dense, shown, without_values
 
 
 class Call(NamedTuple):
@@ -137,8 +137,8 @@ def mode() -> str:
     return policy.current().tokens
 
 
-def check_dtype(name: str, tokens: Any) -> None:
-    check_dense(name, tokens, "an int32 or int64 tensor")
+def check_dtype(name: str, tokens: Any, distributed: bool = False) -> None:
+    check_dense(name, tokens, "an int32 or int64 tensor", distributed)
     if tokens.dtype not in INTEGERS:
         raise TypeError(f"{name}: got dtype {tokens.dtype}, need int32 or int64")
 
@@ -146,8 +146,7 @@ def check_dtype(name: str, tokens: Any) -> None:
 def readable(*tensors: Tensor) -> bool:
     """Whether there are values to look at: not on meta, and not in a subclass that computes in its own way
     (FakeTensor, DTensor)."""
-    return all(x.device.type != "meta" and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-               for x in tensors)
+    return not any(map(without_values, tensors))
 
 
 def call_of(op: str, argument: str, tokens: Tensor, vocab_size: int, ignore_index: int | None) -> Call:

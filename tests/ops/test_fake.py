@@ -1,19 +1,23 @@
 """FakeTensorMode and make_fx leave nothing behind in what flashlin keeps, and get nothing out of it that does
-not mix with theirs."""
+not mix with theirs. Ops refuse tensors that they cannot read, by name."""
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashlin
 from flashlin.modules import RotaryEmbedding
 from flashlin.ops._common import slopes
+from tests.hostile import OPS, UNREAD, UNREAD_BY, arguments
 
 # Every op that keeps tensors between calls.
 KEEPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,6 +61,34 @@ def test_the_tables_of_a_module() -> None:
         fake = mode.from_tensor(x)
         assert isinstance(module(fake, fake)[0], FakeTensor)
     assert torch.equal(module(x, x)[0], wanted)
+
+
+def test_the_lengths_of_packed_sequences_need_values() -> None:
+    with FakeTensorMode() as mode:
+        x, edges = mode.from_tensor(torch.randn(1, 6, 2, 8)), mode.from_tensor(torch.tensor([0, 2, 6]))
+        assert flashlin.chunk_linear_attn(x, x, x, normalize=False)[0].shape == x.shape
+        for op in (flashlin.chunk_linear_attn, flashlin.fused_recurrent_linear_attn):
+            with pytest.raises(ValueError, match="cu_seqlens: got a FakeTensor, need one with values"):
+                op(x, x, x, normalize=False, cu_seqlens=edges)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_dtensor_is_refused_by_name(op: str, mesh: DeviceMesh) -> None:
+    given = arguments(op)
+    for name, x in given.items():
+        several = isinstance(x, tuple) and isinstance(x[0], torch.Tensor)
+        first = x[0] if several else x
+        if isinstance(first, torch.Tensor) and name not in UNREAD and (op, name) not in UNREAD_BY:
+            shard = DTensor.from_local(first, mesh)
+            with pytest.raises(TypeError, match=rf"{name}.*: got a DTensor, need .* pass {name}.*to_local\(\)"):
+                getattr(flashlin, op)(**{**given, name: (shard, *x[1:]) if several else shard})
 
 
 def test_an_import_inside_of_it() -> None:

@@ -16,6 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flashlin
 from flashlin import dispatch
@@ -204,6 +207,52 @@ def unequal(group: Any) -> None:
     call(8)
 
 
+def unequal_edges(group: Any) -> None:
+    """Ranks whose cu_seqlens differ in length, or of which one has none, raise without debug mode; also after
+    each length has been agreed on."""
+    rank = dist.get_rank(group)
+    edges = [torch.tensor(some) for some in ([0, 5, T], [0, 5, 9, T])]
+    calls = {op: of_rank(made(op, 2, T, [0, 5, T]), group) for op in ("chunk_kda", "token_shift")}
+
+    def run(op: str, cu_seqlens: torch.Tensor | None) -> None:
+        getattr(flashlin, op)(**calls[op].tokens, cu_seqlens=cu_seqlens, process_group=group)
+    for op in calls:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"{op}: got cu_seqlens of \[3, 4\] values \(0: none\) on "
+                                                 r"ranks 0 to 1, need the same on each"):
+                run(op, edges[rank])
+            for some in edges:
+                run(op, some)
+        with pytest.raises(ValueError, match=rf"{op}: got cu_seqlens of \[3, 0\] values"):
+            run(op, None if rank else edges[0])
+    tokens = {name: x.to(torch.float16 if rank else torch.bfloat16)
+              for name, x in calls["chunk_kda"].tokens.items()}
+    with pytest.raises(ValueError, match=r"got dtypes \['torch.bfloat16', 'torch.float16'\] on ranks 0 to 1"):
+        flashlin.chunk_kda(**tokens, process_group=group)
+
+
+def without_values(group: Any) -> None:
+    """Tensors on meta, fake ones and DTensors are refused by name, and nothing is exchanged for them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kinds: dict[str, tuple[Any, str]] = {
+        "meta": (lambda x: x.to("meta"), "a tensor on meta.*, need .* with values"),
+        "fake": (FakeTensorMode().from_tensor, "a FakeTensor.*, need .* with values"),
+        "DTensor": (lambda x: DTensor.from_local(x, mesh), "a DTensor, need a plain tensor")}
+    edges, bounds = torch.tensor([0, 5, T]), torch.tensor([0, T // 2])
+    context = SimpleNamespace(group=group, cu_seqlens=bounds, pre_num_ranks=0, post_num_ranks=0)
+    for op in ("chunk_kda", "chunk_gated_delta_product", "causal_conv1d", "token_shift",
+               "mamba_chunk_scan_combined"):
+        call = of_rank(made(op, 2, T, [0, 5, T]), group)
+        shared = {name: x for name, x in call.shared.items() if name not in STATES}
+        options = {name: x for name, x in call.options.items() if name != "cu_seqlens"}
+        for kind, text in kinds.values():
+            given = {name: kind(x) for name, x in (call.tokens | shared).items()}
+            for how in ({"process_group": group}, {"process_group": group, "cu_seqlens": kind(edges)},
+                        {"cp_context": context}):
+                with pytest.raises((ValueError, TypeError), match=rf"^(\w+: )+got {text}"):
+                    getattr(flashlin, op)(**given, **options, **how)
+
+
 def wrong(group: Any) -> None:
     tokens = of_rank(made("chunk_kda", 3, T, None), group).tokens
     edges = torch.tensor([0, T])
@@ -289,7 +338,8 @@ def _jobs() -> dict[str, tuple[int, Job]]:
         jobs[f"{op}: a zigzag of fla"] = size, partial(in_zigzag, op, zigzags[size])
     jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
                  "alone": (1, alone), "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
-                 "compiled": (2, compiled), "unequal": (2, unequal), "wrong arguments": (2, wrong),
+                 "compiled": (2, compiled), "unequal": (2, unequal),
+                 "unequal edges": (2, unequal_edges), "without values": (2, without_values), "wrong arguments": (2, wrong),
                  "one does not call": (2, one_does_not_call), "one dies": (2, one_dies)})
     return jobs
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards.tensors import check_cu_seqlens
+from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
 from flashlin.ops._common.planned import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
-SIZES = 10  # numbers in which ranks agree, at most: what any two calls tell is equally long
+SIZES = 11  # numbers in which ranks agree, at most: what any two calls tell is equally long
 _agreed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -175,12 +175,16 @@ def shard_of(
     (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
     B and T. states: by name, whether the call has them, which fla's context cannot."""
     check_ranks(cp_context, process_group)
+    for name, given in {"": x, "cu_seqlens: ": cu_seqlens, "cu_seqlens_cpu: ": cu_seqlens_cpu}.items():
+        if isinstance(given, Tensor) and (kind := without_values(given)):
+            raise ValueError(f"{op}: {name}got {kind} where ranks share the sequences, need a tensor with "
+                             "values: ranks exchange them")
     if x.shape[1] == 0:
         raise ValueError(f"{op}: got no tokens on this rank, need at least 1")
     if cp_context is None:
         return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
-    for name, given in {"process_group": process_group is not None, **states}.items():
-        if given:
+    for name, there in {"process_group": process_group is not None, **states}.items():
+        if there:
             raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the "
                              "edges of one rank's sequences, and no states (process_group= takes them)")
     return of_context(op, cp_context, x, sizes)
@@ -191,7 +195,9 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     """``shard_of`` a process_group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     B, T = x.shape[:2]
-    agree(op, group, (B, T, *sizes, x.element_size()), x.device)
+    count = cu_seqlens.numel() if isinstance(cu_seqlens, Tensor) else 0
+    agree(op, group, (B, T, count, FLOATS.index(x.dtype), *sizes), x.device,
+          waits=count > 0 and cu_seqlens_cpu is None)
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
@@ -200,7 +206,7 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
                              policy.current().debug)
     host = (edges if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
     if policy.current().debug:
-        agree(op, group, (B, T, zlib.crc32(repr(host).encode())), x.device)
+        agree(op, group, (B, T, count, FLOATS.index(x.dtype), zlib.crc32(repr(host).encode())), x.device)
     start, end, count = rank * T, rank * T + T, len(host) - 1
     here = [n for n in range(count)
             if (host[n] < end and host[n + 1] > start if host[n] < host[n + 1] else
@@ -227,7 +233,7 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
     if context.group is None:
         return Shard(op, None, 0, 1, bounds=context.cu_seqlens, bounds_cpu=cpu)
     rank, size = dist.get_rank(context.group), dist.get_world_size(context.group)
-    agree(op, context.group, (B, T, *sizes, x.element_size()), x.device)
+    agree(op, context.group, (B, T, 0, FLOATS.index(x.dtype), *sizes), x.device)
     bounds = check_cu_seqlens(context.cu_seqlens, cpu, x.shape, x.device, policy.current().debug)
     if layout == "zigzag":
         begins = bounds.new_zeros(T + 1, dtype=torch.uint8).index_fill(0, bounds.long(), 1)[:T].view(2, -1)
@@ -249,21 +255,28 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
     return [0, 1], [*map(to.count, ranks)], [*map(of.count, ranks)], [0, 1] if of == sorted(of) else [1, 0]
 
 
-def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device) -> None:
-    """Raises ValueError unless all ranks have the same sizes, B and T first. Each call tells them, so that
-    what one rank tells is never taken for something else. To read the others' means to wait for a GPU: there
-    a rank does so for sizes that are new to it, and in debug mode; one that has had its sizes before goes on,
-    and gets no answer from a rank that has raised."""
+def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, waits: bool = False) -> None:
+    """Raises ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0:
+    there is none), the dtype's place in FLOATS, others. Each call tells them, so that what one rank tells is never taken for something
+    else. To read the others' means to wait for a GPU: there a rank does so for sizes that are new to it, in
+    debug mode, and in calls that wait anyway; one that has had its sizes before goes on, and gets no answer
+    from a rank that has raised."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
     told = gathering(op, group, mine)()
-    if known is not None and mine.is_cuda and not policy.current().debug:
+    if known is not None and mine.is_cuda and not (waits or policy.current().debug):
         return
     found = [one.tolist()[:len(sizes)] for one in told]
     if any(one != found[0] for one in found):
-        tokens = [one[1] for one in found]
-        what = f"{tokens} tokens" if len(set(tokens)) > 1 else f"sizes {found}"
+        tokens, edges, dtypes = ([one[at] for one in found] for at in (1, 2, 3))
+        what = f"sizes {found}"
+        if len(set(tokens)) > 1:
+            what = f"{tokens} tokens"
+        elif len(set(edges)) > 1:
+            what = f"cu_seqlens of {edges} values (0: none)"
+        elif len(set(dtypes)) > 1:
+            what = f"dtypes {[str(FLOATS[at]) for at in dtypes]}"
         raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each")
     seen[call] = mine
 
