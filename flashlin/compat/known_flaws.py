@@ -232,8 +232,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         "fla-packed-models", "fla",
         effect="if documents are packed, with cu_seqlens, they leak into each other in the models "
-               "LinearAttention, Mamba and Mamba2: the first hands it on to no layer, the layers of the "
-               "others do not keep documents apart",
+               "LinearAttention, Mamba, Mamba2 and Samba: the first hands it on to no layer, the layers of "
+               "the others do not keep documents apart",
         remedy="one document a row, padded", source="tried with fla 0.4.2 and 0.6.0"),
     Flaw(
         "packing-ignored", "transformers", since="5.15.0", fixed_in="5.20.0",

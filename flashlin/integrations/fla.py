@@ -25,6 +25,7 @@ from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.documents import mixing
 from flashlin.integrations.mending import looking_ahead, mend
+from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
@@ -38,13 +39,14 @@ BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", 
             "selective_state_update")
 # Models that take cu_seqlens and mix the documents all the same, and why.
 _UNTOLD = "its layers do not know them"
-MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD}
+MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
+         "Samba": _UNTOLD}
 # Models whose tokens see later ones in training, and why.
 AHEAD = {"Mom": "in training its convolutions run from one memory, row or document into the next, so that "
                 "tokens see later ones. In eval() they do not; it can be trained so"}
 MODEL_OF = {f"{name}{kind}": name for name in (*MIXES, *AHEAD) for kind in ("Model", "ForCausalLM")}
 # What transformers calls of a model with its cache, which it names CACHE from 5.24 on, and fla KNOWN_AS.
-FORWARD, PREPARE = "forward", "prepare_inputs_for_generation"
+INIT, FORWARD, PREPARE = "__init__", "forward", "prepare_inputs_for_generation"
 CACHE, KNOWN_AS = "cache", "past_key_values"
 BASES = {"transformers.generation.utils": "GenerationMixin", "transformers.modeling_utils": "PreTrainedModel"}
 # How many tokens are new, as transformers says it, and as fla before 0.6 knows it.
@@ -123,12 +125,15 @@ class FlaPatch(Patch):
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
     def _see_class(self, kind: type) -> None:
-        for name in (FORWARD, PREPARE):
+        for name in (INIT, FORWARD, PREPARE):
             method = vars(kind).get(name)
             if not isinstance(method, FunctionType) or self.bindings.knows(method):
                 continue
             stand_in: Callable[..., Any] = method
             does: list[str] = []
+            if (name in (INIT, FORWARD) and is_layer(kind)) or (name == FORWARD and is_model(kind)):
+                stand_in = explaining(stand_in)
+                does.append("says what has no CPU version")
             if name == FORWARD and kind.__name__ == "FusedCrossEntropyLoss":
                 stand_in = any_device(kind)
                 does.append("runs on any device")
@@ -162,6 +167,16 @@ class FlaPatch(Patch):
 def models() -> tuple[type, ...]:
     """The classes of transformers below which models are."""
     return tuple(vars(sys.modules[home])[name] for home, name in BASES.items() if home in sys.modules)
+
+
+def is_layer(kind: type) -> bool:
+    return kind.__module__.startswith("fla.layers.") and issubclass(kind, torch.nn.Module)
+
+
+def is_model(kind: type) -> bool:
+    """Whether it is a model of fla without the head that gives logits: its blocks are inside."""
+    return (kind.__module__.startswith("fla.models.") and kind.__name__.endswith("Model")
+            and issubclass(kind, models()))
 
 
 def prepares_by(name: str) -> bool:

@@ -99,6 +99,13 @@ MODELS: tuple[Model, ...] = (
     _fla("GSA", num_slots=16), _fla("ABC", num_slots=16),
     _fla("YOCO", num_hidden_layers=2, num_self_decoder_layers=1, self_decoder_attn={"num_heads": 2},
          cross_decoder_attn={"num_heads": 2}),
+    _fla("Samba", num_hidden_layers=2, attn=None), _fla("Mamba3", state_size=16),
+    _fla("LogLinearMamba2", hidden_size=32, num_heads=4, vocab_size=64), _fla("CAT"), _fla("LightNet"),
+    _fla("MesaNet"), _fla("PrecondGatedDeltaNet"), _fla("PrecondKDA"), _fla("Raven"),
+    _fla("Rodimus", ska_attn={"num_heads": 2}), _fla("CyclicFlowAttention"), _fla("DeltaFormer"),
+    _fla("ForgettingTransformer"), _fla("PaTHAttention"), _fla("Parallax"), _fla("WallTransformer"),
+    _fla("StickBreakingAttention"), _fla("NSA", num_heads=32, num_kv_heads=2), _fla("MoBA"), _fla("BitNet"),
+    _fla("MLA", qk_head_dim=16), _fla("Transformer"),
     _layer("SimpleGatedLinearAttention", "simple_gla"),
     _layer("BasedLinearAttention", "based", num_key_value_heads=2, feature_dim=8),
     _layer("ReBasedLinearAttention", "rebased", num_key_value_heads=2, feature_dim=8),
@@ -123,6 +130,7 @@ LEAKS: dict[tuple[str, str], str] = {
     ("LinearAttention", "packed: cu_seqlens"): "its forward drops cu_seqlens before the layers",
     ("Mamba", "packed: cu_seqlens"): _KEPT,
     ("Mamba2", "packed: cu_seqlens"): _KEPT,
+    ("Samba", "packed: cu_seqlens"): _KEPT,
     ("Mom", "padding"): _CUT,
     ("Mom", "packed: cu_seqlens"): _CUT}
 

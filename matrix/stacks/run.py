@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlin.compat.child import python
+from flashlin.integrations.on_a_cpu import ADVICE
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
 from matrix.stacks.models import Model, excuse
@@ -95,6 +96,7 @@ def short(one: Outcome) -> str:
                for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))
                if error and not (error.ok and error.rms == 0)]
     said = re.sub(r"(/[\w.+-]+){2,}", r"...\1", one.said)  # not where this machine has it
+    said = said.partition(f" {ADVICE[:20]}")[0]  # the same for all models
     return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,11 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
                                or in_words(row["model"], answer)):
                         said = f"{verdict}: the model itself: {why}"
                     where.setdefault((said, quantity), []).append(f"{row['model']} ({record['stack']})")
-    return [(said, quantity, _some(places)) for (said, quantity), places in sorted(where.items())]
+    quantities: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (said, quantity), places in sorted(where.items()):
+        quantities.setdefault((said, tuple(places)), []).append(quantity)
+    return [(said, ", ".join(several), _some(places)) for (said, places), several in quantities.items()]
 
 
-def _some(places: list[str], most: int = 4) -> str:
+def _some(places: Sequence[str], most: int = 4) -> str:
     return ", ".join(places[:most]) + (f" and {len(places) - most} more" if len(places) > most else "")

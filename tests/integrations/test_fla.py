@@ -3,6 +3,7 @@ themselves, and that nothing is left behind."""
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 import warnings
@@ -17,7 +18,9 @@ from transformers import GenerationMixin
 
 import flashlin
 from flashlin.integrations.fla import AHEAD, MIXES
+from flashlin.integrations.on_a_cpu import RUNNING
 from flashlin.kernels.families import PUBLIC
+from matrix.stacks import models as stacks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that there is no GPU here
@@ -97,12 +100,43 @@ def test_without_a_gpu_what_flashlin_has_not_says_so() -> None:
         fla.ops.chunk_gsa(q, q, q, q)
 
 
+REFUSED = [one.name for one in stacks.MODELS
+           if one.package == "fla" and one.classes[1] and one.name not in RUNNING]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
+    """Its layer or model, the function that is missing, and what to do."""
+    ids = torch.randint(2, 64, (1, 12))
+    with flashlin.patched("fla"), pytest.raises(NotImplementedError) as caught:
+        made = stacks.build(stacks.named(name))
+        (made.bfloat16() if name == "Parallax" else made)(ids)
+    found = re.fullmatch(r"\w+ cannot run this call on a CPU: (.+)\. Use an NVIDIA GPU, or a model of fla "
+                         rf"that runs on a CPU: {', '.join(RUNNING)}\.", str(caught.value))
+    assert found and re.match(r"flashlin has no CPU version of fla\.\w+|it needs flash-attn|fla ", found[1])
+    assert caught.value.__cause__ is not None
+
+
+def test_the_errors_of_a_call_that_is_wrong_stay_as_they_are() -> None:
+    """Also with a message that speaks of a device, and also on a layer that runs on no CPU."""
+    layer, gsa = (getattr(fla.layers, name)(hidden_size=32, num_heads=2, layer_idx=0)
+                  for name in ("GatedLinearAttention", "GatedSlotAttention"))
+    with flashlin.patched("fla"):
+        for wrong in (torch.randn(1, 5, 31), torch.randn(1, 5, 32).int()):
+            with pytest.raises(RuntimeError, match=r"shape|dtype"):
+                layer(wrong)
+        with pytest.raises(AssertionError):
+            gsa(torch.randn(1, 5, 32), attention_mask=torch.ones(1, 1, 5, 5))
+        explained = fla.layers.GatedSlotAttention.forward
+    assert fla.layers.GatedSlotAttention.forward is not explained
+
+
 MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_heads": 2},
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
 # These do not keep apart, always or in training, what should be
-MIXING = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8},
+MIXING = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8}, "Samba": {"attn": None},
           "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 4, "topk": 2}}
 
 
@@ -266,7 +300,7 @@ def test_a_cache_s_name_is_undone() -> None:
     assert [now is then for now, then in zip(bound(), before, strict=True)] == 2 * [True]
 
 
-@pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom"])
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom", "Samba"])
 def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
     """And those that keep them apart say nothing."""
     first, other = torch.randint(0, VOCABULARY, (2, 1, 13))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
 import flashlin.mamba
+from flashlin.integrations.on_a_cpu import RUNNING
 from matrix.__main__ import RESULTS
 from matrix.record import Child
 from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
@@ -82,6 +84,32 @@ def test_patched_models_agree(stack: Any) -> None:
 def test_records_have_nothing_wrong(stack: Any) -> None:
     rows = records.read(RESULTS / f"{stack.file}.json")["rows"]
     assert {row["model"]: lines for row in rows if (lines := run.wrong(row, stack.on_cuda))} == {}
+
+
+def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
+    """README and an error's advice name the same models."""
+    stack = run.by_name(["fla 0.6.0, transformers 5.24.0"])[0]
+    rows = [row for row in records.read(RESULTS / f"{stack.file}.json")["rows"]
+            if "(layer)" not in row["model"]]
+    found = [row["model"] for row in rows
+             if all(verdicts.verdict_of(row["patched"][name]) in ("alone", "agrees")
+                    for name in ("logits", "gradients", "greedy"))]
+    readme = Path(RESULTS.parent.parent, "README.md").read_text(encoding="utf-8")
+    said = re.search(r"(\d+) of its (\d+) models \(fla 0\.6\.0\) train and generate: (.+?)\.", readme)
+    assert said and (int(said[1]), int(said[2])) == (len(found), len(rows))
+    assert sorted(found) == sorted(RUNNING) == sorted(re.split(", | and ", said[3]))
+    missing = {row["model"]: row["patched"]["logits"] for row in rows if row["model"] not in found}
+    own_words = {"Parallax"}  # it asks for 16 bits first
+    assert {name for name, answer in missing.items() if "on a CPU: " not in answer} == own_words
+
+
+def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
+    rows = [{"model": "a", "raw": {"x": "raises: no", "y": "agrees"}, "patched": {"y": "raises: no"}}]
+    record = {"stack": "s", "rows": rows}
+    packed = records.packed(record)
+    assert packed["rows"][0]["patched"] == [None, "raises:#0"] and packed["sentences"] == ["no"]
+    (tmp_path / "s.json").write_text(json.dumps(packed), encoding="utf-8")
+    assert records.read(tmp_path / "s.json")["rows"] == rows
 
 
 def test_every_excuse_is_one_that_a_record_needs() -> None:

@@ -1,0 +1,94 @@
+"""Errors of fla's layers and models on a CPU.
+
+Some of them call a function that has no CPU version, in flashlin or elsewhere. The errors of these calls name
+a kernel, or ask for CUDA or for flash-attn. ``explaining`` replaces such an error by one sentence: the layer,
+the function, and the models that do run on a CPU.
+"""
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashlin.guards.problem import UnsupportedError
+
+# Models of fla 0.6.0 that train and generate on a CPU under patch("fla"), as the records of
+# ``python -m matrix stacks`` show.
+RUNNING = ("Comba", "DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "GLA", "HGRN", "HGRN2", "KDA",
+           "LinearAttention", "Mamba", "Mamba2", "Mom", "RetNet", "RWKV6", "RWKV7", "Samba")
+ADVICE = f"Use an NVIDIA GPU, or a model of fla that runs on a CPU: {', '.join(RUNNING)}."
+FLASH_ATTN = re.compile(r"flash[-_ ]attn|flash attention", re.IGNORECASE)
+GPU = re.compile(r"\b(CUDA|GPUs?|CPU|Triton)\b")
+FUNCTIONS = ("fla.ops.", "fla.modules.")
+
+
+class NoCpuVersion(NotImplementedError):
+    """A layer or model of fla was called on a CPU, and needs a function that has no CPU version."""
+
+
+def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stand-in for ``method`` of an nn.Module of fla. It raises ``NoCpuVersion``, from the original
+    error, where ``method`` fails for want of a GPU. Calls with GPU tensors and traced calls go straight to
+    ``method``."""
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **given: Any) -> Any:
+        if torch.compiler.is_compiling() or not on_a_cpu(*args, *given.values()):
+            return method(self, *args, **given)
+        try:
+            return method(self, *args, **given)
+        except NoCpuVersion:  # of a layer inside
+            raise
+        except Exception as error:
+            why = reason(error)
+            if not why:
+                raise
+            raise NoCpuVersion(f"{type(self).__name__} cannot run this call on a CPU: {why}. "
+                               f"{ADVICE}") from error
+    return call
+
+
+def on_a_cpu(*values: Any) -> bool:
+    """Return True if one of these values is a CPU tensor, or if none is a tensor and there is no GPU."""
+    kinds = {value.device.type for value in values if isinstance(value, Tensor)}
+    return "cpu" in kinds if kinds else not torch.cuda.is_available()
+
+
+def reason(error: Exception) -> str:
+    """Return why a call on a CPU raised this error, or "" if the error has another cause than the CPU."""
+    frames = list(_frames(error))
+    said = str(error)
+    if FLASH_ATTN.search(said):
+        return "it needs flash-attn, which needs a GPU"
+    if isinstance(error, UnsupportedError):
+        missing = any(reason.code == "backend" for reason in error.plan.refused)
+    else:
+        # fla refuses a CPU without a word in some functions, which compare a device with "cuda"
+        silent = isinstance(error, NotImplementedError) and not said
+        missing = bool(GPU.search(said)) or (silent and "cuda" in frames[-1].f_code.co_consts)
+    if not missing:
+        return ""
+    name = next(filter(None, map(_function, frames)), "")
+    if name:
+        return f"flashlin has no CPU version of {name}"
+    return f"fla raises {type(error).__name__}, {said.rstrip('.')}" if said else "fla has code for CUDA alone"
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame
+        step = step.tb_next
+
+
+def _function(frame: FrameType) -> str:
+    """Return the full name of the function or module of fla that this frame runs, or "" if it runs none."""
+    home, code = str(frame.f_globals.get("__name__")), frame.f_code
+    if not home.startswith(FUNCTIONS):
+        return ""
+    owner = frame.f_locals.get("self")
+    return f"{home}.{type(owner).__name__ if isinstance(owner, nn.Module) else code.co_name}"
