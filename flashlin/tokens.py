@@ -10,6 +10,7 @@ holds, by way of one library operator. Under torch.func transforms and for tenso
 """
 from __future__ import annotations
 
+import math
 import warnings
 from types import MethodType, TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashlin.guards import pending
+from flashlin.guards import pending, scalars
 from flashlin.guards.pending import synchronize as synchronize
 from flashlin.guards.tensors import shown
 from flashlin.guards.tokens import Call, call_of, check, check_dtype, mode, out_of_range, readable, report, traced_place
@@ -54,6 +55,8 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
         raise TypeError(f"vocab_size: got {type(vocab_size).__name__}, need an int")
     if vocab_size < 1:
         raise ValueError(f"vocab_size: got {vocab_size}, need at least 1")
+    if ignore_index is not None:
+        ignore_index = scalars.integer("ignore_index", ignore_index, need="an integer, or None")
     check("check_tokens", tokens, vocab_size, name, ignore_index)
 
 
@@ -162,9 +165,11 @@ def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tens
     if weight.ndim != 2:
         raise ValueError(f"weight: got shape {shown(weight.shape)}, need [V, D]")
     V, padding_idx = weight.shape[0], options.padding_idx
-    if padding_idx is not None and not -V <= padding_idx < max(V, 1):
-        raise ValueError(
-            f"padding_idx: got {padding_idx}, need {-V} <= padding_idx < {V}, the rows of weight")
+    if padding_idx is not None and not -V <= (at := scalars.integer("padding_idx", padding_idx)) < max(V, 1):
+        raise ValueError(f"padding_idx: got {at}, need {-V} <= padding_idx < {V}, the rows of weight")
+    if options.max_norm is not None:
+        for name in ("max_norm", "norm_type"):
+            scalars.number(name, getattr(options, name), -math.inf, math.inf, "a number")
     if not compiling:
         if not readable(input, weight) or input.numel() == 0:
             return F.embedding(input, weight, *options)
@@ -199,9 +204,12 @@ def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Option
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
     """F.embedding's in-place renorm of the rows in use. Bad positions stand in for the first good one; where
     there is none, the row they fell on is put back."""
+    if not weight.shape[0]:  # so there are no tokens
+        return
     with torch.no_grad():
-        good = torch.argmax((~bad).reshape(-1).to(torch.uint8), 0, keepdim=True)
-        stand_in = torch.take(index, good)
+        # One more position, of token 0, which is good: there may be no tokens. A compiled call does not ask.
+        good = torch.argmax(F.pad((~bad).reshape(-1).to(torch.uint8), (0, 1), value=1), 0, keepdim=True)
+        stand_in = torch.take(F.pad(index.reshape(-1), (0, 1)), good)
         row = weight.index_select(0, stand_in)
         torch.embedding_renorm_(weight, torch.where(bad, stand_in, index), max_norm, norm_type)
         weight.index_copy_(0, stand_in.long(), torch.where(bad.all(), row, weight.index_select(0, stand_in)))

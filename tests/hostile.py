@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, rand, randn
 
 import flashlin
+import flashlin.mamba
 from flashlin.kernels.families import PUBLIC
 from flashlin.testing.cases import CASES
 
 OPS = sorted(PUBLIC)
+COMPOSED = sorted(set(flashlin.mamba.__all__) - set(OPS) - {"causal_conv1d_update"}
+                  - {name for name in flashlin.mamba.__all__ if name[0].isupper()})  # of flashlin.mamba alone
 B, T, H, K, D, W, N = 1, 6, 2, 8, 8, 4, 2  # two sequences are packed in a batch of one; K is V
 EDGES = torch.tensor([0, 4, T])
 HEADS, VECTORS, ROWS = (B, T, H), (B, T, H, K), (B, T, D)
 
 
+def function(op: str) -> Any:
+    return getattr(flashlin.mamba if op in COMPOSED else flashlin, op)
+
+
 def parameters(op: str) -> list[str]:
-    found = inspect.signature(getattr(flashlin, op)).parameters.values()
+    found = inspect.signature(function(op)).parameters.values()
     return [parameter.name for parameter in found if parameter.kind is not parameter.VAR_KEYWORD]
 
 
@@ -128,7 +135,25 @@ def _special(op: str) -> dict[str, Any]:
         "fused_k_rwkv7": {"k": randn(ROWS), "a": randn(ROWS), "ka": randn(D)},
         "gate_output_correction": {**{name: randn(VECTORS) for name in "rkv"},
                                    **{name: randn(B, T, H * K) for name in "og"}, "r_k": randn(H, K)}}
-    return calls.get("chunk_hgrn" if op.endswith("hgrn") else op, {})
+    return calls.get("chunk_hgrn" if op.endswith("hgrn") else op, {}) or _of_mamba(op)
+
+
+def _of_mamba(op: str) -> dict[str, Any]:
+    if op == "mamba_inner_fn":
+        R = 2
+        return {"xz": randn(2, 2 * D, T), "conv1d_weight": randn(D, 1, W), "conv1d_bias": randn(D),
+                "x_proj_weight": randn(R + 2 * N, D), "delta_proj_weight": randn(D, R), "A": -rand(D, N),
+                "B": randn(2, N, T), "C": randn(2, N, T), "D": randn(D), "delta_bias": randn(D),
+                "out_proj_weight": randn(5, D), "out_proj_bias": randn(5), "B_proj_bias": randn(N),
+                "C_proj_bias": randn(N), "b_rms_weight": randn(N), "c_rms_weight": randn(N),
+                "dt_rms_weight": randn(D), "delta_softplus": True, "checkpoint_lvl": 1,
+                "b_c_dt_rms_eps": 1e-6}
+    if op == "causal_conv1d_varlen_states":
+        return {"x": randn(T, D), "state_len": 3}
+    if op in ("layer_norm_fn", "rms_norm_fn"):
+        return {**_of_norms(op), "x1": randn(T, D), "weight1": randn(D), "bias1": randn(D), "dropout_p": 0.5,
+                "rowscale": None, "return_dropout_mask": True, "zero_centered_weight": True}
+    return {}
 
 
 # Arguments for compatibility, which nobody reads, and those that only some ops or modes read.
@@ -158,4 +183,5 @@ def doubtful(x: Any) -> dict[str, Any]:
     """What some arguments can be, and others not."""
     tensor = x if isinstance(x, Tensor) else torch.zeros(3)
     return {"None": None, "3.5": 3.5, "-1": -1, "True": True, "NaN": math.nan, "list": [1.0, 2.0],
-            "0-d": torch.tensor(1.0), "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int()}
+            "0-d": torch.tensor(1.0), "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int(),
+            "int64": 2**63, "float64": 10**400}  # the first that these cannot hold, and one far beyond

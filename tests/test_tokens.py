@@ -4,6 +4,7 @@ lets happen. tests/gpu/test_tokens.py has the real one."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import subprocess
@@ -141,6 +142,16 @@ def test_a_vocabulary_beyond_int32_accepts_every_int32_token():
      "padding_idx: got 5, need -5 <= padding_idx < 5, the rows of weight"),
     (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), padding_idx=-6), ValueError,
      "padding_idx: got -6, need -5 <= padding_idx < 5, the rows of weight"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), padding_idx=2**63), ValueError,
+     "padding_idx: got 9223372036854775808, need an integer, below 2**63"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), padding_idx="1"), TypeError,
+     "padding_idx: got '1', need an integer"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), None, 10**400), ValueError,
+     "max_norm: got an integer of 1329 bits, need a number"),
+    (lambda: embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2), None, 1, "2"), TypeError,
+     "norm_type: got '2', need a number"),
+    (lambda: check_tokens(torch.zeros(3, dtype=torch.int64), 9, ignore_index=-10**30), ValueError,
+     "ignore_index: got an integer of 100 bits, need an integer, or None, at least -2**63"),
     (lambda: guard_embeddings("model"), TypeError, "model: got str, need an nn.Module"),
 ])
 def test_arguments_that_do_not_fit(call, kind, says):
@@ -548,6 +559,18 @@ def test_compiled_calls_raise_and_name_the_line_that_was_compiled():
                        match=rf"^embedding called at {HERE}:\d+ in step, compiled: input: got 11 at position "
                              r"0, need 0 <= token < 10"):
         step(torch.tensor([11, 1]))
+
+
+@pytest.mark.parametrize("rows", [4, 0])
+def test_a_compiled_renorm_takes_no_tokens(rows):
+    weight = torch.full((rows, 3), 2.0)
+    step = torch.compile(functools.partial(embedding, max_norm=1.0), fullgraph=True, backend="aot_eager")
+    assert step(torch.zeros(2, 0, dtype=torch.int64), weight).shape == (2, 0, 3)
+    assert (weight == 2).all()
+    if rows:
+        step(torch.tensor([1]), weight)
+        assert torch.allclose(weight.norm(dim=1), torch.tensor([12.0, 1.0, 12.0, 12.0]).where(
+            torch.arange(4) == 1, torch.tensor(12.0).sqrt()))
 
 
 def test_a_compiled_check_whose_result_nobody_uses_survives_the_compiler():

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+INT64, INT32 = 2**63 - 1, 2**31 - 1
 LARGEST = sys.float_info.max
+LONG = 10**30  # an integer from here on is not written out
 ABOVE_ZERO = sys.float_info.min  # a smaller one may count as 0, where denormal numbers are flushed
 
 
@@ -21,20 +23,27 @@ def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST,
     if type(value) is not float and (isinstance(value, bool)
                                      or not isinstance(value, (Real, torch.SymFloat, torch.SymInt))):
         raise TypeError(f"{name}: got {_shown(value)}, need {need}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:  # of an integer that no float can hold
+        raise ValueError(f"{name}: got {_short(value)}, need {need}") from None
     if not low <= result <= high:
-        raise ValueError(f"{name}: got {value}, need {need}")
+        raise ValueError(f"{name}: got {_short(value)}, need {need}")
     return result
 
 
-def integer(name: str, value: Any, low: int | None = None, need: str = "an integer") -> int:
-    """value as an int of at least low (None: any)."""
+def integer(name: str, value: Any, low: int | None = None, need: str = "an integer",
+            high: int = INT64) -> int:
+    """value as an int from low (None: the least of int64) to high: torch takes no other integers."""
     if type(value) is not int and (isinstance(value, bool)
                                    or not isinstance(value, (Integral, torch.SymInt))):
         raise TypeError(f"{name}: got {_shown(value)}, need {need}")
     result = int(value)
     if low is not None and result < low:
-        raise ValueError(f"{name}: got {value}, need {need}")
+        raise ValueError(f"{name}: got {_short(value)}, need {need}")
+    if not -INT64 - 1 <= result <= high:
+        limit = "at least -2**63" if result < 0 else f"below 2**{high.bit_length()}"
+        raise ValueError(f"{name}: got {_short(value)}, need {need}, {limit}")
     return result
 
 
@@ -66,4 +75,10 @@ def flags(**given: Any) -> None:
 def _shown(value: Any) -> str:
     """Values that fit into a sentence; of others what they are."""
     plain = value is None or isinstance(value, (bool, int, float, str))
-    return repr(value) if plain else type(value).__name__
+    return str(_short(value)) if type(value) is int else repr(value) if plain else type(value).__name__
+
+
+def _short(value: Any) -> Any:
+    """Return value, or words for an integer with too many digits for a sentence."""
+    long = isinstance(value, int) and not -LONG < value < LONG
+    return f"an integer of {value.bit_length()} bits" if long else value

@@ -89,10 +89,12 @@ class RotaryEmbedding(nn.Module):
                 raise ValueError(f"{name}: got shape {shown(x.shape)}, need [B, T, H, D] with D of at least "
                                  f"dim = {self.dim}")
         if max_seqlen is not None:
-            max_seqlen = scalars.integer("max_seqlen", max_seqlen, 0, "an integer of at least 0, or None")
+            max_seqlen = scalars.integer("max_seqlen", max_seqlen, 0, "an integer of at least 0, or None",
+                                          scalars.INT32)
         elif not isinstance(seqlen_offset, Tensor):
             max_seqlen = q.shape[1] + scalars.integer("seqlen_offset", seqlen_offset,
-                                                      need="an integer, or a tensor of shape [N]")
+                                                      need="an integer, or a tensor of shape [N]",
+                                                      high=scalars.INT32)
         tables = self._tables_for(max_seqlen, q.device, q.dtype == torch.float64)
 
         def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -167,7 +167,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
     Args:
         x: [T, D] of any float dtype. cu_seqlens: [n + 1] int32 or int64: sequence i is rows cu_seqlens[i] ..
-            cu_seqlens[i + 1]. state_len: how many of its last tokens are kept.
+            cu_seqlens[i + 1]. state_len: how many of its last tokens are kept,
+            from 1 to 2**31 - 1.
 
     Returns:
         [n, D, state_len] in x's dtype, the newest token last, with zeros before the first one of a shorter
@@ -177,7 +178,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         TypeError, ValueError: an argument that does not fit, by name.
     """
     check_nonempty("x", x, "[T, D]", (2,))
-    L = scalars.integer("state_len", state_len, 1, "an integer of at least 1")
+    L = scalars.integer("state_len", state_len, 1, "an integer of at least 1", scalars.INT32)
     edges = check_cu_seqlens(cu_seqlens, None, x[None].shape, x.device, policy.current().debug, "x").long()
     rows = edges[1:, None] - torch.arange(L, 0, -1, device=x.device)
     inside = rows >= edges[:-1, None]

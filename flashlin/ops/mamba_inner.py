@@ -7,7 +7,7 @@ Source: Gu and Dao 2023 (arXiv 2312.00752); the norms of dt, B and C: Zuo et al.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops.causal_conv1d import convolved
 from flashlin.ops.conv import check_filters
 from flashlin.ops.norm import rms_norm
-from flashlin.ops.selective_scan import selective_scan_fn
+from flashlin.ops.selective_scan import selective_scan_fn, with_groups
 
 
 @linear_entry
@@ -62,7 +62,7 @@ def mamba_inner_fn(
             ``torch.nn.Linear``, and nothing else is affected.
         A: [D, N], real. D, delta_bias: [D] or None. delta_softplus: the step is softplus(dt + delta_bias).
         B, C: None, where they depend on the input; or what ``selective_scan_fn`` takes: [b, N, T], [b, G, N,
-            T] or, for all tokens, [D, N].
+            T] or, for all tokens, [D, N]. With G > 1 groups both are given, and have the same G.
         B_proj_bias, C_proj_bias: [N] or None, added to what is projected; without a meaning beside B or C.
         checkpoint_lvl: 0 or 1, what mamba_ssm computes anew in backward; accepted, and nothing is here.
         b_rms_weight, c_rms_weight: [N], dt_rms_weight: [D]: RMS norms with these weights of B, C and dt,
@@ -104,6 +104,8 @@ def mamba_inner_fn(
         ("B_proj_bias", B_proj_bias, (N,), "[N]"), ("C_proj_bias", C_proj_bias, (N,), "[N]"),
         ("b_rms_weight", b_rms_weight, (N,), "[N]"), ("c_rms_weight", c_rms_weight, (N,), "[N]"),
         ("dt_rms_weight", dt_rms_weight, (channels,), "[D]")))
+    B, C = (None if x is None else with_groups(name, x, xz.shape[0], channels, N, xz.shape[2], xz, "xz")
+            for name, x in (("B", B), ("C", C)))
     check_linear("xz", xz, x_proj_weight=x_proj_weight, delta_proj_weight=delta_proj_weight,
                  out_proj_weight=out_proj_weight)
     given = Layer(xz, weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
@@ -147,14 +149,13 @@ def _composed(given: Layer, delta_softplus: bool, eps: float, dtype: torch.dtype
     return linear(y, given.out_proj_weight, given.out_proj_bias, dtype)
 
 
-def _states(given: Any, projected: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
+def _states(given: Tensor | None, projected: Tensor, bias: Tensor | None, weight: Tensor | None,
+            eps: float) -> Tensor:
     """B or C as the scan takes it, its norm over the N states. projected: [b, T, N], if it is not given."""
     if given is None:
         projected = projected if bias is None else projected + bias.to(projected.dtype)
         return _normed(projected, weight, eps).transpose(1, 2)
-    if weight is None or not isinstance(given, Tensor):  # the scan says what is wrong with it
-        return cast(Tensor, given)
-    if given.ndim == 2:
+    if weight is None or given.ndim == 2:
         return _normed(given, weight, eps)
     return _normed(given.transpose(-1, -2), weight, eps).transpose(-1, -2)
 

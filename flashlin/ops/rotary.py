@@ -103,6 +103,8 @@ def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | No
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 "
                             "tensor of shape [N]")
+        if type(given) is int:
+            scalars.integer("seqlen_offsets", given, need="an int", high=scalars.INT32)
         return cast(int, given), None  # a SymInt while torch.compile traces
     check_integers("seqlen_offsets", given, (N,), "[N]", device, "x")
     return 0, given.contiguous()

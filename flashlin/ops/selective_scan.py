@@ -77,7 +77,7 @@ def selective_scan_fn(
     N = A.shape[1]
     if not N:
         raise ValueError(f"A: got shape {shown(A.shape)}, need [D, N] with N of at least 1")
-    B, C = (_with_groups(name, x, b, channels, N, T, u) for name, x in (("B", B), ("C", C)))
+    B, C = (with_groups(name, x, b, channels, N, T, u) for name, x in (("B", B), ("C", C)))
     if B.ndim == C.ndim == 4 and B.shape[1] != C.shape[1]:
         raise ValueError(f"C: got {C.shape[1]} groups, need {B.shape[1]}, as B")
     check_optional("u", u, (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
@@ -86,15 +86,16 @@ def selective_scan_fn(
     return (y, last) if return_last_state else y
 
 
-def _with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Tensor) -> Tensor:
-    """B or C as [b, G, N, T], or [D, N] where it has no tokens."""
+def with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Tensor,
+                beside: str = "u") -> Tensor:
+    """B or C as [b, G, N, T], or [D, N] where it has no tokens. beside: what the op calls u."""
     shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
     shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
-    need_tensor(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", u.device, "u")
+    need_tensor(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", u.device, beside)
     grouped: Tensor = x.unsqueeze(1) if x.ndim == 3 else x
     if grouped.ndim == 4 and (not grouped.shape[1] or channels % grouped.shape[1]):
         raise ValueError(
-            f"{name}: got {grouped.shape[1]} groups, need a divisor of the {channels} channels of u")
+            f"{name}: got {grouped.shape[1]} groups, need a divisor of the {channels} channels of {beside}")
     return grouped
 
 

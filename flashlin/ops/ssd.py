@@ -103,8 +103,8 @@ def mamba_chunk_scan_combined(
     limits = _check(given, dt_limit, chunk_size)
     rounded = out_dtype is None or out_dtype is x.dtype
     if not rounded and (out_dtype is not torch.float32 or x.dtype is torch.float64):
-        raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype} or "
-                         "torch.float32")
+        others = "" if x.dtype is torch.float64 else " or torch.float32"
+        raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype}{others}")
     if cp_context is not None or process_group is not None:
         return _over_ranks(op, given, limits, dt_softplus, rounded, cu_seqlens, return_final_states,
                            return_varlen_states, cp_context=cp_context, process_group=process_group)

@@ -172,6 +172,11 @@ WRONG_INNER: list[tuple[dict[str, Any], str]] = [
     ({"b_rms_weight": zeros(3)}, "b_rms_weight: got shape [3], need [N] = [4]"),
     ({"dt_rms_weight": zeros(3)}, "dt_rms_weight: got shape [3], need [D] = [6]"),
     ({"B": zeros(2, 4, 5)}, "B: got shape [2, 4, 5], need [D, N], [b, N, T] or [b, G, N, T] = [2, 4, 33]"),
+    ({"B": zeros(()), "b_rms_weight": zeros(4)}, "B: got shape [], need [D, N], [b, N, T] or [b, G, N, T]"),
+    ({"C": zeros(4), "c_rms_weight": zeros(4)}, "C: got shape [4], need [D, N], [b, N, T] or [b, G, N, T]"),
+    ({"B": zeros(2, 3, 33), "b_rms_weight": zeros(4)}, "B: got shape [2, 3, 33], need"),
+    ({"B": zeros(2, 2, 4, 33)}, "C: got 1 groups, need 2, as B"),
+    ({"B": zeros(2, 4, 4, 33)}, "B: got 4 groups, need a divisor of the 6 channels of xz"),
     ({"checkpoint_lvl": 2}, "checkpoint_lvl: got 2, need one of 0, 1"),
     ({"b_c_dt_rms_eps": "1e-6"}, "b_c_dt_rms_eps: got '1e-6', need a number of at least 0"),
     ({"A": zeros(6, 4, dtype=torch.complex64)}, "A: got dtype torch.complex64")]
@@ -337,6 +342,8 @@ def test_decoding_goes_on_from_them() -> None:
 @pytest.mark.parametrize(("change", "text"), [
     ({"x": zeros(2, 3, 4)}, "x: got shape [2, 3, 4], need [T, D] with D of at least 1"),
     ({"state_len": 0}, "state_len: got 0, need an integer of at least 1"),
+    ({"state_len": 2**31}, "state_len: got 2147483648, need an integer of at least 1, below 2**31"),
+    ({"state_len": 10**30}, "state_len: got an integer of 100 bits, need an integer of at least 1, below"),
     ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens: got"),
     ({"cu_seqlens": None}, "cu_seqlens: got NoneType, need an int32"),
     ({"cu_seqlens": torch.tensor([0.0, 3.0])}, "cu_seqlens: got torch.float32, need an int32")], ids=str)
