@@ -17,6 +17,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
 
 
@@ -82,7 +83,8 @@ def chunk_comba(
     if beta is not None:
         need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", q.device)
     if use_qk_l2norm_in_kernel:
-        q, k, p = l2norm(q), l2norm(k), None if p is None else l2norm(p)
+        p = None if p is None else l2norm(exact(p, q, k, v))
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     beta = v.new_ones(B, T, HV) if beta is None else beta
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)

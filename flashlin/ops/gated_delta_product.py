@@ -28,6 +28,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta, recurrent
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
 
 
@@ -93,7 +94,7 @@ def chunk_gated_delta_product(
         from flashlin.ops._common import ranks
         cp_context, size = ranks.in_rows(cp_context, process_group, n)
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     bounds, bounds_cpu = _rows(cu_seqlens if cp_context is None else None, cu_seqlens_cpu, q, n, size)
     request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu, cp_context=cp_context,
                       process_group=process_group)

@@ -14,7 +14,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, delta, recurrent
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate
+from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate, exact
 from flashlin.ops.simple_gla import v_first
 
 
@@ -101,10 +101,10 @@ def chunk_gated_delta_rule(
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 need_tensor(name, x, (g.shape[2],), "[HV]", g.device, "g")
-        g = decay_of_gate(g, A_log, dt_bias)
+        g = decay_of_gate(exact(g, q, k, v), A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
         check_floats("beta", beta, "[B, T, HV]")
-        beta = beta_of_logits(beta, allow_neg_eigval)
+        beta = beta_of_logits(exact(beta, q, k, v), allow_neg_eigval)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)

@@ -21,7 +21,7 @@ from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.planned import common_dtype
-from flashlin.ops._common.preprocess import wide
+from flashlin.ops._common.preprocess import exact, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.kda import gate_parameters, with_states
@@ -120,9 +120,10 @@ def chunk_gdn2(
     need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
     A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
     if A_log is not None:
+        g = exact(g, q, k, v)
         g = fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     # weighted in at least float32 (torch multiplies 16 bits so), then rounded like v; a float32 b must not
     # make q, k and v float32
     tensors = (q, k, (w * v).to(v.dtype), g, b.to(common_dtype(q, k, v)), None, None)

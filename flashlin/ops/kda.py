@@ -17,7 +17,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.chunked import Request, check_options
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.preprocess import beta_of_logits, check_gates, wide
+from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate, parameter
 from flashlin.ops.norm import l2norm
@@ -123,12 +123,13 @@ def chunk_kda(
         check_qkv(q, k, v, grouped=True)
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+        g = exact(g, q, k, v)
         g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)
     if use_beta_sigmoid_in_kernel:
         check_floats("beta", beta, "[B, T, HV]")
-        beta = beta_of_logits(beta, allow_neg_eigval)
+        beta = beta_of_logits(exact(beta, q, k, v), allow_neg_eigval)
     if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     tensors = (q, k, v, g, None, None, beta)
     if beta is None:
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")

@@ -15,7 +15,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.slopes import lightning_slopes
+from flashlin.ops._common.slopes import lightning_slopes, slopes_dtype
 
 
 @entry
@@ -42,7 +42,7 @@ def chunk_lightning_attn(
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers), chunk_size=chunk_size)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), chunk_size=chunk_size)
 
 
 @entry
@@ -64,14 +64,14 @@ def fused_recurrent_lightning_attn(
     no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
-    return family.run(request, q, k, v, g_gamma=_gamma(q, layer_idx, num_layers))
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
 
 
-def _gamma(q: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
+def _gamma(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:
     layer_idx, num_layers = scalars.integer("layer_idx", layer_idx), scalars.integer("num_layers", num_layers)
     if num_layers < 1 or not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= "
                          "num_layers and num_layers >= 1")
     if not isinstance(q, Tensor) or q.ndim != 4:
         return None  # run says what is wrong with q
-    return lightning_slopes(q.shape[2], layer_idx, num_layers, q.device)
+    return lightning_slopes(q.shape[2], layer_idx, num_layers, slopes_dtype(q, k, v), q.device)

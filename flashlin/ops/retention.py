@@ -13,7 +13,7 @@ from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.slopes import retention_slopes
+from flashlin.ops._common.slopes import retention_slopes, slopes_dtype
 
 
 @entry
@@ -37,7 +37,7 @@ def chunk_retention(
     no_unknown("chunk_retention", unknown)
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
 
 
 @entry
@@ -61,7 +61,7 @@ def fused_recurrent_retention(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
                       reverse=reverse)
-    return family.run(request, q, k, v, g_gamma=_gamma(q))
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v))
 
 
 @entry
@@ -80,7 +80,7 @@ def fused_chunk_retention(
     ``fla.ops.retention.fused_chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
-    return family.run(request, q, k, v, g_gamma=_gamma(q), chunk_size=chunk_size)
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
 
 
 @entry
@@ -91,7 +91,7 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
     and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
     no_unknown("parallel_retention", unknown)
     request = Request("parallel_retention", scale, None, False, cu_seqlens)
-    return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q))
+    return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q, k, v))
 
 
 @entry
@@ -110,9 +110,10 @@ def retention(
     """Retention in the mode that suits the call; see ``simple_gla``."""
     request = Request("retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
-    return family.run(request, q, k, v, g_gamma=_gamma(q))
+    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v))
 
 
-def _gamma(q: Tensor) -> Tensor | None:
-    # run says what is wrong with q
-    return retention_slopes(q.shape[2], q.device) if isinstance(q, Tensor) and q.ndim == 4 else None
+def _gamma(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return None  # run says what is wrong with q
+    return retention_slopes(q.shape[2], slopes_dtype(q, k, v), q.device)

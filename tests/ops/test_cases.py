@@ -15,7 +15,7 @@ from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops._common.planned import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
+from flashlin.testing.compare import Case, Tensors, check, judge, poisoned, results
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,6 +54,14 @@ def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
     failed = [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
     assert not failed
     assert {plan.path for plan in plans} == {"torch"} and {plan.target.backend for plan in plans} == {"cpu"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.quick], ids=str)
+def test_a_float64_call_is_computed_in_float64(case: Case) -> None:
+    """Constants and gates included, also of tensors that are float32 in the case."""
+    found = results(case, CPU, torch.float64)
+    assert {name: error for name, (ours, theirs) in found.items()
+            if ours.dtype == torch.float64 and (error := judge(name, ours, theirs, 0).rms) > 1e-13} == {}
 
 
 def test_cases_have_names_of_their_own_and_cover_every_op() -> None:

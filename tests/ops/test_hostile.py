@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, randn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import flashlin
 from flashlin import modules
 from flashlin.ops._common import planned
-from tests.hostile import OPS, UNREAD, UNREAD_BY, arguments, doubtful, impossible
+from tests.hostile import COMPOSED, OPS, UNREAD, UNREAD_BY, arguments, doubtful, function, impossible
 
 SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ without .+, which alone reads "
                       r"it$|^mask: ", re.DOTALL)
@@ -55,14 +56,44 @@ def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str
     return found
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, *COMPOSED])
 def test_every_wrong_argument_is_named(op: str) -> None:
     torch.manual_seed(0)
-    call, given = getattr(flashlin, op), arguments(op)
+    call, given = function(op), arguments(op)
     error = answer(call, given)
     assert error is None, error
     assert unexplained(call, given,
                        {name for name in given if name in UNREAD or (op, name) in UNREAD_BY}) == []
+
+
+# Of a linear layer, which takes one dtype; and what is rounded to the dtype of its own result.
+OWN_DTYPE = {("mamba_split_conv1d_scan_combined", name)
+             for name in ("zxbcdt", "outproj_weight", "outproj_bias")}
+OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_float32_tensor_beside_float64_ones_is_promoted_first(op: str) -> None:
+    """Norms and gates of that tensor alone are computed in float64."""
+    def doubled(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def called(**given: Any) -> list[Any]:
+        return tree_leaves(function(op)(**copied(given)))
+    torch.manual_seed(0)
+    given = arguments(op)
+    doubles = {name: tree_map(doubled, x) for name, x in given.items()}
+    doubles |= {name: dtype for name, dtype in (("output_dtype", torch.float64), ("out_dtype", None))
+                if name in given}
+    wanted, different = called(**doubles), {}
+    for name, x in given.items():
+        if name.endswith("dtype") or doubles[name] is x or (op, name) in OWN_DTYPE:
+            continue
+        for got, want in zip(called(**{**doubles, name: x}), wanted, strict=True):
+            if isinstance(got, Tensor) and got.dtype == torch.float64:
+                error = float((got - want).norm() / want.norm())
+                different |= {name: error} if error > 1e-12 else {}
+    assert different == {}
 
 
 @pytest.mark.parametrize(("make", "given"), [

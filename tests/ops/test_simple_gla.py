@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import flashlin
 from flashlin.kernels.simple_gla import torch_path
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops._common.slopes import lightning_slopes, retention_slopes
+from flashlin.ops._common.slopes import lightning_slopes, retention_slopes, slopes_dtype
 from flashlin.testing.compare import Case, Tensors, check, judge
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -569,10 +569,12 @@ def test_a_table_changed_in_place_is_read_again() -> None:
 def test_slopes(H: int) -> None:
     retention = [math.log(1 - 2.0 ** (-5 - h)) for h in range(H)]
     lightning = [-(8 / H) * (1 - 3 / 12) * h for h in range(H)]
-    for got, wanted in ((retention_slopes(H, CPU), retention), (lightning_slopes(H, 3, 12, CPU), lightning)):
-        assert got.dtype == torch.float32 and got.tolist() == pytest.approx(wanted, rel=1e-7)
-    assert retention_slopes(0, CPU).shape == lightning_slopes(0, 0, 1, CPU).shape == (0,)
-    assert not lightning_slopes(H, 12, 12, CPU).any()
+    for dtype, error in ((torch.float32, 1e-7), (torch.float64, 1e-14)):
+        for got, wanted in ((retention_slopes(H, dtype, CPU), retention),
+                            (lightning_slopes(H, 3, 12, dtype, CPU), lightning)):
+            assert got.dtype == dtype and got.tolist() == pytest.approx(wanted, rel=error)
+    assert retention_slopes(0, dtype, CPU).shape == lightning_slopes(0, 0, 1, dtype, CPU).shape == (0,)
+    assert not lightning_slopes(H, 12, 12, torch.float32, CPU).any()
 
 
 @pytest.mark.parametrize("prefix", ["chunk_", "fused_recurrent_"])
@@ -581,11 +583,23 @@ def test_retention_and_lightning_attention(prefix: str) -> None:
     h0 = randn(2, 3, 8, 5)
     gamma = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(3)], dtype=torch.float64)
     got = getattr(flashlin, prefix + "retention")(**given, initial_state=h0, output_final_state=True)
-    assert_close(got, expected(given, h0, None, gamma), 1e-6)
+    assert_close(got, expected(given, h0, None, gamma))
     gamma = torch.tensor([-(8 / 3) * (1 - 1 / 4) * h for h in range(3)], dtype=torch.float64)
     got = getattr(flashlin, prefix + "lightning_attn")(**given, layer_idx=1, num_layers=4, initial_state=h0,
                                                        output_final_state=True)
-    assert_close(got, expected(given, h0, None, gamma), 1e-6)
+    assert_close(got, expected(given, h0, None, gamma))
+
+
+def test_slopes_of_a_traced_float64_call_are_float64() -> None:
+    """v alone decides it, and fewer bits stay float32."""
+    given = {name: inputs()[name] for name in "qkv"}
+    gamma = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(3)], dtype=torch.float64)
+    traced = torch.compile(flashlin.chunk_retention, fullgraph=True, backend="aot_eager")
+    assert_close(traced(**given)[0], expected(given, None, None, gamma)[0])
+    mixed = {**given, "q": given["q"].float()}
+    wanted = expected({**given, "q": mixed["q"].double()}, None, None, gamma)[0]
+    assert_close(flashlin.chunk_retention(**mixed)[0], wanted)
+    assert slopes_dtype(given["q"].bfloat16(), None) == slopes_dtype(given["q"].float(), "v") == torch.float32
 
 
 @pytest.mark.parametrize("edges", [None, (0, 4, 4, 12)], ids=["dense", "packed"])

@@ -11,6 +11,7 @@ from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
 
 
@@ -39,5 +40,5 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tens
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:
         check_qkv(q, k, v, grouped=True)
-        q, k = l2norm(q), l2norm(k)
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     return chunked.run(FAMILY, request, (q, k, v, beta, g, None), grouped=True)

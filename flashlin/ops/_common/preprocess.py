@@ -2,6 +2,8 @@
 the torch path and for calls with gradients, whichever kernels follow."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,15 @@ L2_EPS = 1e-6
 def wide(x: Tensor) -> Tensor:
     """At least float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def exact(x: Tensor, *others: Any) -> Tensor:
+    """Return x in float64 if one of the others is a float64 tensor, else x itself. A float64 call computes
+    norms and gates in float64, whatever dtype their own tensors have."""
+    for other in others:
+        if isinstance(other, Tensor) and other.dtype == torch.float64:
+            return x.double()
+    return x
 
 
 def l2normalized(x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from flashlin.ops._common.preprocess import (
     beta_of_logits,
     by_value_head,
     decay_of_gate,
+    exact,
     l2normalized,
     wide,
 )
@@ -144,6 +145,9 @@ def run(
 def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
     """Norms, gates, sigmoids and rates in differentiable torch; what is left is the recurrence itself."""
     words = how.words
+    if x.q.dtype == torch.float64:
+        x = x._replace(**{name: exact(y, x.q) for name, y in x._asdict().items()
+                          if y is not None and y.is_floating_point()})
     if "l2norm" in words:
         x = x._replace(q=l2normalized(x.q), k=l2normalized(x.k))
         if x.a is not None and "undecayed" in words:

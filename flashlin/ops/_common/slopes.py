@@ -31,18 +31,27 @@ def _cached(make: Callable[..., Tensor], *facts: Any) -> Tensor:
     return make(*facts)
 
 
+def slopes_dtype(*tensors: Any) -> torch.dtype:
+    """Return the dtype of the slopes of a call: float64 if one of its tensors is float64, else float32."""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
 @_kept
-def retention_slopes(H: int, device: torch.device) -> Tensor:
-    """[H] float32: log(1 - 2^(-5 - h)), computed in float64 (in float32 the logarithm of a number near 1
+def retention_slopes(H: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[H] in dtype: log(1 - 2^(-5 - h)), computed in float64 (in float32 the logarithm of a number near 1
     loses half its digits)."""
-    return torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64, device=device))).float()
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(H, dtype=torch.float64, device=device))).to(dtype)
 
 
 @_kept
-def lightning_slopes(H: int, layer_idx: int, num_layers: int, device: torch.device) -> Tensor:
-    """[H] float32: -(8 / H) (1 - layer_idx / num_layers) h."""
+def lightning_slopes(H: int, layer_idx: int, num_layers: int, dtype: torch.dtype,
+                     device: torch.device) -> Tensor:
+    """[H] in dtype: -(8 / H) (1 - layer_idx / num_layers) h."""
     step = -(8 / max(H, 1)) * (1 - layer_idx / num_layers)
-    return (torch.arange(H, dtype=torch.float64, device=device) * step).float()
+    return (torch.arange(H, dtype=torch.float64, device=device) * step).to(dtype)
 
 
 @_kept
