@@ -1,7 +1,7 @@
 """The proof that autocast changes no op: a call of every op, forward and backward, inside and outside of it.
 
-``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed (tests/hostile.py);
-their quick cases, which are dense (flashlin/testing/cases); packed calls of several chunks
+``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed
+(tests/hostile.py); their quick cases, which are dense (flashlin/testing/cases); packed calls of several chunks
 (tests/isolation.py); and functions that are no ops.
 """
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _beside_ops() -> dict[str, tuple[Callable[..., Any], dict[str, Any], set[str
     torch.manual_seed(0)
     randn, edges, slots = torch.randn, torch.tensor([0, 2, 6]), torch.tensor([0, 1])
     served = {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "v": randn(1, 6, 2, 8), "g": randn(1, 6, 2),
-              "beta": randn(1, 6, 2).sigmoid(), "states": randn(3, 2, 8, 8), "indices": slots, "cu_seqlens": edges,
+              "beta": randn(1, 6, 2).sigmoid(), "states": randn(3, 2, 8, 8), "indices": slots,
+              "cu_seqlens": edges,
               "A_log": randn(2), "dt_bias": randn(2), "use_gate_in_kernel": True}
     has = torch.tensor([True, False])
     rows = {"x": randn(6, 8), "weight": randn(8), "bias": randn(8), "residual": randn(6, 8), "z": randn(6, 8)}
@@ -96,7 +97,8 @@ def calls(kinds: str = "arguments quick packed beside") -> Iterator[Call]:
                        frozenset(hostile.parameters(op) if op in NO_GRADIENTS else WRITTEN))
     for case in CASES if "quick" in kinds else ():
         if case.quick and case.op not in LINEAR:
-            yield Call(case.op, f"quick-{case.id}", partial(_of_case, case), case.call, frozenset(case.constant))
+            yield Call(case.op, f"quick-{case.id}", partial(_of_case, case), case.call,
+                       frozenset(case.constant))
     for call in isolation.CALLS if "packed" in kinds else ():
         if (call.packed or call.numbered) and call.op not in LINEAR:
             constant = {one.split(":")[0][1:] for one in call.inputs.split() if one.startswith("*")}
@@ -137,14 +139,15 @@ def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32,
         made = tensors_of((function or call.function)(**given))
     written = [given[name] for name in call.constant & given.keys() if isinstance(given[name], Tensor)]
     wanted = [x for x in made if x.requires_grad]
-    gradients: list[Any] = []
+    gradients: list[Tensor] = []
     if wanted and leaves:
         generator = torch.Generator().manual_seed(1)
         cotangents = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in wanted]
         if cotangent is not None:
             cotangents = [*map(cotangent, cotangents)]
         with under(backward):
-            gradients = [x for x in torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True) if x is not None]
+            found = torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True)
+        gradients = [x for x in found if x is not None]
     return [x.detach() for x in [*made, *written, *gradients]]
 
 

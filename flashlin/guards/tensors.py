@@ -33,8 +33,8 @@ def check_no_copy(name: str, x: torch.Tensor, because: str) -> None:
     """Raise a ValueError if x, which is to be overwritten, is a copy that ``resolved`` has made: what is
     written to that would be lost."""
     if _copies and _copies.get(id(x)) is x:
-        raise ValueError(f"{name}: got a lazily negated or conjugated tensor, need x.resolve_neg() of it, since "
-                         f"{because} overwrites it")
+        raise ValueError(f"{name}: got a lazily negated or conjugated tensor, need {name}.resolve_neg(), "
+                         f"since {because} overwrites it")
 
 
 def shown(shape: Any) -> str:

@@ -108,8 +108,11 @@ def mamba_inner_fn(
             for name, x in (("B", B), ("C", C)))
     check_linear("xz", xz, x_proj_weight=x_proj_weight, delta_proj_weight=delta_proj_weight,
                  out_proj_weight=out_proj_weight)
-    given = Layer(xz, weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A,
-                  B, C, D, delta_bias, B_proj_bias, C_proj_bias, b_rms_weight, c_rms_weight, dt_rms_weight)
+    given = Layer(
+        xz=xz, conv1d_weight=weight, conv1d_bias=conv1d_bias, x_proj_weight=x_proj_weight,
+        delta_proj_weight=delta_proj_weight, out_proj_weight=out_proj_weight, out_proj_bias=out_proj_bias,
+        A=A, B=B, C=C, D=D, delta_bias=delta_bias, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias,
+        b_rms_weight=b_rms_weight, c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight)
     return _composed(given, delta_softplus, eps, linear_dtype(xz))
 
 

@@ -20,7 +20,7 @@ from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common import chunked
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
-from flashlin.ops._common.entry import entry
+from flashlin.ops._common.entry import entry, outside
 
 
 def _decays(x: inputs.Inputs) -> Tensor:
@@ -264,4 +264,5 @@ def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)
-    return o, torch_path.scores(q, k, g, g_gamma, scale).to(q.dtype)
+    # traced under autocast, backward of a product of matrices would be rounded
+    return o, torch_path.scores(q, k, g, g_gamma, scale, summed=outside.autocast).to(q.dtype)

@@ -210,11 +210,14 @@ def mamba_split_conv1d_scan_combined(
     Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
     W up to 16 has kernels.
     """
-    y, final = _mixed(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx,
-                      dt_limit, return_final_states, activation, rmsnorm_weight, rmsnorm_eps, headdim, ngroups,
-                      norm_before_gate)
+    y, final = _mixed(
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
+        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,
+        rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, headdim=headdim, ngroups=ngroups,
+        norm_before_gate=norm_before_gate)
     if outproj_weight is not None:
-        need_tensor("outproj_weight", outproj_weight, (None, y.shape[2]), "[out, M + H P]", y.device, "zxbcdt")
+        need_tensor("outproj_weight", outproj_weight, (None, y.shape[2]), "[out, M + H P]", y.device,
+                    "zxbcdt")
         check_optional("zxbcdt", y, [("outproj_bias", outproj_bias, outproj_weight.shape[:1], "[out]")])
         check_linear("zxbcdt", y, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
         y = linear(y, outproj_weight, outproj_bias, linear_dtype(y))

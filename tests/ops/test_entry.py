@@ -31,9 +31,9 @@ HOPPER = parse("triton=3.6.0,sm=90")
 # --- every public function has the entry ---
 
 def functions() -> dict[str, Callable[..., Any]]:
-    places = {"flashlin": [*PUBLIC], "flashlin.mamba": mamba.__all__, "flashlin.serving": serving.__all__}
-    found = {f"{package}.{name}": getattr(module, name) for package, module in (
-        ("flashlin", flashlin), ("flashlin.mamba", mamba), ("flashlin.serving", serving)) for name in places[package]}
+    places: list[tuple[Any, list[str]]] = [(flashlin, [*PUBLIC]), (mamba, mamba.__all__),
+                                           (serving, serving.__all__)]
+    found = {f"{module.__name__}.{name}": getattr(module, name) for module, names in places for name in names}
     return {name: x for name, x in found.items() if not inspect.isclass(x)}
 
 
@@ -56,7 +56,8 @@ def test_a_function_without_the_entry_is_found() -> None:
 def test_autocast_changes_nothing(call: Call) -> None:
     wanted = results(call)
     for forward, backward in UNDER:
-        assert differences(wanted, results(call, forward=forward, backward=backward)) == [], (forward, backward)
+        found = results(call, forward=forward, backward=backward)
+        assert differences(wanted, found) == [], (forward, backward)
 
 
 @pytest.mark.parametrize("op", [op for op in hostile.OPS if "norm_linear" in op or "gate_linear" in op])
@@ -66,8 +67,7 @@ def test_only_the_product_of_a_linear_layer_is_in_the_autocast_dtype(op: str) ->
     if op == "layer_norm_linear":
         given["num_groups"] = 1
     weight, bias = given.pop("linear_weight"), given.pop("linear_bias")
-    norm = {"layer_norm_swish_gate_linear": "layer_norm_gated", "rms_norm_swish_gate_linear": "rms_norm_gated"}.get(
-        op, op.removesuffix("_linear"))
+    norm = op.removesuffix("_linear").replace("_swish_gate", "_gated")
     named = {name.removeprefix("norm_"): x for name, x in given.items()}
     accepted = inspect.signature(getattr(flashlin, norm)).parameters
     y = getattr(flashlin, norm)(**{name: x for name, x in named.items() if name in accepted})
@@ -83,13 +83,13 @@ def inner(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     D, N, R = 6, 4, 3
     return {"xz": torch.randn(2, 2 * D, 9, dtype=dtype), "conv1d_weight": torch.randn(D, 1, 4),
             "conv1d_bias": torch.randn(D), "x_proj_weight": torch.randn(R + 2 * N, D),
-            "delta_proj_weight": torch.randn(D, R), "out_proj_weight": torch.randn(5, D), "out_proj_bias": None,
-            "A": -torch.rand(D, N), "D": torch.randn(D), "delta_bias": torch.randn(D)}
+            "delta_proj_weight": torch.randn(D, R), "out_proj_weight": torch.randn(5, D),
+            "out_proj_bias": None, "A": -torch.rand(D, N), "D": torch.randn(D), "delta_bias": torch.randn(D)}
 
 
 def layer_by_ops(xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, x_proj_weight: Tensor,
-                 delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: None, A: Tensor, D: Tensor,
-                 delta_bias: Tensor) -> Tensor:
+                 delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: None, A: Tensor,
+                 D: Tensor, delta_bias: Tensor) -> Tensor:
     """mamba_inner_fn as a model would write it."""
     x, z = xz.chunk(2, 1)
     u: Any = flashlin.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
@@ -101,7 +101,8 @@ def layer_by_ops(xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, x_proj_
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("of_xz", [torch.float32, BF16], ids=str)
-def test_a_mamba_layer_under_autocast_is_its_ops_and_linear_layers(dtype: torch.dtype, of_xz: torch.dtype) -> None:
+def test_a_mamba_layer_under_autocast_is_its_ops_and_linear_layers(dtype: torch.dtype,
+                                                                   of_xz: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
         assert torch.equal(mamba.mamba_inner_fn(**inner(of_xz)), layer_by_ops(**inner(of_xz)))
 
@@ -115,7 +116,8 @@ def test_a_mamba2_layer_under_autocast_rounds_its_product_alone(dtype: torch.dty
     with torch.autocast("cpu", dtype):
         out, found = flashlin.mamba_split_conv1d_scan_combined(
             **{**given, "outproj_weight": weight, "outproj_bias": bias})
-        assert out.dtype == dtype and torch.equal(out, F.linear(y, weight, bias)) and torch.equal(found, states)
+        assert out.dtype == dtype and torch.equal(out, F.linear(y, weight, bias))
+        assert torch.equal(found, states)
 
 
 def test_gradients_of_a_linear_layer_do_not_depend_on_autocast_in_backward() -> None:
@@ -184,7 +186,7 @@ def read() -> Iterator[list[Tensor]]:
 
 
 IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # nothing but torch
-WRITTEN = {"state", "conv_state", "cache", "final_states_out", "states", "x"}  # x: of rotary_embedding, inplace
+WRITTEN = {"state", "conv_state", "cache", "final_states_out", "states", "x"}  # x: rotary_embedding, inplace
 
 
 def with_negated(call: Call, name: str) -> Callable[..., Any]:
@@ -200,7 +202,7 @@ def test_no_kernel_reads_a_negated_tensor(call: Call, read: list[Tensor]) -> Non
         try:
             results(call, function=with_negated(call, name))
         except ValueError as error:
-            assert f"{name}: got a lazily negated or conjugated tensor" in str(error) and name in WRITTEN, error
+            assert name in WRITTEN and f"{name}: got a lazily negated or conjugated" in str(error), error
         assert not [x for x in read if x.is_neg()], name
     results(call, cotangent=negated)
     assert not [x for x in read if x.is_neg()], "gradients"
@@ -222,7 +224,7 @@ def test_negated_tensors_are_their_numbers(call: Call) -> None:
 def test_a_negated_state_that_is_overwritten_is_an_error(op: str, name: str) -> None:
     given = hostile.arguments(op)
     for lazily in (torch._neg_view(given[name].clone()), torch.complex(given[name], given[name]).conj().imag):
-        with pytest.raises(ValueError, match=rf"^{name}: got a lazily negated or conjugated tensor, need x.resolve_neg"):
+        with pytest.raises(ValueError, match=rf"^{name}: got a lazily negated .*, need {name}\.resolve_neg"):
             getattr(flashlin, op)(**{**given, name: lazily})
         kept = lazily.resolve_neg()
         getattr(flashlin, op)(**{**given, name: kept})
@@ -249,3 +251,55 @@ def test_warnings_of_an_op_name_the_line_of_the_user() -> None:
     with pytest.warns(DeprecationWarning, match="transpose_state_layout is now called") as told:
         flashlin.chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0], transpose_state_layout=True)
     assert told[0].filename == __file__
+
+
+# --- torch.compile ---
+
+COMPILED = ("chunk_gated_delta_rule", "chunk_simple_gla", "mamba3_siso_combined", "selective_state_update",
+            "parallel_simple_gla", "rms_norm_gated")
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Call]:
+    return {call.op: call for call in reversed([*calls("quick")])}
+
+
+@pytest.mark.parametrize("op", COMPILED)
+def test_compiled_ops_are_the_same_under_autocast_and_of_negated_tensors(op: str,
+                                                                         quick: dict[str, Call]) -> None:
+    """The graph is another one under autocast, so the last bits may differ."""
+    call = quick[op]
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    wanted = results(call, function=compiled)
+
+    def lazily(**given: Any) -> Any:
+        return compiled(**{name: negated(x) for name, x in given.items()})
+    for found in (results(call, function=compiled, forward=BF16),
+                  results(call, function=lazily, cotangent=negated)):
+        assert [x.dtype for x in found] == [x.dtype for x in wanted]
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 * y.abs().max().item())
+
+
+def test_a_compiled_norm_with_a_linear_layer_multiplies_in_the_autocast_dtype() -> None:
+    torch.manual_seed(0)
+    given = hostile.arguments("rms_norm_linear")
+    call = Call("rms_norm_linear", "", lambda: given, flashlin.rms_norm_linear)
+    compiled = torch.compile(flashlin.rms_norm_linear, fullgraph=True, backend="aot_eager")
+    for x, y in zip(results(call, forward=BF16), results(call, forward=BF16, function=compiled), strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_an_exported_op_is_the_same_under_autocast() -> None:
+    class Exported(nn.Module):
+        def forward(self, q: Tensor, g: Tensor) -> Tensor:
+            return flashlin.chunk_gla(q, q, q, g)[0]
+    q, g = torch.randn(1, 70, 2, 8), -torch.rand(1, 70, 2, 8)
+    wanted = Exported()(q, g)
+    program = torch.export.export(Exported(), (q, g))
+    with torch.autocast("cpu", BF16):
+        within = torch.export.export(Exported(), (q, g))
+        for exported in (program, within):
+            torch.testing.assert_close(exported.module()(q, g), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(within.module()(q, g), wanted, rtol=1e-5, atol=1e-5)

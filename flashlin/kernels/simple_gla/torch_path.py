@@ -33,12 +33,14 @@ def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
-           scale: float) -> torch.Tensor:
+           scale: float, summed: bool = False) -> torch.Tensor:
     """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i.
-    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors."""
+    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors. summed: without a product
+    of matrices, as sums that a compiler fuses."""
     compute = widest(q, k)
     T = q.shape[1]
-    weights = (q.to(compute) * scale).transpose(1, 2) @ k.to(compute).permute(0, 2, 3, 1)
+    q, k = (q.to(compute) * scale).transpose(1, 2), k.to(compute).transpose(1, 2)
+    weights = (q[:, :, :, None] * k[:, :, None]).sum(-1) if summed else q @ k.mT
     if gamma is not None:
         weights = weights * decay_between(gamma.to(compute)[:, None].expand(-1, T))
     elif g is not None:

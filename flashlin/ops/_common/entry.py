@@ -1,4 +1,4 @@
-"""The entry of every public function: what each call goes through before its own code, and its backward after.
+"""The entry of every public function. A call goes through it before its own code, and so does its backward.
 
 Three things hold for every op, whatever its path:
 
@@ -101,8 +101,8 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
 
 
 def _any_lazy(arguments: Iterable[Any]) -> bool:
-    """Return True if a tensor among the arguments has a lazy bit. Only real tensors can be negated lazily: every op
-    refuses complex ones, so the bit of conjugation needs no look."""
+    """Return True if a tensor among the arguments is negated lazily. Every op refuses complex tensors, and only
+    those can be conjugated."""
     for x in arguments:
         if type(x) in _LOOKED_AT:
             if x.is_neg():
