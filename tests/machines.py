@@ -57,8 +57,9 @@ def check(found: Report, name: str) -> report.Check:
     return next(one for one in found.checks if one.name == name)
 
 
-def made(*targets: str, torch: str = "2.10.0", cuda: str | None = "12.8", **changes: Any) -> Machine:
+def made(*targets: str, torch: str = "2.10.0", cuda: str | None = "12.8", hip: str | None = None,
+         **changes: Any) -> Machine:
     found = {f"cuda:{index}": parse(target, torch_version=torch) for index, target in enumerate(targets)}
-    module = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=cuda, hip=None))
+    module = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=cuda, hip=hip))
     triton = next(iter(found.values())).triton if found else "3.6.0"
     return Machine(module, "", triton, "", found, {}, Policy(), "")._replace(**changes)

@@ -209,6 +209,7 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
 @pytest.mark.parametrize(("found", "script", "status", "said"), [
     (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"),
     (made(cuda=None), SMI, "degraded", "not on your NVIDIA H200 (driver 570.86): torch 2.10.0 is a CPU build"),
+    (made(cuda=None, hip="6.4"), SMI, "degraded", "torch 2.10.0 is a ROCm 6.4 build"),
     (made(), SMI, "degraded", "the driver does not let this user or container in"),
     (made(cuda="13.0"), SMI, "degraded", "torch 2.10.0 (CUDA 13.0) needs driver 580 or newer"),
     (made(), SMI_OLD, "degraded", "needs driver 525 or newer"),
@@ -280,10 +281,23 @@ def row(target: str, op: str = "chunk_simple_gla") -> report.OpPlan:
     ("triton=3.2.0,sm=75", "bfloat16: triton via fp32; float16, float32: triton", "degraded"),
     ("triton=3.3.1,sm=75", "bfloat16, float16: triton via fp32; float32: triton", "degraded"),
     ("triton=3.6.0,sm=90", "triton", "ok"), ("triton=3.5.0,sm=103", "torch", "degraded"),
-    ("triton=3.6.0,backend=hip", "torch", "degraded"),
+    ("triton=3.6.0,backend=hip", "torch", "degraded"), ("A100,torch=2.13.0+cpu", "torch", "degraded"),
     ("triton=3.7.1,sm=100", "triton with 2 warps", "worked around"), ("cpu,triton=3.6.0", "torch", "ok")])
 def test_another_machine_is_planned_for(target: str, path: str, verdict: str) -> None:
     assert (row(target).path, row(target).verdict) == (path, verdict)
+
+
+@pytest.mark.parametrize(("target", "command"), [
+    ("A100,torch=2.13.0+cpu", "torch==2.13.0 cu130"), ("A100,torch=2.13.0+rocm6.4", "torch==2.13.0 cu130"),
+    ("V100,torch=2.13.0+cpu", "torch==2.10.0 cu128"), ("MI300X,torch=2.13.0+cpu", ""),
+    ("cpu,torch=2.13.0+cpu", "")])
+def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, command: str) -> None:
+    found = flashlin.doctor(target=target, op="chunk_gla")
+    assert found.status == ("ok" if target.startswith("cpu") else "degraded")
+    assert bool(found.plans[0].cost) == (found.status == "degraded")
+    wheel, _, index = command.partition(" ")
+    advised = f'pip install --force-reinstall "{wheel}" --index-url https://download.pytorch.org/whl/{index}'
+    assert (found.advice.command if found.advice else "") == (advised if command else "")
 
 
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1", "V100,triton=3.3.1"])

@@ -78,6 +78,9 @@ CARDS: dict[str, Card] = {
 # Backends that are a GPU. On the last two plain torch serves.
 GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 BACKENDS = (*GPUS, "interpreter", "cpu")
+# The backend that a torch is built for, and what that is, by how its local version begins (2.13.0+cu130).
+BUILDS = {"cpu": ("cpu", "CPUs"), "cu": ("cuda", "NVIDIA GPUs"), "rocm": ("hip", "AMD GPUs"),
+          "xpu": ("xpu", "Intel GPUs")}
 BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
 OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
@@ -103,6 +106,14 @@ class Target(NamedTuple):
     def sm(self) -> str:
         return (f"sm{self.capability[0]}{self.capability[1]}" if self.backend == "cuda"
                 else self.arch or self.backend)
+
+    @property
+    def other_build(self) -> str:
+        """Name the machines that this torch is built for, ``CPUs`` or ``AMD GPUs``, if it cannot use this GPU.
+        ``""`` if it can, or if its version does not tell (``2.13.0``)."""
+        local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2])
+        backend, what = BUILDS[local[0]] if local else (self.backend, "")
+        return what if self.backend in GPUS and self.backend != backend else ""
 
     @property
     def stages(self) -> int:
@@ -253,7 +264,8 @@ def parse(text: str, *, torch_version: str = "") -> Target:
 
     A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys
     are triton, torch, ptxas, shared (bytes), sms and name. A triton of two numbers is its newest patch;
-    without one it is the one that the torch was made with, else this machine's.
+    without one it is the one that the torch was made with, else this machine's. A torch whose local version
+    names another kind of machine (``2.13.0+cpu`` with an A100) cannot use the card: see ``other_build``.
 
     Raises ValueError that names what is wrong, and what was probably meant.
     """

@@ -110,10 +110,9 @@ def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged)
 
 def _broken(machine: Machine, gpu: bool) -> bool:
     """Whether torch or Triton cannot be used, so that staying is no choice; the checks say why."""
-    cpu_build = machine.torch is not None and not machine.torch.version.cuda
-    return bool(machine.torch is None or machine.mixed or machine.uncovered
+    return bool(machine.torch is None or machine.mixed or machine.uncovered or machine.other_build
                 or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
-                or (machine.unseen and (cpu_build or machine.driver_too_old
+                or (machine.unseen and (machine.driver_too_old
                                         or machine.without_code(machine.known_cards))))
 
 
@@ -138,6 +137,8 @@ def _judge(pair: Pair, here: Pair, cards: Sequence[Target], policy: Policy, ops:
 
 
 def _with(card: Target, pair: Pair) -> Target:
+    if card.other_build:
+        card = card._replace(torch=pair.torch)
     if release(pair.triton) == release(card.triton):
         return card
     named = overriding(pair.triton, card.capability)
@@ -170,7 +171,7 @@ def _against(pair: Pair, machine: Machine, cards: Sequence[Target]) -> list[str]
     first, _, last = python.partition(" to ")
     if python and machine.python and not release(first)[:2] <= machine.python <= release(last)[:2]:
         said.append(f"it needs Python {first} to {last}")
-    if not here or machine.unseen or machine.uncovered:
+    if not here or machine.unseen or machine.uncovered or machine.other_build:
         said += [f"{NO_CODE} {card.sm}" for card in cards
                  if not made.oldest <= card.capability <= made.newest]
         driver = release(machine.driver.version)[:1]
@@ -219,7 +220,7 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
     broken = machine.triton_error not in ("", "not installed")
     installed = next((one.version for one in machine.dists if one.name == "triton"), "")
     again = tool.install(exact, again=broken or bool(machine.mixed), alone=broken or bool(machine.mixed))
-    if machine.unseen and machine.torch is not None and (not machine.torch.version.cuda):
+    if machine.other_build:
         return [*commands, tool.install(f"torch=={pair.torch}", again=True,
                                         index=INDEX + _tag(releases.wheels(pair.torch).cuda)),
                 *([again] if broken else [])]

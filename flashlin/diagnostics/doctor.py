@@ -124,8 +124,8 @@ def described(target: Target) -> Machine:
     policy, error = attempt(in_force)
     comes = next((pair.torch for pair in releases.pairs() if pair.triton == target.triton), "")
     torch = target.torch or comes
-    wheel = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=releases.wheels(torch).cuda,
-                                                                       hip=None))
+    cuda = None if target.other_build else releases.wheels(torch).cuda
+    wheel = SimpleNamespace(__version__=torch, version=SimpleNamespace(cuda=cuda, hip=None))
     return Machine(wheel, "", target.triton, "" if target.triton else "not installed", {"named": target}, {},
                    policy or Policy(), error)
 

@@ -130,6 +130,19 @@ class Machine(NamedTuple):
         return bool(self.driver.cards and self.torch is not None and not self.on_gpu and not self.lost)
 
     @property
+    def other_build(self) -> bool:
+        """True if torch is built without CUDA, and there are NVIDIA cards."""
+        return self.torch is not None and not self.torch.version.cuda and bool(self.cards or self.unseen)
+
+    @property
+    def build(self) -> str:
+        """What torch is built with, in words."""
+        built = self.torch.version
+        xpu = getattr(built, "xpu", None)
+        return (f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip
+                else f"XPU {xpu}" if xpu else "CPU build")
+
+    @property
     def driver_too_old(self) -> bool:
         """Whether the driver is older than this torch's CUDA asks for."""
         built, has = self.torch is not None and self.torch.version.cuda, release(self.driver.version)[:1]
@@ -241,9 +254,7 @@ def check_torch(machine: Machine) -> Iterator[Check]:
     if machine.torch is None:
         yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}")
         return
-    built = machine.torch.version
-    kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU build"
-    yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {kind}")
+    yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {machine.build}")
     if machine.uncovered:
         yield Check(name="torch", status="problem",
                     detail=f"has no code for {', '.join(machine.uncovered)}: all but Triton's kernels fails")
@@ -346,7 +357,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
                     detail=f"{driver}" + (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer"
                                           if old else ""))
         return
-    why = ("is a CPU build" if not built
+    why = (f"is a {machine.build.removesuffix(' build')} build" if not built
            else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old

@@ -92,6 +92,8 @@ def judged(plan: Plan) -> Status:
 def cost(plan: Plan) -> str:
     """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last
     costly remedy has the say."""
+    if plan.target.other_build:
+        return "the GPU is not used: torch computes on the CPU"
     costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
     return costs[-1] if costs and plan.target.backend in GPUS else ""
 

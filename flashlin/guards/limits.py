@@ -76,6 +76,10 @@ def check_backend(draft: Draft) -> Reason | None:
     if draft.target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
+    built_for = draft.target.other_build
+    if built_for:
+        return Reason("backend", f"torch {draft.target.torch}, a build for {built_for}",
+                      f"a build of torch for {GPUS[draft.target.backend]}", ("torch_path",))
     if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
         return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",))

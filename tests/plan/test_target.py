@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import flashlin
 from flashlin.compat import target as machine
 from flashlin.compat.releases import RELEASES
 from flashlin.compat.target import (
@@ -124,6 +125,24 @@ def test_the_usual_cards_are_among_the_known_ones() -> None:
     ("t4,torch=2.6,triton=9.9", "9.9"), ("t4,torch=2.6,triton=2.1", "2.1"), ("t4,torch=2.6,triton=none", "")])
 def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str) -> None:
     assert parse(text).triton == triton and parse(text).torch == text.split("torch=")[1].replace(" ", ",").split(",")[0]
+
+
+@pytest.mark.parametrize(("text", "built_for"), [
+    ("A100,torch=2.13.0+cpu", "CPUs"), ("A100,torch=2.13.0+cpu.cxx11.abi", "CPUs"),
+    ("MI300X,torch=2.13+cpu", "CPUs"), ("backend=xpu,torch=2.13+cpu", "CPUs"), ("A100,torch=2.13.0+rocm6.4", "AMD GPUs"),
+    ("A100,torch=2.13.0+xpu", "Intel GPUs"), ("MI300X,torch=2.13.0+cu130", "NVIDIA GPUs"),
+    ("A100,torch=2.13.0+cu130", ""), ("A100,torch=2.13.0", ""), ("A100", ""), ("MI300X,torch=2.13.0+rocm6.4", ""),
+    ("A100,triton=3.2,torch=2.6.0a0+ecf3bae40a.nv25.01", ""), ("A100,triton=3.2,torch=2.6.0+gitcu1", ""),
+    ("backend=xpu,torch=2.13.0+xpu", ""), ("cpu,torch=2.13.0+cu130", ""), ("cpu,torch=2.13.0+rocm6.4", "")])
+def test_a_torch_of_another_build_launches_nothing(text: str, built_for: str) -> None:
+    target = parse(text)
+    assert target.other_build == built_for
+    plan = flashlin.plan("chunk_gla", target=target)
+    if built_for:
+        assert (plan.path, plan.launches) == ("torch", ())
+        assert f"torch {target.torch}, a build for {built_for}" in str(plan)
+    else:
+        assert (plan.path == "triton") == (target.backend == "cuda")
 
 
 @pytest.mark.parametrize(("text", "message"), [
