@@ -3,6 +3,7 @@ nothing half fetched stays. pip is a stand-in here; tests/matrix fetches for rea
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,46 @@ import os, sys, time
 from pathlib import Path
 target = Path(sys.argv[sys.argv.index("--target") + 1])
 Path(os.environ["TMPDIR"], "wheel").write_bytes(bytes(3_000_000))
-time.sleep({sleep})
+for _ in range(6000):  # until that has been told, a minute at most
+    if {told!r} is None or os.path.exists({told!r}):
+        break
+    time.sleep(0.01)
 if {code}:
     sys.exit("ERROR: No matching distribution")
 (target / "package.py").write_bytes(bytes(2_000_000))
 """
 
 
-def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, sleep: float = 0.5) -> None:
-    monkeypatch.setattr(environments, "python", lambda *words: [
-        sys.executable, "-c", PIP.format(code=code, sleep=sleep), *words])
+def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, told: Path | None = None) -> None:
+    """told: a file for which it waits after its download."""
+    text = PIP.format(code=code, told=told and str(told))
+    monkeypatch.setattr(environments, "python", lambda *words: [sys.executable, "-c", text, *words])
     monkeypatch.setattr(environments, "EVERY", 0.15)
 
 
 def test_how_far_a_download_is_is_told_and_a_second_call_says_nothing(monkeypatch: pytest.MonkeyPatch,
                                                                       tmp_path: Path) -> None:
-    pip_is(monkeypatch)
+    seen = tmp_path / "seen"
+    pip_is(monkeypatch, told=seen)
     told: list[str] = []
-    home = installed(["thing==1"], "thing-1", tmp_path, tell=told.append)
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if text.startswith("thing==1: 3 MB so far, "):
+            seen.touch()
+    home = installed(["thing==1"], "thing-1", tmp_path, tell=tell)
     assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / "thing-1"
     assert told[0] == f"fetching thing==1 into {tmp_path.resolve()}, once"
-    assert told[1].startswith("thing==1: 3 MB so far, ") and told[-1].startswith("thing==1: done, 2 MB in ")
+    # the first lines may come before pip has begun, on a busy machine
+    sizes = [int(re.fullmatch(r"thing==1: ([0-5]) MB so far, \d+ s", line)[1])  # type: ignore[index]
+             for line in told[1:-1]]
+    assert 3 in sizes and sizes == sorted(sizes) and told[-1].startswith("thing==1: done, 2 MB in ")
     assert installed(["thing==1"], "thing-1", tmp_path, tell=told.append) == home
     assert told[-1].startswith("thing==1: done")
 
 
 def test_what_fails_leaves_nothing_and_quotes_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pip_is(monkeypatch, code=1, sleep=0)
+    pip_is(monkeypatch, code=1)
     with pytest.raises(NotInstallable, match=r"^pip install thing==1: ERROR: No matching distribution$"):
         installed(["thing==1"], "thing-1", tmp_path, tell=lambda text: None)
     assert [path.name for path in tmp_path.iterdir()] == [".thing-1.lock"]
@@ -51,7 +65,7 @@ def test_what_fails_leaves_nothing_and_quotes_pip(monkeypatch: pytest.MonkeyPatc
 
 def test_in_code_it_is_told_on_stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                       capsys: pytest.CaptureFixture[str]) -> None:
-    pip_is(monkeypatch, sleep=0)
+    pip_is(monkeypatch)
     found = triton_environment("3.6.0", cache=tmp_path)
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve() / "triton-3.6.0")
     shown = capsys.readouterr()
