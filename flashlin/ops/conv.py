@@ -77,9 +77,10 @@ def causal_conv1d(
             least W - 1 tokens each.
 
     Returns:
-        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. Rows that cu_seqlens does not
-        cover hold the residual or zeros, and pass no gradient on to x. Gradients, also those of the final
-        state, are computed in fp32 and repeat to the bit.
+        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. cu_seqlens has to cover all
+        rows, else ValueError. Where its values are not read (on a GPU outside debug mode, or compiled), rows
+        that it leaves out hold the residual or zeros, and pass no gradient on to x. Gradients, also those of
+        the final state, are computed in fp32 and repeat to the bit.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine

@@ -129,13 +129,16 @@ def fused_linear_cross_entropy_loss(
         num_chunks: into how many chunks the N rows are cut, at least 1; fewer where N is small, or where V is
             not that much larger than D.
         reduction: ``mean`` over the rows that are not ignored, or ``sum``.
-        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit
-            (not to the loss), as RWKV does; of all rows. Ties go to one of them.
+        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit, as
+            RWKV does, but nothing to the loss. Logits are taken before logit_scale and logit_softcapping. N
+            counts all rows, and ignored rows get this gradient, too, with both reductions. It is multiplied
+            by the gradient of the loss. Ties go to one of them.
         accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own
             dtype.
 
     Returns:
-        A float32 scalar (float64 for float64 x); 0 with gradients of 0 where every row is ignored.
+        A float32 scalar (float64 for float64 x); 0 where every row is ignored, with gradients of 0 but for
+        those of use_l2warp.
 
     Raises: as ``cross_entropy_loss``.
 

@@ -76,7 +76,8 @@ def chunk_gated_delta_product(
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
+        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
+        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

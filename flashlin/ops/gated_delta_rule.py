@@ -80,7 +80,9 @@ def chunk_gated_delta_rule(
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None. Rows that cu_seqlens does not cover are zero, as are their gradients.
+        like initial_state, or None. cu_seqlens has to cover all rows, else ValueError. Where its values are
+        not read (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their
+        gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
@@ -169,8 +171,10 @@ def fused_recurrent_gated_delta_rule(
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with inplace_state or state_indices it is initial_state itself. Rows that
-        cu_seqlens does not cover are zero, as are their gradients. Without gradients all of it is one launch.
+        like initial_state, or None; with inplace_state or state_indices it is initial_state itself.
+        cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU outside
+        debug mode, or compiled), rows that it leaves out are zero, as are their gradients. Without gradients
+        all of it is one launch.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

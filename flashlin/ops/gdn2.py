@@ -86,14 +86,16 @@ def chunk_gdn2(
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
-        chunk_size: 64, as in fla; the launch table chooses the chunk, which never changes the result beyond
-            rounding. disable_recompute: accepted for compatibility: backward always recomputes.
+        chunk_size: 64 alone, as in fla; the launch table chooses the chunk, which never changes the result
+            beyond rounding. disable_recompute: accepted for compatibility: backward always recomputes.
         transpose_state_layout: old name of state_v_first.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
         like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
-        dtype, as ``chunk_kda``. Rows that cu_seqlens does not cover are zero, as are their gradients.
+        dtype, as ``chunk_kda``. cu_seqlens has to cover all rows, else ValueError. Where its values are not
+        read (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their
+        gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

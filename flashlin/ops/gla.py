@@ -61,8 +61,9 @@ def chunk_gla(
 
     Returns:
         o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
-        tensors), laid out like initial_state, or None. Rows that cu_seqlens does not cover are zero, as are
-        their gradients.
+        tensors), laid out like initial_state, or None. cu_seqlens has to cover all rows, else ValueError;
+        where its values are not read (on a GPU outside debug mode, or compiled), rows that it leaves out are
+        zero, as are their gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

@@ -40,9 +40,10 @@ def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output
 
     Returns:
         o [B, T, D] in x's dtype, and the final state [N, D] in float32 (float64 for float64 tensors), or
-        None. Rows that cu_seqlens does not cover are zero, as are their gradients. x, g and initial_state get
-        gradients, through o and through the final state; they repeat to the bit. In 16 bits g's gradient is
-        computed from o as it was returned.
+        None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU
+        outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients. x, g and
+        initial_state get gradients, through o and through the final state; they repeat to the bit. In 16 bits
+        g's gradient is computed from o as it was returned.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

@@ -84,8 +84,8 @@ def chunk_kda(
         cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: 32 or 64, accepted for compatibility but for return_intermediate_states; the launch table
-            chooses the chunk, which never changes the result beyond rounding.
+        chunk_size: 32 or 64, as in fla. It decides which states return_intermediate_states returns, and
+            nothing else: the launch table chooses the chunk, which never changes the result beyond rounding.
         disable_recompute, use_graph, max_num_seqs: accepted for compatibility: backward always recomputes,
             and any call can be captured.
         transpose_state_layout: old name of state_v_first.
@@ -94,8 +94,9 @@ def chunk_kda(
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
         like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
-        dtype, laid out like initial_state, the chunks of packed sequences one after the other. Rows that
-        cu_seqlens does not cover are zero, as are their gradients.
+        dtype, laid out like initial_state, the chunks of packed sequences one after the other. cu_seqlens has
+        to cover all rows, else ValueError. Where its values are not read (on a GPU outside debug mode, or
+        compiled), rows that it leaves out are zero, as are their gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
@@ -227,9 +228,10 @@ def fused_recurrent_kda(
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with inplace_state or state_indices it is initial_state itself. Rows that
-        cu_seqlens does not cover are zero, as are their gradients. Without gradients all of it is one launch,
-        the gate included.
+        like initial_state, or None; with inplace_state or state_indices it is initial_state itself.
+        cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU outside
+        debug mode, or compiled), rows that it leaves out are zero, as are their gradients. Without gradients
+        all of it is one launch, the gate included.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

@@ -84,8 +84,10 @@ def mamba3_siso_combined(
 
     Returns:
         y [b, T, H, P] in V's dtype; with return_final_states (y, angles in 0 .. 2 pi, states, k, v), angles
-        and states in float32 (float64 for float64 tensors). Rows that cu_seqlens does not cover are zero, as
-        are their gradients. Gradients reach every floating-point argument through each of them.
+        and states in float32 (float64 for float64 tensors). cu_seqlens has to cover all rows, else
+        ValueError. Where its values are not read (on a GPU outside debug mode, or compiled), rows that it
+        leaves out are zero, as are their gradients. Gradients reach every floating-point argument through
+        each of them.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

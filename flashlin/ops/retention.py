@@ -77,7 +77,7 @@ def fused_chunk_retention(
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
-    ``fla.ops.retention.fused_chunk_retention``."""
+    ``fla.ops.retention.fused_chunk_retention``; arguments as ``chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
     return family.run(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)

@@ -43,10 +43,11 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         chunk_indices: accepted for compatibility; nothing is looked up in it.
 
     Returns:
-        y of x's shape and dtype, computed in float32. Rows that cu_seqlens does not cover are zero, as are
-        their gradients. Places from TR on: a ValueError where they are known without waiting for a GPU (an
-        int offset of a batch that is not packed, tensors on the CPU, debug mode); elsewhere such tokens'
-        pairs are NaN, and nothing outside of the tables is read.
+        y of x's shape and dtype, computed in float32. cu_seqlens has to cover all rows, else ValueError;
+        where its values are not read (on a GPU outside debug mode, or compiled), rows that it leaves out are
+        zero, as are their gradients. Places from TR on: a ValueError where they are known without waiting for
+        a GPU (an int offset of a batch that is not packed, tensors on the CPU, debug mode); elsewhere such
+        tokens' pairs are NaN, and nothing outside of the tables is read.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

@@ -51,7 +51,7 @@ def selective_scan_fn(
         delta_softplus: the step dt is softplus(delta + delta_bias).
         return_last_state: also return the state after the last token.
 
-    Each tensor may have a dtype of its own; all arithmetic is in float32.
+    Each tensor may have a dtype of its own; all arithmetic is in float32 (float64 for float64 tensors).
 
     Returns:
         y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32,

@@ -204,8 +204,8 @@ def mamba_split_conv1d_scan_combined(
 
     Returns:
         [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states
-        [b, H, P, N] in float32. With an MLP its silu(first half) * second half comes before the scan's
-        columns.
+        [b, H, P, N] in float32 (float64 for float64 tensors). With an MLP its silu(first half) * second half
+        comes before the scan's columns.
 
     Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
     W up to 16 has kernels.

@@ -43,7 +43,8 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
 
     Returns:
         y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens
-        hands its cache on. Rows that cu_seqlens does not cover are zero, as are their gradients.
+        hands its cache on. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
+        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot

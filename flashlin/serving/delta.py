@@ -73,12 +73,15 @@ def decode(
             (another dtype of floats runs in plain torch).
         indices: [N] int32 or int64: the slot of each request. [N, 1 + drafts] for T = 1 + drafts: the state
             after token t goes to indices[n, t]; with fewer columns than a request has tokens, its last ones'
-            states go there. A request that begins with an index outside of the pool is padding: o is zero,
-            nothing is written. A column outside of the pool is not written. No two may name one slot
+            states go there. The first column is column num_accepted_tokens[n] - 1, or column 0 where that is
+            None or 0. If its slot is outside of the pool, the request is padding: o is zero, nothing is
+            written. A state for any other slot outside of the pool is not written. No two may name one slot
             (FLASHLIN_DEBUG=1 checks that, and that no index is past the end).
-        num_accepted_tokens: [N] int32 or int64, of the step before: request n begins with the state at
-            indices[n, num_accepted_tokens[n] - 1], or with zeros where it is 0. None: at column 0.
-        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1].
+        num_accepted_tokens: [N] int32 or int64, of the step before: request n begins with the state in the
+            slot of its first column, or with zeros where it is 0. More than there are columns counts as all
+            of them (an error with FLASHLIN_DEBUG=1).
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. It has to
+            cover all rows, as in ``chunk_gated_delta_rule``.
         scale: factor on the output; None means K ** -0.5.
         use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or of channels with a lower_bound
             below 0 lower_bound sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV]; dt_bias: [HV] or None (of
@@ -126,8 +129,8 @@ def prefill(
     Args:
         q, k [1, total, H, K], v [1, total, HV, V], g, beta, states, the other options: as ``decode``.
         indices: [N] int32 or int64: the slot of each request; outside of the pool: padding.
-        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. One without
-            tokens leaves its slot as it is.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1], and all rows
+            are covered. A request without tokens leaves its slot as it is.
         has_initial_state: [N] bool: whether a request goes on from its slot's state (a later piece); else it
             begins with zeros, whatever the slot holds.
         mode: ``chunk`` for speed, with matrix products; pieces give what one call gives up to rounding.
@@ -135,7 +138,7 @@ def prefill(
             for a trainer that repeats a rollout.
 
     Returns:
-        o [1, total, HV, V] in v's dtype; rows of nobody are zero. The final states are in the slots.
+        o [1, total, HV, V] in v's dtype; rows of padding are zero. The final states are in the slots.
 
     ``chunk`` copies: states are gathered into float32 and scattered by torch's indexing, about nine times the
     N states' size in memory traffic, where the least is two; a piece of 1,000 tokens moves several times

@@ -66,6 +66,40 @@ def test_every_wrong_argument_is_named(op: str) -> None:
                        {name for name in given if name in UNREAD or (op, name) in UNREAD_BY}) == []
 
 
+CHUNKED = [op for op in OPS if "chunk_size" in inspect.signature(function(op)).parameters]
+
+
+def chunk_sizes_of(op: str) -> set[Any]:
+    """What its docstring, or one that it refers to, says of chunk_size."""
+    text = " ".join((inspect.getdoc(function(op)) or "").split())
+    if "chunk_size: " not in text:
+        return chunk_sizes_of(next(one for one in re.findall(r"as ``(\w+)``", text) if one in CHUNKED))
+    said = re.split(r"[.;]", text.partition("chunk_size: ")[2])[0]
+    if "a power of two, 16 or more" in said:
+        return {16, 32, 64, 128, 4096}
+    if "at least 1" in said:
+        return {1, 3, 16, 24, 32, 64, 128, 4096}
+    return {*map(int, re.findall(r"\d+", said)), *([None] if said.startswith("None") else [])}
+
+
+@pytest.mark.parametrize("op", CHUNKED)
+def test_the_chunk_sizes_that_a_docstring_names_are_those_that_are_taken(op: str) -> None:
+    sizes: list[Any] = [None, 0, 1, 3, 16, 24, 32, 64, 128, 4096]
+    given = arguments(op)
+    taken = {size for size in sizes if answer(function(op), {**given, "chunk_size": size}) is None}
+    assert taken == chunk_sizes_of(op)
+
+
+@pytest.mark.parametrize("op", [op for op in [*OPS, *COMPOSED] if "cu_seqlens" in arguments(op)])
+def test_sequences_that_do_not_cover_all_rows_are_named_where_their_bounds_are_read(op: str) -> None:
+    given = arguments(op)
+    given.pop("cu_seqlens_cpu", None)
+    for edges, text in (([0, 4, 5], "got a last value of 5, need T = 6"), ([1, 4, 6], "got a first value of 1")):
+        error = answer(function(op), {**given, "cu_seqlens": torch.tensor(edges)})
+        assert (error is None) is ((op, "cu_seqlens") in UNREAD_BY)
+        assert error is None or f"cu_seqlens: {text}" in str(error)
+
+
 # Of a linear layer, which takes one dtype; and what is rounded to the dtype of its own result.
 OWN_DTYPE = {("mamba_split_conv1d_scan_combined", name)
              for name in ("zxbcdt", "outproj_weight", "outproj_bias")}
