@@ -24,7 +24,9 @@ from tests import hostile, isolation
 LINEAR = {op for op in hostile.OPS if op.endswith("_linear")} | {
     "fused_linear_cross_entropy_loss", "mamba_split_conv1d_scan_combined"}
 # Written in place, so without gradients.
-WRITTEN = {"state", "conv_state", "cache", "final_states_out", "conv_state_indices"}
+WRITTEN = {"state", "states", "conv_state", "cache", "final_states_out"}
+BF16, F16 = torch.bfloat16, torch.float16
+UNDER = ((BF16, BF16), (F16, F16), (BF16, None), (None, F16))  # autocast of forward and of backward
 NO_GRADIENTS = {"causal_conv1d_update", "mamba_causal_conv1d_update", "selective_state_update"}
 
 
@@ -159,3 +161,24 @@ def differences(wanted: list[Tensor], found: list[Tensor]) -> list[str]:
             f"{n}: off by {(x.double() - y.double()).abs().max().item():.1e}"
             for n, (x, y) in enumerate(zip(found, wanted, strict=True))
             if x.dtype != y.dtype or not torch.equal(x.nan_to_num(7e7), y.nan_to_num(7e7))]
+
+
+def changed(call: Call, device: str = "cpu") -> list[str]:
+    """Describe what autocast changes, forward and backward."""
+    wanted = results(call, device)
+    return [f"autocast {forward} and {backward}: {difference}" for forward, backward in UNDER
+            for difference in differences(wanted, results(call, device, forward=forward, backward=backward))]
+
+
+def negated(x: Any) -> Any:
+    """Return the same numbers in a tensor that is negated lazily."""
+    if isinstance(x, tuple):
+        return tuple(map(negated, x))
+    return torch._neg_view(-x) if isinstance(x, Tensor) and x.dtype != torch.bool else x
+
+
+def misread(call: Call, device: str = "cpu") -> list[str]:
+    """Describe what changes if all tensors that are only read, and incoming gradients, are negated lazily."""
+    def lazily(**given: Any) -> Any:
+        return call.function(**{name: x if name in WRITTEN else negated(x) for name, x in given.items()})
+    return differences(results(call, device), results(call, device, function=lazily, cotangent=negated))

@@ -1,0 +1,33 @@
+"""Autocast changes no op, and lazily negated tensors are read as what they are: kernels on a GPU, eager and
+compiled. See tests/autocast.py and, for the torch path, tests/ops/test_entry.py."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.autocast import BF16, F16, Call, calls, changed, misread, results
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+DENSE = {call.op: call for call in reversed([*calls("quick")])}
+# Chunk by chunk, norms, a gate that the compiler fuses, and ops around a scan.
+COMPILED = ("chunk_gated_delta_rule", "rms_norm_gated", "fused_kda_gate", "mamba_chunk_scan_combined")
+
+
+@pytest.mark.parametrize("call", [*DENSE.values(), *calls("packed beside")], ids=str)
+def test_autocast_and_negation_change_nothing(call: Call) -> None:
+    assert changed(call, "cuda") == [] and misread(call, "cuda") == []
+
+
+@pytest.mark.parametrize(("op", "dtype"), [*((op, BF16) for op in COMPILED), (COMPILED[0], F16)])
+def test_compiled_ops_are_the_same_under_autocast(op: str, dtype: torch.dtype) -> None:
+    """The graph is another one under autocast, so the last bits may differ."""
+    call = DENSE[op]
+    compiled = torch.compile(call.function, fullgraph=True)
+    wanted = results(call, "cuda", function=compiled)
+    for backward in (dtype, None):
+        found = results(call, "cuda", function=compiled, forward=dtype, backward=backward)
+        assert [x.dtype for x in found] == [x.dtype for x in wanted]
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 * y.abs().max().item())
