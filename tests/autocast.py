@@ -1,8 +1,8 @@
 """The proof that autocast changes no op: a call of every op, forward and backward, inside and outside of it.
 
 ``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed
-(tests/hostile.py); their quick cases, which are dense (flashlin/testing/cases); packed calls of several chunks
-(tests/isolation.py); and functions that are no ops.
+(tests/hostile.py); their quick cases, which are dense (flashlin/testing/cases); packed calls of several
+chunks (tests/isolation.py); and functions that are no ops.
 """
 from __future__ import annotations
 

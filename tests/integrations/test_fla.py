@@ -393,3 +393,14 @@ def test_threads_enter_and_leave_in_any_order() -> None:
     one.start(), two.start()
     one.join(60), two.join(60)
     assert len(seen) == 2 and torch.equal(*seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mom_trains_under_autocast(dtype: torch.dtype) -> None:
+    tokens, net = torch.randint(0, VOCABULARY, (2, 12)), model("Mom")
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with flashlin.patched("fla"), torch.autocast("cpu", dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from types import NoneType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _tracing = torch.compiler.is_compiling
 # numbers of autograd nodes, which rise with each node that this thread makes
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-_LOOKED_AT = frozenset(TENSORS)
+_TENSORS, _PLAIN = frozenset(TENSORS), frozenset({NoneType, bool, int, float, str, torch.dtype})
 
 # Types of autograd nodes whose backward is decorated with ``gradients.once``, which reads FIRST.
 own_nodes: set[type] = set()
@@ -87,12 +88,15 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
         if _tracing():  # library operators get tensors without lazy bits, and AOTAutograd makes the backward
             return under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
         first = _next_node()
-        given: tuple[Any, ...] = args
-        named: dict[str, Any] = kwargs
-        if _any_lazy(args) or (kwargs and _any_lazy(kwargs.values())):
-            given, named = tuple(map(resolved, args)), {name: resolved(x) for name, x in kwargs.items()}
-        made: R = (under_autocast(function, given, named) if any_autocast()
-                   else function(*given, **named))
+        made: R
+        x: Any
+        for x in (*args, *kwargs.values()) if kwargs else args:  # every call pays for this loop
+            kind = type(x)
+            if x.is_neg() if kind in _TENSORS else kind not in _PLAIN and _is_lazy(x):
+                made = _on_copies(function, under_autocast, args, kwargs)
+                break
+        else:
+            made = under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
         if _next_node() != first:
             _hook_outputs(made, first)
         return made
@@ -100,19 +104,18 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
     return entered
 
 
-def _any_lazy(arguments: Iterable[Any]) -> bool:
-    """Return True if a tensor among the arguments is negated lazily. Every op refuses complex tensors, and only
-    those can be conjugated."""
-    for x in arguments:
-        if type(x) in _LOOKED_AT:
-            if x.is_neg():
-                return True
-        elif isinstance(x, (tuple, list)):
-            if _any_lazy(x):
-                return True
-        elif isinstance(x, Tensor) and x.is_neg():
-            return True
-    return False
+def _is_lazy(x: Any) -> bool:
+    """Return True for a tensor that is negated lazily, and for a tuple or a list that holds one. Every op
+    refuses complex tensors, and no others can be conjugated."""
+    return any(map(_is_lazy, x)) if isinstance(x, (tuple, list)) else isinstance(x, Tensor) and x.is_neg()
+
+
+def _on_copies(function: Callable[..., R], under_autocast: Callable[..., Any], args: Sequence[Any],
+               kwargs: Mapping[str, Any]) -> R:
+    """Call the function with copies in the place of lazy tensors."""
+    given, named = [resolved(x) for x in args], {name: resolved(x) for name, x in kwargs.items()}
+    made: R = under_autocast(function, given, named) if any_autocast() else function(*given, **named)
+    return made
 
 
 def _as_it_is(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:

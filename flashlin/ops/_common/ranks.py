@@ -315,7 +315,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, op: str, group: Any, x: Tensor, sent: list[int] | None,
                 came: list[int] | None) -> Tensor:
         ctx.back = op, group, came, sent
-        x = x.contiguous()
+        x = x.resolve_neg().contiguous()  # the backend reads memory
         y = torch.empty_like(x)
         if x.numel():
             with answered(op, group):

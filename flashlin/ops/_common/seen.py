@@ -15,6 +15,7 @@ from flashlin.compat.direct import TENSORS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common.planned import planned
 
+_STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
 MOST = 4096  # calls that are kept, as many as plans
 
 _seen: dict[Any, Seen] = {}
@@ -33,11 +34,11 @@ class Seen:
 def facts_of(tensors: Sequence[Any], *others: Any) -> Any:
     """What tells calls with these arguments apart; None where nothing does: under torch.compile, and for
     arguments that checks may object to. others: with their types, since True is no 1."""
-    if torch.compiler.is_compiling():
+    if _tracing():
         return None
     try:
         found = [None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
-                 for x in tensors if x is None or (type(x) in TENSORS and x.layout is torch.strided)]
+                 for x in tensors if x is None or (type(x) in TENSORS and x.layout is _STRIDED)]
         hash(others)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
         return None
