@@ -21,12 +21,20 @@ run:
 	$(RUN) -m flashlin doctor --run
 	$(RUN) examples/train_lm.py
 
+# Every step runs, whatever the others find. The last lines say how each went; the exit status is 1 if one failed.
 test:
 	@$(PYTHON) tools/setup_env.py $(VENV) test,dev
-	$(RUN) -m ruff check .
-	$(RUN) -m mypy
-	$(RUN) -m pytest tests --ignore=tests/interpret $(WORKERS)
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpret $(WORKERS)
+	@trap 'exit 130' INT; failed=0; lines=; \
+	step() { \
+		name=$$1; shift; echo "$$*"; \
+		if "$$@"; then ended=passed; else ended="FAILED, exit status $$?"; failed=1; fi; \
+		lines="$$lines$$(printf '  %-11s %s' "$$name" "$$ended")\n"; \
+	}; \
+	step ruff $(RUN) -m ruff check .; \
+	step mypy $(RUN) -m mypy; \
+	step tests $(RUN) -m pytest tests --ignore=tests/interpret $(WORKERS); \
+	step interpreter env TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpret $(WORKERS); \
+	printf '\nmake test\n%b' "$$lines"; exit $$failed
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

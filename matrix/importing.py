@@ -1,6 +1,6 @@
 """A child of a cell: import every module of flashlin under that release, and print one JSON line.
 
-    {"triton": ..., "torch": ..., "modules": how many, "wrong": what is missing, or what the import has changed}
+    {"triton": ..., "torch": ..., "modules": how many, "wrong": what is missing, or what the import changed}
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def main() -> None:
         importlib.import_module(name)
     missing = [name for name in flashlin.__all__ if not hasattr(flashlin, name)]
     import triton
-    changed = sorted(name for name in set(before) | set(os.environ) if before.get(name) != os.environ.get(name))
+    changed = sorted(name for name in set(before) | set(os.environ)
+                     if before.get(name) != os.environ.get(name))
     wrong = [text for text in (missing and f"no {missing}", changed and f"environment changed: {changed}",
                                torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
                                and "a CUDA context was made") if text]

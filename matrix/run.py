@@ -244,8 +244,8 @@ def imports(cell: Cell) -> Verdict:
     """Whether every module and public name is there under that release, and the import leaves the process
     alone."""
     variables = environment(cell)
-    ran = subprocess.run(python("matrix.importing", first=variables["PYTHONPATH"]), capture_output=True, text=True,
-                         check=False, timeout=LIMIT, env={**os.environ, **variables})
+    ran = subprocess.run(python("matrix.importing", first=variables["PYTHONPATH"]), capture_output=True,
+                         text=True, check=False, timeout=LIMIT, env={**os.environ, **variables})
     if ran.returncode:
         wrong, detail = [ran.stderr.strip()[-500:]], ""
     else:

@@ -1,5 +1,5 @@
-"""A process that is forked while another of its threads holds a lock of flashlin: the child has only the thread
-that forked, and must not wait for the other one."""
+"""A process that is forked while another of its threads holds a lock of flashlin: the child has only the
+thread that forked, and must not wait for the other one."""
 from __future__ import annotations
 
 import ast
@@ -85,7 +85,8 @@ def patches_and_sets() -> bool:
     return policy.current().path == "torch"
 
 
-def test_a_fork_while_another_thread_is_inside_patch(slow: type[Slow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_while_another_thread_is_inside_patch(slow: type[Slow],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching._changing, "wait", 0.1)
 
     def patch(stop: Callable[[], None]) -> None:
@@ -166,7 +167,7 @@ def test_there_are_no_locks_of_another_kind() -> None:
     found = [f"{path.stem}: {ast.unparse(node)}" for path in sorted((ROOT / "flashlin").rglob("*.py"))
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rpartition(".")[2] in ("Lock", "RLock", "Condition", "Barrier")]
-    assert found == ["locks: threading.RLock()", "locks: threading.RLock()", "pending: Lock()", "pending: Lock()"]
+    assert found == [*["locks: threading.RLock()"] * 2, *["pending: Lock()"] * 2]
 
 
 def test_a_file_is_free_once_its_holder_is_done_whoever_was_forked_meanwhile(tmp_path: Path) -> None:

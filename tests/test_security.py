@@ -1,13 +1,16 @@
-"""What an adversary on the same machine may try: modules in the current directory, folders and links of other users,
+"""Attacks by another user of the machine: modules in the current directory, folders and links of other users,
 files of any size. SECURITY.md lists every place that imports, executes or writes outside the package."""
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +23,8 @@ from tools import first_aid, peers, setup_env
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
 TRAP = "import os; open(os.environ['TRAP'], 'a').write(__name__ + '\\n'); raise SystemExit(3)"
-NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin", "packaging", "pydantic", "runpy",
-         "sitecustomize", "usercustomize")
+NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin", "packaging", "pydantic",
+         "runpy", "sitecustomize", "usercustomize")
 
 
 @pytest.fixture
@@ -36,6 +39,11 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sprung"
 
 
+def started(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False,
+                          timeout=120, **options)
+
+
 @pytest.mark.parametrize("search", ["", ":", "{root}:", ":{root}"])
 def test_first_aid_imports_nothing_from_the_current_directory(search: str, trap: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,18 +56,18 @@ def test_first_aid_imports_nothing_from_the_current_directory(search: str, trap:
 
 def test_first_aid_that_was_saved_among_other_files_imports_none_of_them(trap: Path) -> None:
     saved = Path("first_aid.py")
-    saved.write_text((ROOT / "tools" / "first_aid.py").read_text().replace("IMPORTED = (", "IMPORTED = () and ("))
-    ran = subprocess.run([sys.executable, "first_aid.py"], capture_output=True, text=True, check=False, timeout=120,
-                         env={**CLEAN, "TRAP": str(trap)})
+    text = (ROOT / "tools" / "first_aid.py").read_text()
+    saved.write_text(text.replace("IMPORTED = (", "IMPORTED = () and ("))
+    ran = started("first_aid.py", env={**CLEAN, "TRAP": str(trap)})
     assert not trap.exists() and ran.returncode == 0, ran.stderr
 
 
 def test_a_child_of_an_interactive_python_has_no_current_directory(trap: Path) -> None:
     """sys.path begins with "" there: wherever a process is when it imports."""
-    code = ("import sys; assert sys.path[0] == ''; sys.path.remove(''); from flashlin.compat.child import python; "
-            "import subprocess; sys.path.insert(0, ''); "
+    code = ("import sys; assert sys.path[0] == ''; sys.path.remove('')\n"
+            "from flashlin.compat.child import python; import subprocess; sys.path.insert(0, '')\n"
             "sys.exit(subprocess.run(python('flashlin.trial.child', '--help')).returncode)")
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    ran = started("-c", code)
     assert (ran.returncode, trap.exists()) == (0, False), ran.stderr
 
 
@@ -71,12 +79,12 @@ def test_flashlin_of_a_checkout_is_found_by_a_child_all_the_same(monkeypatch: py
 
 def test_python_m_flashlin_imports_as_flashlin_does(trap: Path, tmp_path: Path) -> None:
     """The command line has no current directory on its path, however it is started."""
-    for name in ("flashlin", "json", "re", "runpy", "platform"):  # which it has imported before it can do anything
+    for name in ("flashlin", "json", "re", "runpy", "platform"):  # imported before it can do anything
         Path(f"{name}.py").unlink()
     for name in ("torch", "triton"):
         package(tmp_path / "installed", name, "__version__ = '9.9'")
-    ran = subprocess.run([sys.executable, "-m", "flashlin", "--version"], capture_output=True, text=True, check=False,
-                         timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")})
+    ran = started("-m", "flashlin", "--version",
+                  env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")})
     assert not trap.exists(), trap.read_text()
     assert ran.stdout.endswith(", torch 9.9, triton 9.9\n"), ran.stdout + ran.stderr
 
@@ -86,7 +94,7 @@ def test_pip_of_the_environment_is_pip(trap: Path) -> None:
 
 
 def test_no_pythonpath_of_ours_has_an_empty_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environments, "installed", lambda requirements, name, *rest, **options: tmp_path / name)
+    monkeypatch.setattr(environments, "installed", lambda wanted, name, *rest, **options: tmp_path / name)
     for given in ("", ":", "/one:", ":/one::/two:"):
         monkeypatch.setenv("PYTHONPATH", given)
         for found in (environments.triton_environment("3.2.0"), environments.stack_environment(fla="0.6.0"),
@@ -139,8 +147,8 @@ def planted(folder: Path, owner: int | None = None, mode: int = 0o755) -> Path:
     return made
 
 
-def test_without_a_home_nothing_is_imported_from_a_folder_of_another_user(homeless: Path, nobody: int,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_imported_from_a_folder_of_another_user(
+        homeless: Path, nobody: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "_pip", lambda *given: pytest.fail("was installed there"))
     planted(cache_folder(), nobody)
     with pytest.raises(NotInstallable, match=r"belongs to another user \(number 65533\).*FLASHLIN_CACHE"):
@@ -190,7 +198,7 @@ def test_a_link_is_judged_by_where_it_leads(shared: Path, tmp_path: Path, nobody
         installed(["triton==9.9.9"], "triton-9.9.9", shared / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotInstallable, match=r"thing==1: .*file.*FLASHLIN_CACHE"):
         installed(["thing==1"], "thing-1", tmp_path / "file" / "cache")
@@ -219,9 +227,11 @@ def test_a_folder_that_another_user_makes_first_is_refused(shared: Path, nobody:
 # ---- other texts ----
 
 def test_what_packages_write_is_not_executed() -> None:
-    assert peers.same("[c for c in ().__class__.__base__.__subclasses__()][0].__name__").startswith("[c for c")
-    assert [peers.same(one) for one in ("1e-5", "float('-inf')", "None", "(0.0, float('inf'))", "-1", "torch.float32")] == [
-        "1e-05", "-inf", "None", "(0.0, inf)", "-1", "torch.float32"]
+    hostile = "[c for c in ().__class__.__base__.__subclasses__()][0].__name__"
+    assert peers.same(hostile) == hostile
+    plain = {"1e-5": "1e-05", "float('-inf')": "-inf", "None": "None", "(0.0, float('inf'))": "(0.0, inf)",
+             "-1": "-1", "torch.float32": "torch.float32"}
+    assert {one: peers.same(one) for one in plain} == plain
 
 
 def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
@@ -230,3 +240,38 @@ def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
     from flashlin.diagnostics.surroundings import elsewhere
     for text in (elsewhere(), json.dumps([one._asdict() for one in KNOWN_FAILURES], default=str)):
         assert "CACHE_DIR=/tmp/" not in text and "/tmp/triton" not in text and "TMPDIR/triton" not in text
+
+
+# What starts programs, executes or loads code, or writes files.
+RISKY = {"subprocess", "tempfile", "runpy", "exec", "eval", "fork", "load", "pickle", "mkdir", "write_text",
+         "write_bytes", "spec_from_file_location", "exec_module", "broadcast_object_list", "rmtree", "unlink",
+         "chmod", "system", "popen"}
+ON_MODULES = {"load": "torch", "fork": "os", "system": "os", "popen": "os", "exec": "", "eval": ""}
+
+
+def risky(path: Path) -> set[str]:
+    """The names out of RISKY that a file uses."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            found |= {owner} | ({name} if ON_MODULES.get(name, owner) == owner else set())
+    return found & RISKY
+
+
+def test_every_place_that_is_risky_is_in_the_review() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    files = [ROOT / "setup.py", *(path for folder in ("flashlin", "tools", "matrix", "benchmarks", "examples")
+                                  for path in sorted((ROOT / folder).rglob("*.py")))]
+    assert risky(ROOT / "flashlin/testing/environments.py") == {"subprocess", "tempfile", "rmtree", "chmod"}
+    assert risky(ROOT / "flashlin/integrations/startup.py") >= {"exec"}
+    missing = {}
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        known = (name, *(f"{parent}/" for parent in Path(name).parents if parent.as_posix() in (
+            "matrix", "benchmarks", "matrix/stacks", "tools")))
+        if (found := risky(path)) and not any(f"`{one}`" in text for one in known):
+            missing[name] = sorted(found)
+    assert not missing
+    named = re.findall(r"`((?:flashlin|tools|matrix|benchmarks)/[^`$<]*)`", text)
+    assert all((ROOT / one).exists() for one in named if one != "flashlin/tritons")

@@ -90,7 +90,8 @@ def install_cpu_torch(python: Path) -> None:
 def pip(python: Path, *arguments: str, may_fail: bool = False) -> bool:
     """pip install, silent but for what went wrong, and for that too where there is another way."""
     # -I: or a pip.py in the current directory would be run
-    command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+               *arguments]
     done = subprocess.run(command, stderr=subprocess.DEVNULL if may_fail else None, check=False)
     if done.returncode and not may_fail:
         raise SystemExit(f"setup_env: failed: {' '.join(command)}\n(pip says why above; make clean starts "

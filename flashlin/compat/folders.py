@@ -1,4 +1,5 @@
-"""Folders from which flashlin imports, or which decide what it does: no other user may change what is in them."""
+"""Folders from which flashlin imports, or which decide what it does. No other user may change what is in
+them."""
 from __future__ import annotations
 
 import errno
@@ -30,7 +31,8 @@ def unsafe(folder: Path, what: str = "") -> str:
             return f"{shown} belongs to another user (number {status.st_uid}), need a folder of your own"
         if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
             if path == real:
-                return f"{shown} can be written by everyone, need a folder that only you can write (chmod o-w)"
+                return (f"{shown} can be written by everyone, need a folder that only you can write "
+                        "(chmod o-w)")
             if not status.st_mode & stat.S_ISVTX:
                 return f"{shown} is in {path}, which can be written by everyone, need a folder of your own"
             if below is not None and below.st_uid not in (user, 0):
@@ -41,8 +43,8 @@ def unsafe(folder: Path, what: str = "") -> str:
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and those on the way to it, for this user alone. Raises OSError where that is impossible,
-    and where another user could change what is in it."""
+    """Make a folder, and those on the way to it, for this user alone. Raises OSError where that is
+    impossible, and where another user could change what is in it."""
     _make(folder)
     if why := unsafe(folder):
         raise PermissionError(errno.EPERM, why)

@@ -41,9 +41,9 @@ class ThreadLock:
     A fork copies only the thread that calls it. A plain lock that another thread holds at that moment stays
     locked in the child forever. This one is replaced there.
 
-    wait: seconds that a fork waits for the thread that holds the lock, so that the child does not see a change
-    half made. After that time the fork goes on: two threads never wait for each other. Use it only for a lock
-    that lives as long as the process.
+    wait: seconds that a fork waits for the thread that holds the lock, so that the child does not see a
+    change half made. After that time the fork goes on: two threads never wait for each other. Use it only for
+    a lock that lives as long as the process.
     """
 
     def __init__(self, wait: float = 0.0) -> None:

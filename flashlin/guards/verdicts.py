@@ -204,9 +204,9 @@ def _read(file: Path) -> Table:
 
 
 def _read_to_change(file: Path) -> Table:
-    """The table in a file that is about to be replaced. Whatever is not such a file counts as none: not there,
-    half written by something else, a link, too large, nested too deeply, with other words or dates in it.
-    Raises OSError where reading fails otherwise: what it holds must not be lost then."""
+    """The table in a file that is about to be replaced. Whatever is not such a file counts as none: not
+    there, half written by something else, a link, too large, nested too deeply, with other words or dates in
+    it. Raises OSError where reading fails otherwise: what it holds must not be lost then."""
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:

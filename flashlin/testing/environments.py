@@ -83,8 +83,8 @@ def _site(version: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user; without a home, one
-    of this user's own in the folder for temporary files."""
+    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user; without a home,
+    one of this user's own in the folder for temporary files."""
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:

@@ -179,8 +179,8 @@ def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch
     assert {"another", f"{CONFIG} 1"} <= set(verdicts._read(file).kernels)
 
 
-def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(home: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(
+        home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
     monkeypatch.setattr(verdicts, "LARGEST", 100)
     with pytest.warns(UserWarning, match="holds in this process only"):
@@ -190,7 +190,8 @@ def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(home: P
     assert set(verdicts._read(file).kernels) == {CONFIG}
 
 
-def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
     opened = os.open
 
