@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashlin.compat.tracing import transformed
 from flashlin.guards import pending, scalars
 from flashlin.guards.pending import synchronize as synchronize
 from flashlin.guards.tensors import shown
@@ -182,7 +183,7 @@ def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tens
     if compiling:
         # the same mask; taken from the operator, so that the compiler keeps it
         bad = _bad_op(input, V, op, traced_place())
-    elif torch._C._are_functorch_transforms_active():   # what autograd.Function asks itself
+    elif transformed():
         return F.embedding(index, weight, *options).masked_fill(bad.unsqueeze(-1), 0)
     elif report(input, bad, call_of(op, "input", input, V, None)):
         return F.embedding(input, weight, *options)

@@ -1,7 +1,12 @@
-"""Whether tensors that are made now may outlive the call."""
+"""Ask torch about the surroundings of a call: traced, transformed, or with tensors that must not outlive it."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.autograd import forward_ad
+
+_in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def transient() -> bool:
@@ -9,3 +14,11 @@ def transient() -> bool:
     and make_fx (under any dispatch mode). It must not be kept then; nor may one that was kept be used, since
     fake tensors do not mix with others."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def transformed() -> bool:
+    """Return True inside a transform of torch.func (vmap, grad, jvp ...) and in forward-mode AD.
+
+    Kernels compute neither batches of vmap nor tangents, and torch transforms no autograd function that is
+    not written for it. So there an op runs in plain torch without such functions."""
+    return _in_functorch() or forward_ad._current_level >= 0

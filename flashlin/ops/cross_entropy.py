@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin.compat.tracing import transformed
 from flashlin.guards import scalars, tokens
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, shown
@@ -172,6 +173,8 @@ def fused_linear_cross_entropy_loss(
                         wants_dweight=wants_grad(weight), wants_dbias=wants_grad(bias), needs_grad=needs_grad,
                         call=call)
     # The operator plans again, for its chunks; here the whole call hears of what stands against it.
+    if not torch.compiler.is_compiling() and transformed():
+        return _whole_linear_loss(given, how)
     plan = None if torch.compiler.is_compiling() else planned(_problem_of_linear(given, how), x.device)
     return cast(Tensor, LINEAR(plan, given, how)[0])
 
@@ -351,6 +354,21 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
             dbias += dlogits.sum(0, dtype=sums)
     return (losses.sum() * share, dx, _averaged(dweight, share, weight),
             _averaged(dbias, share, bias), share)
+
+
+@without_autocast
+def _whole_linear_loss(given: LinearTensors, how: LinearScalars) -> Tensor:
+    """Return the loss by operations that torch.func can transform. All logits are in memory at once."""
+    x, target, weight, bias = given
+    logits = F.linear(x.to(how.dtype), weight.to(how.dtype), None if bias is None else bias.to(how.dtype))
+    losses, _, _ = torch_path.run(logits, target, *terms_of(how))
+    total = losses.sum()
+    if how.mean:
+        total = total / counted(target, weight.shape[0], how.ignore_index)
+    if how.penalty and len(x):  # a gradient for the highest logit of each row, which adds nothing to the loss
+        squares = logits.max(1).values.to(losses.dtype).square().sum() * (how.penalty / len(x) / 2)
+        total = total + squares - squares.detach()
+    return total
 
 
 def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flashlin import policy
+from flashlin.compat.tracing import transformed
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
@@ -158,7 +159,7 @@ def _run(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, aske
 def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
     """Return the linear layer of the norm. Backward computes the norm again instead of keeping it."""
     both = partial(_both, asked)
-    if not wants_grad(*tensors):
+    if not wants_grad(*tensors) or transformed():  # torch.func cannot transform a checkpoint
         return both(*tensors)
     # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made
     # again, since nobody needs it.

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import flashlin
 from flashlin.compat.target import parse, pretend
@@ -230,13 +229,3 @@ def test_without_gradients_kernels_are_called_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(operator._Eager, "apply", None)
     for got, wanted in zip(called(a, b, added, False, needs_grad=False), expected, strict=True):
         torch.testing.assert_close(got, wanted)
-
-
-def test_a_tangent_is_not_dropped() -> None:
-    a, b, _ = (x.detach() for x in leaves())
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(a, torch.ones_like(a))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            called(dual, b, None, False, needs_grad=False)
-    with pytest.raises(RuntimeError, match="vmap"):
-        torch.func.vmap(lambda a: called(a, b, None, False, needs_grad=False)[0])(a[None])

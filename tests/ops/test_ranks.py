@@ -262,6 +262,9 @@ def wrong(group: Any) -> None:
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "process_group: got int, need a group of torch.distributed",
          lambda: flashlin.chunk_kda(**tokens, process_group=3)),
+        (ValueError, "chunk_kda: got a call inside a transform of torch.func or forward-mode AD, need one",
+         lambda: torch.func.vmap(lambda q: flashlin.chunk_kda(**{**tokens, "q": q}, process_group=group)[0])(
+             tokens["q"][None])),
         (TypeError, "cp_context: got int without group, need what fla.ops.cp.build_cp_context makes",
          lambda: flashlin.chunk_kda(**tokens, cp_context=3)),
         (ValueError, "process_group: got one beside cp_context, need none",

@@ -6,6 +6,9 @@ Mamba2) never sees it. What goes in is *contained*: 0 stands for what is not fin
 mark, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks are
 added to it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them
 are spread the other way.
+
+Inside a transform of torch.func and in forward-mode AD, outputs are marked in the same way. Gradients and
+tangents are not: there one that is not finite may reach other sequences of its row.
 """
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.compat.tracing import transformed
+
 
 def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tuple[list[Tensor], Tensor]:
     """The tensors with 0 for what is not finite, and marks for it, of the tensors' first dims. endless: -inf
     in the first one (a log decay) is as good as finite, and stays."""
-    *ys, marks = _Contained.apply(dims, endless, *xs)
+    if transformed():
+        ys = [_finite(x, endless and at == 0) for at, x in enumerate(xs)]
+        *_, marks = _contained(dims, endless, *(x.detach() for x in xs))
+    else:
+        *ys, marks = _Contained.apply(dims, endless, *xs)
     return ys, marks
 
 
 def released(x: Tensor, marks: Tensor) -> Tensor:
     """x + marks, which are of its first dimensions; a gradient that is not finite does not reach x, but it
     marks."""
-    y: Tensor = _Released.apply(x, marks)
+    y: Tensor = (_plus if transformed() else _Released.apply)(x, marks)
     return y
 
 
@@ -36,6 +45,8 @@ def spread(marks: Tensor, begins: Tensor) -> Tensor:
 
     Where a token is marked, so are all gradients of its sequence; where a gradient is, so are those of the
     tokens up to there."""
+    if transformed():
+        return _nan_where(_reached(marks.isnan(), begins), marks)
     up_to: Tensor = _Spread.apply(marks, begins)
     return up_to
 
@@ -51,6 +62,11 @@ def _finite(x: Tensor, endless: bool = False) -> Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=-torch.inf if endless else 0.0)
 
 
+def _contained(dims: int, endless: bool, first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return (_finite(first, endless), *(_finite(x) for x in others),
+            sum((_marks(x, dims) for x in others), start=_marks(first, dims, endless)))
+
+
 def _plus(x: Tensor, marks: Tensor) -> Tensor:
     return x + marks.reshape(*marks.shape, *[1] * (x.ndim - marks.ndim)).to(x.dtype)
 
@@ -58,9 +74,7 @@ def _plus(x: Tensor, marks: Tensor) -> Tensor:
 class _Contained(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dims: int, endless: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-        first, *others = xs
-        return (_finite(first, endless), *(_finite(x) for x in others),
-                sum((_marks(x, dims) for x in others), start=_marks(first, dims, endless)))
+        return _contained(dims, endless, *xs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flashlin.compat.tracing import transformed
 from flashlin.kernels.plain import running_sum, widest
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
 from flashlin.kernels.simple_gla.inputs import Inputs
@@ -80,8 +81,19 @@ def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """The states [B, H, C + 1, K, V] before, between and after C chunks, where added holds the first state
     and what each chunk adds to what is left of the one before it, which is that times kept [B, H, C].
     Backward needs the states and nothing else."""
+    if not torch.compiler.is_compiling() and transformed():
+        return _carried_one_by_one(kept, added)
     states: torch.Tensor = (_library_op if torch.compiler.is_compiling() else _Carried.apply)(kept, added)
     return states
+
+
+def _carried_one_by_one(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return what ``carried`` returns, by operations that torch.func can transform; backward keeps more."""
+    first, *others = added.unbind(2)
+    states = [first]
+    for factor, more in zip(kept.unbind(2), others, strict=True):
+        states.append(torch.addcmul(more, states[-1], factor[..., None, None]))
+    return torch.stack(states, 2)
 
 
 def _carry(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin.compat.tracing import transformed
 from flashlin.kernels.plain import running_sum, widest
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 
@@ -24,7 +25,7 @@ def run(x: Inputs, dtype: torch.dtype) -> Outputs:
     angle = angles_of(angles.tanh() * (math.pi * step)[..., None],
                       None if x.began is None else x.began.double(), packed)
     # Traced, the compiler makes one kernel of the rotation, but not of complex numbers.
-    both = turned if torch.compiler.is_compiling() else Turned.apply
+    both = turned if torch.compiler.is_compiling() or transformed() else Turned.apply
     q, k = both(angle, dtype, x.q, x.q_bias, x.k, x.k_bias)
     return Outputs(after(q, packed), (k.to(compute) * weight[..., None]).to(dtype), first(q, packed),
                    last(k, packed), alike(x, compute), angle)
@@ -184,8 +185,21 @@ def angles_of(turns: Tensor, start: Tensor | None, packed: Packed | None) -> Ten
     if packed is not None:
         where = packed.begins.clamp(max=turns.shape[1] - 1), packed.first, packed.end
         start = None if start is None else torch.where(any_rows(packed, start), start, 0)
+    if transformed():
+        return _running_sum(turns, start, where[0], where[1])
     angle: Tensor = _RunningSum.apply(turns, start, *where, TURN)
     return angle
+
+
+def _running_sum(x: Tensor, start: Tensor | None, at: Tensor | None, first: Tensor | None) -> Tensor:
+    """Return what ``_RunningSum`` returns with whole turns, by operations that torch.func can transform."""
+    rows = x.to(torch.float64, copy=True)
+    if start is not None:
+        wide = start.to(torch.float64)
+        rows = (torch.cat([rows[:, :1] + wide[:, None], rows[:, 1:]], 1) if at is None else
+                rows + torch.zeros_like(rows[0]).index_add(0, at, wide))
+    sums = _prefix(rows) if first is None else _prefix_from(rows, first)
+    return torch.remainder(sums, TURN).to(x.dtype)
 
 
 class _RunningSum(torch.autograd.Function):

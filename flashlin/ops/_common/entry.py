@@ -1,12 +1,15 @@
 """The entry of every public function. A call goes through it before its own code, and so does its backward.
 
-Three things hold for every op, whatever its path:
+Four things hold for every op, whatever its path:
 
 - Autocast changes nothing. The op computes what it computes outside of autocast, in the same dtypes; so does
   its backward, inside and outside of autocast.
 - Kernels read memory, so a lazily negated or conjugated tensor (``z.conj().imag``) is copied first. The same
   holds for gradients that come in.
-- A new op cannot forget either: ``@entry`` is the decorator of a public function, and
+- Inside a transform of torch.func and in forward-mode AD an op runs in plain torch, since kernels compute no
+  tangents and no batches of vmap. Parts of the torch path that torch cannot transform have another form for
+  such calls (``compat.tracing.transformed``).
+- A new op cannot forget any of this: ``@entry`` is the decorator of a public function, and
   ``tests/ops/test_entry.py`` finds a public function without it.
 
 A function that ends in a linear layer computes that product in the autocast dtype, as ``torch.nn.Linear``
@@ -27,7 +30,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from flashlin import policy
 from flashlin.compat.direct import TENSORS
+from flashlin.compat.tracing import transformed
 from flashlin.guards.tensors import resolved
 
 P = ParamSpec("P")
@@ -87,6 +92,9 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
         if _tracing():  # library operators get tensors without lazy bits, and AOTAutograd makes the backward
             return under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
+        if transformed() and policy.current().path != "torch":
+            with policy.settings(path="torch"):
+                return entered(*args, **kwargs)
         first = _next_node()
         made: R
         x: Any

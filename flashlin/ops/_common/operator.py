@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common.entry import own_nodes, without_autocast
@@ -112,7 +111,7 @@ class Operator(Generic[X, S, Y]):
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
         needs_grad = how.needs_grad  # type: ignore[attr-defined]  # Scalars end with it and with call
-        if not (needs_grad or self.in_place or transformed()):
+        if not (needs_grad or self.in_place):
             return tuple(self.forward(plan, self.tensors(*x), how, *seen)[: self.returns])
         eager: tuple[Any, ...] = _Eager.apply((self, plan, how, seen), *x)
         return eager
@@ -145,12 +144,6 @@ class Operator(Generic[X, S, Y]):
 @cache
 def _wanted(names: tuple[str, ...], needs: tuple[bool, ...]) -> frozenset[str]:
     return frozenset(compress(names, needs))
-
-
-def transformed() -> bool:
-    """Whether torch computes tangents (forward mode) or batches (vmap) here. Kernels can do neither, and an
-    autograd function raises; without it, a tangent would be dropped without a word."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _who(ctx: Any) -> tuple[str, str]:

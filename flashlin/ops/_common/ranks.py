@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
+from flashlin.compat.tracing import transformed
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
 from flashlin.ops._common.planned import constant_while_tracing
 
@@ -175,6 +176,9 @@ def shard_of(
     (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
     B and T. states: by name, whether the call has them, which fla's context cannot."""
     check_ranks(cp_context, process_group)
+    if transformed():
+        raise ValueError(f"{op}: got a call inside a transform of torch.func or forward-mode AD, need one "
+                         "outside: ranks exchange states there by autograd functions of backward only")
     for name, given in {"": x, "cu_seqlens: ": cu_seqlens, "cu_seqlens_cpu: ": cu_seqlens_cpu}.items():
         if isinstance(given, Tensor) and (kind := without_values(given)):
             raise ValueError(f"{op}: {name}got {kind} where ranks share the sequences, need a tensor with "
