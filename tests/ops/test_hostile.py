@@ -94,7 +94,8 @@ def test_the_chunk_sizes_that_a_docstring_names_are_those_that_are_taken(op: str
 def test_sequences_that_do_not_cover_all_rows_are_named_where_their_bounds_are_read(op: str) -> None:
     given = arguments(op)
     given.pop("cu_seqlens_cpu", None)
-    for edges, text in (([0, 4, 5], "got a last value of 5, need T = 6"), ([1, 4, 6], "got a first value of 1")):
+    for edges, text in (([0, 4, 5], "got a last value of 5, need T = 6"),
+                        ([1, 4, 6], "got a first value of 1, need 0")):
         error = answer(function(op), {**given, "cu_seqlens": torch.tensor(edges)})
         assert (error is None) is ((op, "cu_seqlens") in UNREAD_BY)
         assert error is None or f"cu_seqlens: {text}" in str(error)
