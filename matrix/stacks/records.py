@@ -2,13 +2,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+SHARED = ("torch", "date")  # facts of a row that most rows of a record share
 
 
 def packed(record: dict[str, Any]) -> dict[str, Any]:
     """A record as its file has it: each sentence once, by number elsewhere, since a model says it often, and
-    the names of the quantities once, with a list of answers for each way (null where a row has none)."""
+    the names of the quantities once, with a list of answers for each way (null where a row has none).
+    ``usual`` has the facts that most rows share, which those rows leave out."""
     sentences: dict[str, int] = {}
 
     def number(answer: str) -> str:
@@ -19,7 +23,10 @@ def packed(record: dict[str, Any]) -> dict[str, Any]:
     rows = [{key: one if isinstance(one, str) else
              [number(one[name]) if name in one else None for name in names]
              for key, one in row.items()} for row in record["rows"]]
-    return {**record, "sentences": list(sentences), "quantities": names, "rows": rows}
+    usual = {name: Counter(row[name] for row in rows if name in row).most_common(1)[0][0]
+             for name in SHARED if any(name in row for row in rows)}
+    rows = [{name: one for name, one in row.items() if usual.get(name) != one} for row in rows]
+    return {**record, "sentences": list(sentences), "quantities": names, "usual": usual, "rows": rows}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -35,4 +42,6 @@ def read(path: Path) -> dict[str, Any]:
             return one
         pairs = one.items() if isinstance(one, dict) else zip(record["quantities"], one, strict=True)
         return {name: said(answer) for name, answer in pairs if answer is not None}
-    return {**record, "rows": [{key: named(one) for key, one in row.items()} for row in record["rows"]]}
+    usual = record.get("usual", {})
+    return {**record, "rows": [{**usual, **{key: named(one) for key, one in row.items()}}
+                               for row in record["rows"]]}

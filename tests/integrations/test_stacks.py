@@ -104,10 +104,12 @@ def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
 
 
 def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
-    rows = [{"model": "a", "raw": {"x": "raises: no", "y": "agrees"}, "patched": {"y": "raises: no"}}]
+    rows = [{"model": "a", "date": "1", "raw": {"x": "raises: no", "y": "agrees"}, "patched": {"y": "raises: no"}},
+            {"model": "b", "date": "2", "raw": {}}, {"model": "c", "date": "1", "patched": {"x": "alone"}}]
     record = {"stack": "s", "rows": rows}
     packed = records.packed(record)
     assert packed["rows"][0]["patched"] == [None, "raises:#0"] and packed["sentences"] == ["no"]
+    assert ["date" in row for row in packed["rows"]] == [False, True, False]
     (tmp_path / "s.json").write_text(json.dumps(packed), encoding="utf-8")
     assert records.read(tmp_path / "s.json")["rows"] == rows
 
