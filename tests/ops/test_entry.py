@@ -138,6 +138,23 @@ def test_gradients_of_a_linear_layer_do_not_depend_on_autocast_in_backward() -> 
         assert differences(wanted, results(call, forward=BF16, backward=backward)) == []
 
 
+@pytest.mark.parametrize("op", ["chunk_simple_gla", "chunk_gated_delta_rule", "rms_norm"])
+def test_second_order_gradients_do_not_depend_on_autocast(op: str) -> None:
+    names = ("q", "k", "v", "g", "beta", "x", "weight", "bias")
+    given = {name: x for name, x in hostile.arguments(op).items() if name in names}
+    leaves = [x.requires_grad_() for x in given.values()]
+
+    def second(first: Any, last: Any) -> tuple[Tensor, ...]:
+        o = tensors_of(getattr(flashlin, op)(**given))[0]
+        with torch.autocast("cpu", first or BF16, enabled=first is not None):
+            gradients = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+        with torch.autocast("cpu", last or BF16, enabled=last is not None):
+            return torch.autograd.grad([x.square().sum() for x in gradients], leaves)
+    wanted = second(None, None)
+    for under in ((BF16, BF16), (None, F16)):
+        assert differences([*wanted], [*second(*under)]) == [], under
+
+
 class Around(nn.Module):
     """An op between a model's own layers."""
 

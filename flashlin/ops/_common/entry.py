@@ -168,21 +168,32 @@ def _hook_outputs(outputs: Any, first: int) -> None:
             setattr(node, FIRST, first)
         elif node._sequence_nr() >= first:  # else an input that came back as it was
             # the node itself in its own hook would be a cycle that Python cannot collect
-            node.register_prehook(_Arrival(node.next_functions, first))
+            _Hooks(node, node.next_functions, first)
 
 
-class _Arrival:
-    """The hook of an output's node. behind: its ``next_functions``. first: the op's first node."""
+class _Hooks:
+    """The hooks of one node of an op. behind: its ``next_functions``, if the nodes behind it have no hooks
+    yet. first: the op's first node."""
 
-    def __init__(self, behind: Sequence[tuple[Any, int]], first: int) -> None:
-        self.behind, self.first = behind, first
+    def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int) -> None:
+        self.behind, self.first, self.made = behind, first, 0
+        node.register_prehook(self.before)
+        node.register_hook(self.after)
 
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        if _tracing() or not any_autocast():
+    def before(self, gradients: Sequence[Tensor | None]) -> None:
+        if _tracing() or not (any_autocast() or torch.is_grad_enabled()):
             return
-        _turn_off(gradients)
-        _hook_nodes(self.behind, self.first)
+        if any_autocast():
+            _turn_off(gradients)
+        if self.behind:
+            _hook_nodes(self.behind, self.first)
         self.behind = ()  # the hooks stay, for another backward of the same graph
+        self.made = _next_node()
+
+    def after(self, made: Sequence[Tensor | None], _: Any) -> None:
+        """With create_graph, the node's own backward is a part of the op, too."""
+        if torch.is_grad_enabled() and not _tracing():
+            _hook_outputs(made, self.made)
 
 
 def without_autocast_behind(node: Any) -> None:
@@ -201,7 +212,7 @@ def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int) -> None:
         if node is None or node in seen or not node.next_functions or node._sequence_nr() < first:
             continue
         seen.add(node)
-        node.register_prehook(_turn_off)
+        _Hooks(node, (), first)
         left += node.next_functions
 
 
