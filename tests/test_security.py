@@ -29,7 +29,7 @@ NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin"
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory full of modules that tell when somebody imports them."""
+    """A current directory full of modules that tell when they are imported."""
     here = tmp_path / "here"
     here.mkdir()
     for name in NAMES:
@@ -157,7 +157,7 @@ def test_without_a_home_nothing_is_imported_from_a_folder_of_another_user(
 
 def test_nor_from_one_that_another_user_has_made_around_it(homeless: Path, nobody: int,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who owns a folder may put others in the place of those in it."""
+    """The owner of a folder may replace the folders in it."""
     planted(cache_folder())
     os.chown(next(homeless.iterdir()), nobody, nobody)
     with pytest.raises(NotInstallable, match="belongs to another user"):
