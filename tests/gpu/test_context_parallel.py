@@ -70,6 +70,38 @@ def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
     _hold(_jobs(op, 2), tmp_path, "nccl")
 
 
+def unequal_edges(group: Any) -> None:
+    """Ranks whose cu_seqlens differ in length raise without debug mode; equal ones wait for no GPU again."""
+    rank = dist.get_rank(group)
+    call = of_rank(made("chunk_kda", 3, 3072, [0, 70, 3072], K=64, dtype=torch.bfloat16, device="cuda"), group)
+    edges = [torch.tensor(some) for some in ([0, 70, 3072], [0, 70, 1000, 3072])]
+
+    def run(cpu: torch.Tensor, **more: Any) -> None:
+        flashlin.chunk_kda(**call.tokens, cu_seqlens=cpu.cuda(), process_group=group, **more)
+    for more in ({}, {"cu_seqlens_cpu": edges[min(rank, 1)]}):
+        with pytest.raises(ValueError, match=r"chunk_kda: got cu_seqlens of .* values .*, need the same"):
+            run(edges[min(rank, 1)], **more)
+    for _ in range(2):
+        run(edges[0], cu_seqlens_cpu=edges[0])
+    bounds = edges[0].cuda()
+    torch.cuda.synchronize()
+    if dist.get_backend(group) == "nccl":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            flashlin.chunk_kda(**call.tokens, cu_seqlens=bounds, cu_seqlens_cpu=edges[0], process_group=group)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_ranks_agree_on_the_length_of_cu_seqlens(tmp_path: Path) -> None:
+    _hold({"gloo": (2, unequal_edges)}, tmp_path, "gloo")
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
+def test_ranks_with_a_gpu_each_agree_too(tmp_path: Path) -> None:
+    _hold({"nccl": (2, unequal_edges)}, tmp_path, "nccl")
+
+
 def dies(begun: Path, group: Any) -> None:
     """Rank 1, between forward and backward; rank 0 goes on, and notes that it does."""
     call = of_rank(made("chunk_kda", 3, 3072, None, K=64, dtype=torch.bfloat16, device="cuda"), group)

@@ -87,7 +87,8 @@ def test_a_dtensor_is_refused_by_name(op: str, mesh: DeviceMesh) -> None:
         first = x[0] if several else x
         if isinstance(first, torch.Tensor) and name not in UNREAD and (op, name) not in UNREAD_BY:
             shard = DTensor.from_local(first, mesh)
-            with pytest.raises(TypeError, match=rf"{name}.*: got a DTensor, need .* pass {name}.*to_local\(\)"):
+            text = rf"{name}.*: got a DTensor, need .* pass {name}.*to_local\(\)"
+            with pytest.raises(TypeError, match=text):
                 getattr(flashlin, op)(**{**given, name: (shard, *x[1:]) if several else shard})
 
 

@@ -342,7 +342,8 @@ def _jobs() -> dict[str, tuple[int, Job]]:
     jobs.update({"groups of heads on 2": (2, groups_of_heads), "groups of heads on 4": (4, groups_of_heads),
                  "alone": (1, alone), "twice": (2, twice_and_from_a_checkpoint), "NaN": (3, nothing_spreads),
                  "compiled": (2, compiled), "unequal": (2, unequal),
-                 "unequal edges": (2, unequal_edges), "without values": (2, without_values), "wrong arguments": (2, wrong),
+                 "unequal edges": (2, unequal_edges), "without values": (2, without_values),
+                 "wrong arguments": (2, wrong),
                  "one does not call": (2, one_does_not_call), "one dies": (2, one_dies)})
     return jobs
 

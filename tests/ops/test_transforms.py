@@ -35,7 +35,8 @@ def long(op: str) -> dict[str, Any]:
     if op == "mamba3_siso_combined":
         tokens = {name: randn(1, H, T) for name in ("DT", "Trap")}
         return {**{name: randn(1, T, H, K) for name in "QKV"}, **tokens, "ADT": -torch.rand(1, H, T),
-                "Z": None, "Q_bias": randn(H, K), "K_bias": randn(H, K), "Angles": randn(1, T, H, 1), "D": None}
+                "Q_bias": randn(H, K), "K_bias": randn(H, K), "Angles": randn(1, T, H, 1),
+                "Z": None, "D": None}
     named = {"r": q, "w": g, "u": randn(H, K)} if op == "chunk_rwkv6" else {"q": q}
     gates = {"chunk_simple_gla": {"g": g[..., 0]}, "chunk_kda": {"g": g, "beta": g[..., 0].exp()}}
     return {**named, "k": q.roll(1, 1), "v": randn(1, T, H, K), **gates.get(op, {})}

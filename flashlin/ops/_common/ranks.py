@@ -260,11 +260,13 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, waits: bool = False) -> None:
-    """Raises ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0:
-    there is none), the dtype's place in FLOATS, others. Each call tells them, so that what one rank tells is never taken for something
-    else. To read the others' means to wait for a GPU: there a rank does so for sizes that are new to it, in
-    debug mode, and in calls that wait anyway; one that has had its sizes before goes on, and gets no answer
-    from a rank that has raised."""
+    """Raise ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0:
+    there is none), the dtype's place in FLOATS, others. Each call sends them, so that data of one call is
+    never taken for data of another.
+
+    Reading the sizes of other ranks waits for a GPU. There a rank reads them if its own sizes are new to it,
+    in debug mode, and in calls that wait anyway (``waits``). Otherwise it goes on, and gets no answer from a
+    rank that has raised."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
