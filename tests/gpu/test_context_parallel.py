@@ -73,7 +73,8 @@ def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
 def unequal_edges(group: Any) -> None:
     """Ranks whose cu_seqlens differ in length raise without debug mode; equal ones wait for no GPU again."""
     rank = dist.get_rank(group)
-    call = of_rank(made("chunk_kda", 3, 3072, [0, 70, 3072], K=64, dtype=torch.bfloat16, device="cuda"), group)
+    whole = made("chunk_kda", 3, 3072, [0, 70, 3072], K=64, dtype=torch.bfloat16, device="cuda")
+    call = of_rank(whole, group)
     edges = [torch.tensor(some) for some in ([0, 70, 3072], [0, 70, 1000, 3072])]
 
     def run(cpu: torch.Tensor, **more: Any) -> None:

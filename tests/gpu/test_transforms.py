@@ -26,7 +26,8 @@ def mamba2(x: Tensor) -> Any:
 
 CALLS = {"gated_delta_rule": gated_delta_rule, "mamba2": mamba2,
          "simple_gla": lambda x: flashlin.chunk_simple_gla(x, x, x, -x[..., 0].abs())[0],
-         "rms_norm": lambda x: flashlin.rms_norm(x, None, None), "causal_conv1d": lambda x: flashlin.causal_conv1d(
+         "rms_norm": lambda x: flashlin.rms_norm(x, None, None),
+         "causal_conv1d": lambda x: flashlin.causal_conv1d(
              x.flatten(2), torch.ones(x.shape[2] * x.shape[3], 4, device=x.device))[0]}
 
 
