@@ -104,7 +104,8 @@ def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
 
 
 def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
-    rows = [{"model": "a", "date": "1", "raw": {"x": "raises: no", "y": "agrees"}, "patched": {"y": "raises: no"}},
+    rows = [{"model": "a", "date": "1", "raw": {"x": "raises: no", "y": "agrees"},
+             "patched": {"y": "raises: no"}},
             {"model": "b", "date": "2", "raw": {}}, {"model": "c", "date": "1", "patched": {"x": "alone"}}]
     record = {"stack": "s", "rows": rows}
     packed = records.packed(record)
