@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from torch import nn
 
 import flashlin
 from flashlin.__main__ import main
-from flashlin.compat.known_flaws import KNOWN_FLAWS, MODELS
+from flashlin.compat.known_flaws import KNOWN_FLAWS, MODELS, UNPATCHED
 from flashlin.diagnostics import importing, packages
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.layers import op_of, over_heads, spans, together
@@ -22,6 +23,7 @@ from flashlin.diagnostics.packages import PACKAGES, Patches, Section, section
 from flashlin.diagnostics.report import Flaw, Layer, Report
 from flashlin.integrations import patching, probing
 from flashlin.integrations.bindings import Bindings, named_like
+from matrix.stacks import models as programs
 from tests.machines import H200, installed, made, package, read, run
 
 pytestmark = pytest.mark.usefixtures("default_settings")
@@ -161,7 +163,7 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.23.0", models=GDN_FLA), dict(transformers="5.14.1", models=KDA_FLA)]),
     "position-ids-alone": (dict(transformers="5.23.0", models=GDN_FLA), [
         dict(transformers="5.23.0"), *(dict(transformers="5.23.0", models=conv(one))
-                                       for one in ("mamba", "zamba", "inkling", "inkling2"))]),
+                                       for one in ("mamba", "zamba", "inkling"))]),
     "mamba-without-seq-idx": (dict(transformers="5.23.0", models=conv("jamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
     "mamba2-drops-arguments": (dict(transformers="5.23.0", models=split("mamba2", "torch")), [
@@ -173,8 +175,14 @@ WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         dict(transformers="5.1.0", models=split("mamba2", "torch"))]),
     "zamba-packed-convolution": (dict(transformers="5.23.0", models=conv("zamba")), [
         dict(transformers="5.23.0", models=conv("zamba2"))]),
-    "inkling-packed-convolution": (dict(transformers="5.23.0", models=conv("inkling2")), [
-        dict(transformers="5.23.0", models=conv("lfm3"))]),
+    "packed-attention-beside-mask-or-cache": (dict(transformers="5.24.0", models=conv("jamba")), [
+        dict(transformers="5.24.0", models=split("mamba2", "torch"))]),
+    "indexed-packed-attention": (dict(transformers="5.24.0", models={"glm5_next": KDA_FLA["kimi_linear"]}), [
+        dict(transformers="5.24.0", models=KDA_FLA)]),
+    "recurrent-not-patched": (dict(transformers="5.24.0", models={"minimax": {}}), [
+        dict(transformers="5.24.0", models={"mixtral": {}}), dict(transformers="5.24.0")]),
+    "inkling-packed-convolution": (dict(transformers="5.23.0", models=conv("inkling")), [
+        dict(transformers="5.24.0", models=conv("inkling2")), dict(transformers="5.23.0", models=conv("lfm3"))]),
     "fla-mom-cache": (dict(fla="0.6.0"), [dict(transformers="5.23.0")]),
     "mamba-continuation": (dict(transformers="5.23.0", models=conv("mamba")), [
         dict(transformers="5.23.0", models=split("mamba2", "torch"))]),
@@ -683,7 +691,15 @@ def test_the_names_of_kernels_are_those_of_the_installed_transformers(qwen: Any)
     asked = hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS
     assert {name: homes.get(name) for name in asked} == asked
     folder = Path(hub_kernels.__file__).parents[1] / "models"
-    assert not [name for name in MODELS if not (folder / name / f"modeling_{name}.py").exists()]
+    files = {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
+    wanted = re.compile(rf'use_kernel_func_from_hub_with_fallback\(\s*"({"|".join(probing.HOMES)})"')
+    assert {name for name, text in files.items() if wanted.search(text)} == set(MODELS)
+    assert set(UNPATCHED) <= files.keys() - set(MODELS)
+
+
+def test_the_table_of_programs_has_every_model_that_flaws_know() -> None:
+    assert {one.name for one in programs.MODELS if one.package == "transformers"} == set(MODELS)
+    assert {one.name for one in programs.UNPATCHED} == set(UNPATCHED)
 
 
 # --- models that tell less ---

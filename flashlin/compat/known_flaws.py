@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from flashlin.compat.versions import affected, between
 
-GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
 MAMBA2 = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
 MAMBA = ("mamba", "falcon_mamba", "jamba")
-INKLING = ("inkling", "inkling2")
+INKLING = ("inkling", "inkling2", "inkling2_loop")
 CONV = ("lfm2", "lfm2_moe", "lfm3", *INKLING)
 MODELS = (*GDN, *KDA, *MAMBA2, *MAMBA, "zamba", *CONV)
+UNPATCHED = ("minimax", "recurrent_gemma", "zaya")  # recurrent, and without a function of flashlin
 SPLIT = ("mamba_split_conv1d_scan_combined",)
 
 
@@ -25,7 +26,7 @@ class Stack(NamedTuple):
     """What is installed, loaded and patched here. versions: of each package or distribution that is there,
     ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
     issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
-    implementation) of all it is bound to. patched: packages that flashlin is patched into."""
+    implementation) of all it is bound to, which may be nothing. patched: packages that flashlin is patched into."""
     versions: Mapping[str, str]
     broken: frozenset[str] = frozenset()
     gpu: bool = False
@@ -96,9 +97,10 @@ class Flaw(NamedTuple):
             return ()
         if not self.models:
             return (self.package,)
-        return tuple(name for name in self.models if any(
-            (not self.kernels or kernel in self.kernels) and (not self.bound or whose in self.bound)
-            for kernel, whose in stack.models.get(name, ())))
+        return tuple(name for name in self.models if name in stack.models and (
+            not (self.kernels or self.bound) or any(
+                (not self.kernels or kernel in self.kernels) and (not self.bound or whose in self.bound)
+                for kernel, whose in stack.models[name])))
 
     def mended(self, stack: Stack) -> bool:
         """Whether a patch that is in force takes it away."""
@@ -164,10 +166,11 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         "hub-kernels-out-of-range", "transformers", always=True, since="5.23.0",
         beside=(("kernels", "0.18.2"),), card="gpu",
-        effect="it wants kernels 0.18.2 or newer; with this one use_kernels=True is an ImportError, and "
-               "models never take kernels of the hub",
-        remedy=f'{_PATCH}, or pip install "kernels>=0.18.2"', mended_by=("transformers",),
-        source=_READ.format("5.23.0")),
+        effect="it wants kernels 0.18.2 or newer, and the newest release is 0.17.2: with that "
+               "use_kernels=True is an ImportError, and models never take kernels of the hub nor of "
+               "flashlin.kernel_mapping()",
+        remedy=f'{_PATCH}, or pip install "transformers<5.23"', mended_by=("transformers",),
+        source=_READ.format("5.23.0 and 5.24.0")),
     Flaw(
         "fla-cache-swallowed", "transformers", since="5.24.0", beside=(("fla", None),),
         mended_by=("fla",),
@@ -249,10 +252,10 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy=_PATCH, source=_TRIED),
     Flaw(
         "position-ids-alone", "transformers", mended_by=("transformers",),
-        models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", *INKLING)),
+        models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", "inkling")),
         mended_from="5.15.0",
-        effect="if documents are packed and only position_ids tell them apart, as with sdpa, they leak into "
-               "each other: nothing makes cu_seq_lens_q or seq_idx of them",
+        effect="if documents are packed and only position_ids or a mask tell them apart, as with sdpa, they "
+               "leak into each other: nothing makes cu_seq_lens_q or seq_idx of them",
         remedy=f"{_PATCH}, or a collator that returns cu_seq_lens_q and seq_idx "
                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
         source=_TRIED),
@@ -269,9 +272,10 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
     Flaw(
         "granite-packed-attention", "transformers", models=("granitemoehybrid",),
+        mended_by=("transformers",), mended_from="5.15.0",
         effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
                "their mask knows no documents",
-        remedy="one document a row, padded", source=_TRIED),
+        remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
     Flaw(
         "own-mask-packed-attention", "transformers", fixed_in="5.2.0",
         models=("bamba", "falcon_h1", "zamba", "zamba2"),
@@ -284,7 +288,25 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
         remedy="one document a row, padded", source=_TRIED),
     Flaw(
-        "inkling-packed-convolution", "transformers", models=INKLING,
+        "packed-attention-beside-mask-or-cache", "transformers", mended_by=("transformers",),
+        mended_from="5.15.0",
+        models=tuple(name for name in MODELS if name not in ("mamba", "falcon_mamba", "mamba2", "glm5_next")),
+        effect="if documents are packed, and the call has an attention_mask [B, T] or leaves use_cache on, "
+               "attention does not look at position_ids: it looks across documents, unless it is flash "
+               "attention",
+        remedy=f"{_PATCH}, or use_cache=False and no attention_mask", source="tried with transformers 5.24.0"),
+    Flaw(
+        "indexed-packed-attention", "transformers", models=("glm5_next",),
+        effect="if documents are packed, its attention chooses tokens by an index that knows no documents, "
+               "and looks across them, whatever mask it gets",
+        remedy="one document a row, padded", source="tried with transformers 5.24.0"),
+    Flaw(
+        "recurrent-not-patched", "transformers", models=UNPATCHED,
+        effect="if documents are packed, its recurrent layers run from one into the next, and flashlin has no "
+               "functions in their place",
+        remedy="one document a row, padded", source="tried with transformers 5.24.0"),
+    Flaw(
+        "inkling-packed-convolution", "transformers", models=("inkling",),
         effect="if documents are packed, its attention may keep them apart, its convolutions do not: nobody "
                "hands seq_idx on to them",
         remedy="one document a row, padded", source=_TRIED),

@@ -111,14 +111,15 @@ def version_of(name: str) -> str:
 
 
 def calls_of(versions: Collection[str]) -> dict[str, list[Bound]]:
-    """What the loaded files of these packages are bound to."""
+    """Return the functions that the loaded files of these packages are bound to. A file of transformers that is
+    bound to none is there, too, since flaws of its models may be known."""
     calls = {}
     for where, module in list(sys.modules.items()):
         root = where.partition(".")[0]
         if type(getattr(module, "__dict__", None)) is dict and (
                 FILES.fullmatch(where) or (root in versions and root in ("fla", "mamba_ssm"))):
             ones = bound_in(module)
-            if ones:
+            if ones or FILES.fullmatch(where):
                 calls[where] = ones
     return calls
 

@@ -1,8 +1,14 @@
-"""Where documents begin in rows that hold several: what models say of it, and who is not told.
+"""Find the documents of rows that hold several in the arguments of a model, and pass them to its layers.
 
-Trainers pack documents into rows and tell the model by one of three arguments: ``cu_seq_lens_q`` (bounds, for
-flash attention), ``seq_idx`` (each token's document), or ``position_ids`` that begin again at 0. Attention
-looks at the third; recurrent layers need one of the first two, and some are told nothing.
+Trainers pack documents into rows. They mark them by ``cu_seq_lens_q`` (bounds, for flash attention) or
+``seq_idx`` (the document of each token), by ``position_ids`` that begin again, or by an ``attention_mask``
+(document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the first two, and many
+models pass them none.
+
+``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that to the
+layers. It uses tensor operations alone: torch.compile can trace it, and no call waits for the GPU. ``masking``
+wraps the functions that make the masks of attention layers, so those keep the same documents apart. Functions
+that mix documents call ``told``, which warns once for each model.
 """
 from __future__ import annotations
 
@@ -11,26 +17,41 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashlin.compat.tracing import transient
+from flashlin.ops._common.planned import constant_while_tracing
+
 MARKS = ("cu_seq_lens_q", "seq_idx")
+Tokens = tuple[int, int] | None  # [B, T] of a call
 CACHES = ("cache", "past_key_values", "cache_params")  # from 5.24 on all models have the first
 APART = "Give it a document a row, padded. It is so with every kernel."
+UNSEEN = -80.0  # an additive mask at or below this gives a weight of 0 in float32
 
 
-class Call(NamedTuple):
-    """A call of a model. given: what says where documents begin, or "". marks: that, as keywords for the
-    models inside. tokens: [B, T] of the call. goes_on: several tokens after a state that is cached. said: the
-    models that have been warned about."""
+@dataclass
+class Call:
+    """A call of a model.
+
+    given: the argument that marks documents, or "". marks: the documents, as keywords for the models inside.
+    several: whether a row holds more than one document; a tensor [B, T - 1], True where one begins, until
+    its values are needed. by_padding: the mark is a mask [B, T] that may be no more than padding. tokens: [B, T] of
+    the call. fresh: the caller gives no cache. goes_on: several tokens after a state that is cached. warn:
+    warns once for each name of a model.
+    """
     model: str
     given: str
     marks: dict[str, Tensor]
-    tokens: tuple[int, ...]
+    several: bool | Tensor
+    by_padding: bool
+    tokens: Tokens
+    fresh: bool
     goes_on: bool
-    said: set[str]
+    warn: Callable[[str, str], None]
 
 
 class _Calls(threading.local):
@@ -40,56 +61,83 @@ class _Calls(threading.local):
 _CALLS = _Calls()
 
 
-def watched(forward: Callable[..., Any], *, by_seq_idx: bool, attends_across: bool,
-            said: set[str]) -> Callable[..., Any]:
-    """``forward`` of a model's class, which sees to it that recurrent layers are told where documents begin,
-    and remembers what it was given for ``told`` and ``state_dropped``.
+def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mixes: str = "",
+            but_flash: bool = False) -> Callable[..., Any]:
+    """Return ``forward`` of a model's class with a search for marked documents before it.
 
-    by_seq_idx: its layers keep documents apart by seq_idx; then they get one where position_ids alone begin
-    again, also where the model around it dropped the keyword. One read from the device for a call with
-    position_ids and no mask; none under torch.compile, where the model is called as it is.
-    attends_across: its attention mixes documents, unless it is flash attention.
+    by_seq_idx: its layers keep documents apart by seq_idx; then they get one, also where the model around it
+    dropped the keyword. said: names of the models that have been warned about. mixes: why the model mixes
+    documents however they are marked, for one warning. but_flash: not with flash attention.
     """
-    takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD
-                                    for one in inspect.signature(forward).parameters.values())
+    parameters = inspect.signature(forward).parameters.values()
+    takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+    warn = once(said)
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **given)
-        around = _CALLS.now
+        if len(args) > len(names) or any(name in given for name in names[:len(args)]):
+            return forward(self, *args, **given)  # a TypeError, in its own words
+        given = {**dict(zip(names, args, strict=False)), **given}
+        around, tokens = _CALLS.now, _tokens(given)
         if around is not None:
-            if takes_more and not _marks(given) and _tokens(args, given) == around.tokens:
+            if takes_more and not _marks(given) and tokens == around.tokens:
                 given = {**given, **around.marks}
-            return forward(self, *args, **given)
-        marks = _marks(given)
-        name = next(iter(marks), "")
-        if not marks and (seq_idx := _numbered(given, _tokens(args, given))) is not None:
-            name, marks = "position_ids", {"seq_idx": seq_idx}
-        goes_on = _goes_on(args, given)
-        if not marks and not goes_on:
-            return forward(self, *args, **given)
-        now = Call(type(self).__name__, name, marks, _tokens(args, given), goes_on, said)
-        if marks and attends_across and "flash" not in str(self.config._attn_implementation):
-            _warn(now, f"got {name}, and its attention looks across documents, unless it is flash attention "
-                       "with cu_seq_lens_q")
+            return forward(self, **given)
+        now = _marked(type(self).__name__, given, tokens, warn)
+        if not now.marks and not now.goes_on:
+            return forward(self, **given)
+        if mixes and now.marks and not (but_flash and "flash" in str(self.config._attn_implementation)):
+            _leaks(now, mixes)
         _CALLS.now = now
         try:
-            return forward(self, *args, **(given | marks if takes_more else given))
+            return forward(self, **_with_marks(given, now, takes_more))
         finally:
             _CALLS.now = None
     return call
 
 
+def _marked(model: str, given: dict[str, Any], tokens: Tokens,
+            warn: Callable[[str, str], None]) -> Call:
+    """Return the call of a model with these keywords."""
+    marks = _marks(given)
+    several, name = bool(marks), next(iter(marks), "")
+    if marks and "seq_idx" not in marks and tokens is not None:  # some layers ask for this one alone
+        seq_idx = seq_idx_of(*tokens, None, marks["cu_seq_lens_q"])
+        marks = marks if seq_idx is None else {**marks, "seq_idx": seq_idx}
+    fresh = all(given.get(one) is None for one in CACHES)
+    begins = None if marks else _beginnings(given, tokens, fresh)
+    by_padding = begins is not None and given.get("position_ids") is None and _padding(given) is not None
+    if begins is not None and tokens is not None:
+        name = "attention_mask" if given.get("position_ids") is None else "position_ids"
+        number = torch.nn.functional.pad(begins, (1, 0)).cumsum(1, dtype=torch.int32)
+        marks = {"seq_idx": number.expand(tokens[0], -1)}
+    goes_on = not fresh and not torch.compiler.is_compiling() and _goes_on(given, tokens)
+    return Call(model, name, marks, several if begins is None else begins, by_padding, tokens, fresh, goes_on,
+                warn)
+
+
+def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str, Any]:
+    """The keywords of the model itself: with the marks, if it takes them, and with ones for the document
+    numbers of a mask, by which layers would multiply their inputs."""
+    if takes_more:
+        given = {**given, **call.marks}
+    mask = _padding(given)
+    if mask is not None and mask.dtype is not torch.bool and call.marks and call.fresh:
+        given = {**given, "attention_mask": (mask != 0).to(mask.dtype)}
+    return given
+
+
 def mixing(forward: Callable[..., Any], model: str, why: str, said: set[str]) -> Callable[..., Any]:
     """``forward`` of a model of fla that mixes the documents of a row whatever it is told: given cu_seqlens,
     one warning for all classes of the ``model``."""
+    warn = once(said)
+
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        if given.get("cu_seqlens") is not None and not torch.compiler.is_compiling() and model not in said:
-            said.add(model)
-            warnings.warn(f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into "
-                          f"each other. {APART}", RuntimeWarning, stacklevel=2)
+        if given.get("cu_seqlens") is not None:
+            warn(model, f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into each "
+                        f"other. {APART}")
         return forward(self, *args, **given)
     return call
 
@@ -98,62 +146,177 @@ def _marks(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: given[name] for name in MARKS if given.get(name) is not None}
 
 
-def _tokens(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[int, ...]:
-    """[B, T] of a call."""
-    tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"), *args[:1])
+def _tokens(given: dict[str, Any]) -> Tokens:
+    """[B, T] of a call; None where it has no tokens of this form."""
+    tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"))
                    if isinstance(one, Tensor)), None)
-    return () if tokens is None else tuple(tokens.shape[:2])
+    return None if tokens is None or tokens.ndim < 2 else (tokens.shape[0], tokens.shape[1])
 
 
-def _numbered(given: dict[str, Any], tokens: tuple[int, ...]) -> Tensor | None:
-    """The document [B, T] of each token, where position_ids [B or 1, T] begin again within a row. With a mask
-    they do so behind padding."""
-    positions = given.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
+def _padding(given: dict[str, Any]) -> Tensor | None:
+    """The mask [B, T or more] of a call."""
+    mask = given.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | None:
+    """True where a token begins another document than the one before it, [B or 1, T - 1]. None where nothing
+    marks documents.
+
+    Padding begins nothing, nor does the first token behind padding on the left. With a cache, a mask marks
+    padding, and positions begin again behind it: then only positions without a mask count.
+
+    An integer mask without positions may number documents or mark padding. Only for that question a value is
+    read, if one can be; transformers reads the same mask in each call.
+    """
+    if tokens is None or tokens[1] < 2:
         return None
-    if given.get("attention_mask") is not None:
+    T = tokens[1]
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim not in (2, 3) or positions.shape[-1] != T:
+        positions = None
+    if mask is not None and not fresh:
         return None
-    begins = positions == 0
-    if not begins[:, 1:].any():
-        return None
-    return begins.cumsum(1, dtype=torch.int32).expand(*tokens[:1] or (-1,), -1)
+    if isinstance(mask, dict):  # made by the caller, for each kind of layers
+        mask = next((one for one in mask.values() if isinstance(one, Tensor) and one.ndim == 4), None)
+    begins, real = None, None
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (T, T):
+        real = _visible(mask[:, 0].diagonal(0, 1, 2))
+        begins = ~_visible(mask[:, 0].diagonal(-1, 1, 2))
+    elif (padding := _padding(given)) is not None and padding.shape[1] >= T:
+        padding = padding[:, -T:]
+        if positions is None and (padding.dtype is torch.bool
+                                  or (_readable(padding) and not bool((padding > 1).any()))):
+            return None
+        real = padding != 0
+        begins = padding[:, 1:] != _before(padding, real)
+    if positions is not None:
+        restarts = _restarts(positions, real)
+        begins = restarts if begins is None else begins | restarts
+    if begins is None or real is None:
+        return begins
+    return begins & real[:, 1:] & (real[:, :-1].cumsum(1) > 0)
 
 
-def _goes_on(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Whether several tokens come after a state that is cached."""
+def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
+    """True where positions [B or 1, T] do not go on by one from the token before, nor from the last one that
+    is not padding. Of [4, B, T] row 0 holds the text positions; of another [R, B, T] a document begins where
+    all are 0, since within an image some stay and some jump."""
+    if positions.ndim == 3 and positions.shape[0] != 4:
+        return (positions == 0).all(0)[:, 1:]
+    text = positions[0] if positions.ndim == 3 else positions
+    begins = text[:, 1:] - text[:, :-1] != 1
+    return begins if real is None else begins & (text[:, 1:] - _before(text, real) != 1)
+
+
+def _before(values: Tensor, real: Tensor) -> Tensor:
+    """For each token but the first the value [B, T - 1] of the last real token before it."""
+    at = torch.arange(real.shape[1], device=real.device)
+    last = torch.where(real, at, 0).cummax(1).values[:, :-1]
+    return values.expand(real.shape[0], -1).gather(1, last)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """True where a mask lets a token see another: of booleans and integers not 0, of what is added to scores
+    more than ``UNSEEN``."""
+    return mask > UNSEEN if mask.is_floating_point() else mask != 0
+
+
+def _readable(x: Tensor) -> bool:
+    """Return True if values of a tensor may be read now."""
+    return not (transient() or x.device.type == "meta" or torch._C._functorch.peek_interpreter_stack() is not None
+                or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _goes_on(given: dict[str, Any], tokens: Tokens) -> bool:
+    """Return True if several tokens come after a cached state."""
     cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-    if cache is None or _tokens(args, given)[1:] in ((), (1,)):
+    if cache is None or tokens is None or tokens[1] == 1:
         return False
     has = getattr(cache, "has_previous_state", False)
     return bool(has() if callable(has) else has)
 
 
+def masking(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``create``, a function of transformers that makes the masks of attention layers, with the
+    documents that ``watched`` has found.
+
+    transformers looks at position_ids only where there is neither a mask nor a cache. So it gets positions
+    that begin again with each document and with padding, which then needs no mask of its own.
+    """
+    names = list(inspect.signature(create).parameters)
+
+    @functools.wraps(create)
+    def made(*args: Any, **given: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **given}
+        call, mask = _CALLS.now, given.get("attention_mask")
+        embeddings = given.get("inputs_embeds", given.get("input_embeds"))
+        if (call is None or call.tokens is None or not call.marks or not isinstance(embeddings, Tensor)
+                or tuple(embeddings.shape[:2]) != call.tokens
+                or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))):
+            return create(**given)
+        (rows, tokens), seq_idx = call.tokens, call.marks.get("seq_idx")
+        if "flash" in str(given["config"]._attn_implementation):
+            found = create(**given)
+            if found is not None or (rows > 1 and "cu_seq_lens_q" not in call.marks):
+                _leaks(call, "flash attention knows documents only in one row without an attention_mask, or "
+                             "by cu_seq_lens_q")
+            return found
+        if not call.fresh:
+            _leaks(call, "its attention looks across documents beside a cache")
+        if seq_idx is None or not call.fresh:
+            return create(**given)
+        begins = seq_idx[:, 1:] != seq_idx[:, :-1]
+        if mask is not None:
+            real = mask[:, -tokens:] != 0
+            begins = begins | (real[:, 1:] != real[:, :-1])
+        at = torch.arange(tokens, device=begins.device)
+        positions = at - torch.where(torch.nn.functional.pad(begins, (1, 0)), at, 0).cummax(1).values
+        return create(**{**given, "attention_mask": None, "position_ids": positions,
+                         **{name: None for name in CACHES if name in given}})
+    return made
+
+
 def told(function: str, marked: bool) -> None:
     """A function that mixes tokens says whether it was told where documents begin. If its model was and it
     was not: one warning."""
-    if torch.compiler.is_compiling():
-        return
     call = _CALLS.now
     if call is not None and call.given and not marked:
-        _warn(call, f"got {call.given}, and its layers call {function} without: documents of one row run "
-                    "into each other. Give it a document a row, padded")
+        _leaks(call, f"its layers call {function} without: documents of one row run into each other")
 
 
 def state_dropped(function: str) -> None:
     """A function of many tokens begins at a state of zero. If its model has one in the cache: one warning."""
-    if torch.compiler.is_compiling():
-        return
     call = _CALLS.now
     if call is not None and call.goes_on:
-        _warn(call, f"got several tokens after a cached state, and its layers call {function} without "
-                    "it: what came before is forgotten. Give it all tokens at once, or one at a time")
+        call.warn(call.model, f"{call.model} got several tokens after a cached state, and its layers call "
+                              f"{function} without it: what came before is forgotten. Give it all tokens at "
+                              "once, or one at a time. It is so with every kernel.")
 
 
-def _warn(call: Call, sentence: str) -> None:
-    if call.model not in call.said:
-        call.said.add(call.model)
-        warnings.warn(f"{call.model} {sentence}. It is so with every kernel.",
-                      RuntimeWarning, stacklevel=2)
+def _leaks(call: Call, why: str) -> None:
+    """Warn once that a model mixes documents, if a row holds several. Where that cannot be read, as under
+    torch.compile, warn as well; but not of a mask that is most likely padding."""
+    got = f"{call.model} got {call.given}"
+    if isinstance(call.several, Tensor):
+        if not _readable(call.several):
+            if not call.by_padding:
+                call.warn(call.model, f"{got} where its values cannot be read, as under torch.compile. If a row holds "
+                                      f"several documents: {why}. {APART}")
+            return
+        call.several = bool(call.several.any())
+    if call.several:
+        call.warn(call.model, f"{got}, and {why}. {APART}")
+
+
+def once(said: set[str]) -> Callable[[str, str], None]:
+    """Return a function that warns once for each model. While torch.compile traces, it runs as it is, so a
+    compiled model warns, too."""
+    def warn(model: str, sentence: str) -> None:
+        if model not in said:
+            said.add(model)
+            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+    return constant_while_tracing(warn)  # type: ignore[no-any-return]
 
 
 def seq_idx_of(rows: int, tokens: int, seq_idx: Tensor | None, bounds: Tensor | None) -> Tensor | None:

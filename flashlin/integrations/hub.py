@@ -49,7 +49,8 @@ def kernel_mapping() -> dict[str, dict[str, Repository]]:
 
     or, before ``model.set_use_kernels(True)``,
     ``transformers.integrations.hub_kernels.get_kernel_mapping_transformers().update(flashlin.kernel_mapping())``.
-    It reaches models whose functions are modules of ``kernels`` (transformers 5.15 and newer, with a version
-    of ``kernels`` that it accepts); ``flashlin.patch("transformers")`` reaches them all.
+    It reaches models whose functions are modules of ``kernels``: those of transformers 5.15 to 5.22. It does
+    nothing with transformers 5.23 and 5.24, which require kernels 0.18.2, while the newest release is 0.17.2.
+    ``flashlin.patch("transformers")`` reaches all of them.
     """
     return {name: {device: Repository(name) for device in DEVICES} for name in KERNEL}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from flashlin.integrations.bindings import Bindings, named_like
+from flashlin.integrations.documents import once
 
 
 def mend(module: ModuleType, bindings: Bindings) -> None:
@@ -63,11 +62,11 @@ def reorder_cache(self: Any, beam_idx: Tensor) -> None:
 
 def looking_ahead(forward: Callable[..., Any], why: str, said: set[str]) -> Callable[..., Any]:
     """``forward`` of a model in which, in training, tokens see later ones, with one warning of that."""
+    warn = once(said)
+
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        if self.training and why not in said and not torch.compiler.is_compiling():
-            said.add(why)
-            warnings.warn(f"{type(self).__name__}: {why}. It is so with every kernel.", RuntimeWarning,
-                          stacklevel=2)
+        if self.training:
+            warn(why, f"{type(self).__name__}: {why}. It is so with every kernel.")
         return forward(self, *args, **given)
     return call

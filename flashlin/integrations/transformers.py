@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from flashlin.compat.known_flaws import UNPATCHED
 from flashlin.integrations.bindings import MISSING, free_variables, layers, named_like
 from flashlin.integrations.patching import Patch, arrived, found
 
@@ -53,10 +54,12 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention does not look at position_ids, unless it is flash attention: these, and up to 5.1 those
-# that make their mask themselves
+# Models whose attention mixes documents: these, which choose tokens for it by an index of their own, and, unless
+# it is flash attention, those up to 5.1 that make their mask themselves
 DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
-ATTENDS_ACROSS, OWN_MASK = ("GraniteMoeHybrid",), "_update_causal_mask"
+INDEXED, OWN_MASK = ("Glm5Next",), "_update_causal_mask"
+ACROSS = "its attention looks across documents"
+MAKE_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
@@ -175,6 +178,10 @@ class TransformersPatch(Patch):
             if kernels:
                 # Before 5.15, whose files have the flag or its loader, layers hand no keywords on.
                 self._see_models(module, kernels, told=OLD.isdisjoint({*vars(module), *reads(module)}))
+                self._see_masks(module)
+            elif module.__name__.rpartition(".modeling_")[2] in UNPATCHED:
+                self._see_models(module, kernels, told=False, mixes=(
+                    "flashlin does not patch its recurrent layers, which do not know documents"))
 
     def _see_decorated(self, module: ModuleType) -> set[str]:
         found = list(decorated(module))
@@ -257,18 +264,27 @@ class TransformersPatch(Patch):
         stand_in = named_like(run, original, signature=inspect.signature(original))
         self.bindings.stand(module, name, stand_in, "its own, watched for files that it runs")
 
-    def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool) -> None:
+    def _see_models(self, module: ModuleType, kernels: set[str], *, told: bool, mixes: str = "") -> None:
         from flashlin.integrations.documents import watched
         kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
         models = [one for one in vars(module).values()
                   if isinstance(one, type) and one.__module__ == module.__name__ and issubclass(one, kind)]
-        across = any(one.__name__.startswith(ATTENDS_ACROSS) or hasattr(one, OWN_MASK) for one in models)
+        own_mask = any(hasattr(one, OWN_MASK) for one in models)
+        if own_mask or any(one.__name__.startswith(INDEXED) for one in models):
+            mixes = ACROSS + ", unless it is flash attention with cu_seq_lens_q" * own_mask
         for one in models:
             forward = vars(one).get("forward")
             if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
                 ours = watched(forward, by_seq_idx="selective_scan_fn" not in kernels and told,
-                               attends_across=across, said=self._said)
+                               said=self._said, mixes=mixes, but_flash=own_mask)
                 self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
+
+    def _see_masks(self, module: ModuleType) -> None:
+        from flashlin.integrations.documents import masking
+        for name in MAKE_MASKS:
+            original = vars(module).get(name)
+            if isinstance(original, FunctionType) and not self.bindings.knows(original):
+                self.bindings.stand(module, name, masking(original), "its own, told of packed rows")
 
     # --- what constructors wrote ---
 

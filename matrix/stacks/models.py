@@ -70,6 +70,7 @@ MODELS: tuple[Model, ...] = (
     _transformers("qwen4_exp", "Qwen4ExpText", **GDN, ple_layer_ids=[], indexer_n_heads=2,
                   indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=64, indexer_compress_ratio=4),
     _transformers("olmo_hybrid", "OlmoHybrid", **GDN),
+    _transformers("lara_mini", "LaraMini", layer_types=["linear_attention", "sliding_attention"]),
     _transformers("kimi_linear", "KimiLinear", **KDA, **DENSE, q_lora_rank=None),
     _transformers("bailing_hybrid", "BailingHybrid", **KDA, **DENSE, qk_rope_head_dim=4),
     _transformers("glm5_next", "Glm5NextText", **KDA, **DENSE, qk_rope_head_dim=0, index_n_heads=2,
@@ -91,6 +92,10 @@ MODELS: tuple[Model, ...] = (
     _transformers("lfm2_moe", "Lfm2Moe", **CONV),
     _transformers("lfm3", "Lfm3", **CONV),
     _transformers("inkling", "InklingText"),
+    _transformers("inkling2", "Inkling2Text", unpadded_vocab_size=TINY["vocab_size"]),
+    _transformers("inkling2_loop", "Inkling2LoopText", unpadded_vocab_size=TINY["vocab_size"],
+                  num_hidden_layers=3, loop_layer_index_start=1, loop_layer_index_end=2,
+                  n_layers_per_attn_res_block=1),
     _fla("GatedDeltaNet"), _fla("DeltaNet"), _fla("RetNet"), _fla("GLA"), _fla("KDA"), _fla("HGRN"),
     _fla("HGRN2", expand_ratio=16), _fla("LinearAttention"), _fla("Mom"), _fla("RWKV6"),
     _fla("RWKV7", num_hidden_layers=2,
@@ -111,6 +116,11 @@ MODELS: tuple[Model, ...] = (
     _layer("ReBasedLinearAttention", "rebased", num_key_value_heads=2, feature_dim=8),
     _mamba_ssm("Mamba1"), _mamba_ssm("Mamba2", headdim=8, chunk_size=16),
 )
+# Recurrent models of transformers that ``patch("transformers")`` leaves as they are.
+UNPATCHED: tuple[Model, ...] = (
+    _transformers("minimax", "MiniMax", layer_types=["linear_attention", "full_attention"]),
+    _transformers("recurrent_gemma", "RecurrentGemma", block_types=["recurrent", "attention"]),
+    _transformers("zaya", "Zaya", num_experts_per_tok=1))
 # mamba_ssm has no torch path; transformers has the same models, with parameters of the same names but one.
 COUNTERPARTS = {
     "MambaLMHeadModel (Mamba1)": _transformers("MambaLMHeadModel (Mamba1)", "Mamba"),

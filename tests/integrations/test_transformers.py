@@ -89,7 +89,7 @@ IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
 TESTED = tuple(MODELS) if WHOLE else IN_CI
 # What mixes the documents of a row, whatever it is told
 ATTENTION, LAYERS = "attention looks across documents", "layers call causal_conv1d_fn without"
-MIXES = {"mamba": LAYERS, "falcon_mamba": LAYERS, "granitemoehybrid": ATTENTION,
+MIXES = {"mamba": LAYERS, "falcon_mamba": LAYERS,
          "zamba": ATTENTION if VERSION < (5, 2) else LAYERS, "jamba": ATTENTION if VERSION < (5, 0) else LAYERS}
 TOKENS = torch.randint(5, 60, (2, 21), generator=torch.Generator().manual_seed(1))
 
@@ -249,7 +249,7 @@ def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, stat
 
     def forward(self: Any, input_ids: Tensor, **options: Any) -> Any:
         return adapters.ADAPTERS[op].function(**given, **options["states"])
-    call = watched(forward, by_seq_idx=True, attends_across=False, said=set())
+    call = watched(forward, by_seq_idx=True, said=set())
     empty, full = SimpleNamespace(has_previous_state=lambda: False), SimpleNamespace(has_previous_state=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -466,11 +466,11 @@ def test_a_file_of_the_hub_that_is_run_while_the_patch_ends_stays_as_it_is(
 def test_positions_of_one_row_are_those_of_all() -> None:
     def forward(self: Any, input_ids: Tensor, **given: Any) -> Any:
         return given["seq_idx"]
-    call = watched(forward, by_seq_idx=True, attends_across=False, said=set())
+    call = watched(forward, by_seq_idx=True, said=set())
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     found = call(object(), torch.zeros(3, 5), position_ids=positions)
-    assert found.tolist() == [[1, 1, 1, 2, 2]] * 3
-    assert call(object(), torch.zeros(1, 5), position_ids=positions).tolist() == [[1, 1, 1, 2, 2]]
+    assert found.tolist() == [[0, 0, 0, 1, 1]] * 3
+    assert call(object(), torch.zeros(1, 5), position_ids=positions).tolist() == [[0, 0, 0, 1, 1]]
 
 
 # --- adapters ---
