@@ -184,5 +184,5 @@ def misread(call: Call, device: str = "cpu") -> list[str]:
         def changed(**given: Any) -> Any:
             return call.function(**{name: x if name in WRITTEN else change(x) for name, x in given.items()})
         return results(call, device, function=changed, cotangent=change)
-    # Both calls get the layout of a copy. Kernels may round other layouts, such as expanded tensors, otherwise.
+    # Both calls get the layout of a copy. Kernels may round other layouts, as of expanded tensors, otherwise.
     return differences(of(lambda x: resolved(negated(x))), of(negated))

@@ -54,7 +54,8 @@ def test_every_child_of_ours_is_started_so() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
-    assert sorted(found) == ["child.py: '-c' _BEGIN", "first_aid.py: '-u' '-c'"]  # the second cleans its path itself
+    # the second cleans its path itself
+    assert sorted(found) == ["child.py: '-c' _BEGIN", "first_aid.py: '-u' '-c'"]
 
 
 def test_a_child_is_ended_with_what_it_has_started() -> None:

@@ -63,7 +63,7 @@ class Telling:
 
 
 # Python removes the frames of its import machinery from tracebacks, and knows them by the name of the file.
-# Under this name it also removes the frame above. Errors of a watched module look as they do without flashlin.
+# Under this name it also removes the frame above. Errors of a watched module look the same without flashlin.
 Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
     co_filename=importlib.__import__.__code__.co_filename)
 

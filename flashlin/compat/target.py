@@ -109,8 +109,8 @@ class Target(NamedTuple):
 
     @property
     def other_build(self) -> str:
-        """Name the machines that this torch is built for, ``CPUs`` or ``AMD GPUs``, if it cannot use this GPU.
-        ``""`` if it can, or if its version does not tell (``2.13.0``)."""
+        """Name the machines that this torch is built for, as ``AMD GPUs``, if it cannot use this GPU. ``""``
+        if it can, or if its version does not tell (``2.13.0``)."""
         local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2])
         backend, what = BUILDS[local[0]] if local else (self.backend, "")
         return what if self.backend in GPUS and self.backend != backend else ""

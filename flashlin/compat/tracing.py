@@ -1,4 +1,4 @@
-"""Ask torch about the surroundings of a call: traced, transformed, or with tensors that must not outlive it."""
+"""Ask torch about the surroundings of a call: traced, transformed, with tensors that must not outlive it."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -71,7 +71,8 @@ def _asked(program: str, fields: tuple[str, ...]) -> tuple[Driver, str]:
 
 def _seen(card: dict[str, str]) -> Seen:
     major, _, minor = card.get("compute_cap", "").partition(".")
-    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else _by_name(card["name"])
+    numbers = major.isdecimal() and minor.isdecimal()
+    capability = (int(major), int(minor)) if numbers else _by_name(card["name"])
     free, total = (int(said) if (said := card.get(f"memory.{name}", "")).isdecimal() else -1
                    for name in ("free", "total"))
     return Seen(card["name"], capability, free, total, card.get("compute_mode", ""))

@@ -159,8 +159,8 @@ def check_cache(machine: Machine) -> Iterator[Check]:
 
 
 def elsewhere() -> str:
-    """Return the command that gives Triton a new cache: in any shell (also fish) and without a user's name. The
-    folder is new, since Triton loads libraries from it: another user can make one of a known name first."""
+    """Return the command that gives Triton a new cache: in any shell (also fish) and without a user's name.
+    The folder is new, since Triton loads libraries from it: another user can make one of a known name first."""
     return 'export TRITON_CACHE_DIR="$(mktemp -d)"'
 
 

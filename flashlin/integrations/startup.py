@@ -114,8 +114,8 @@ def file_of(program: str) -> str:
     if file is None:
         raise ValueError(f"program: got {program!r}, which does not exist")
     if not _is_python(file):
-        raise ValueError(f"program: got {program!r}, which is {file}, no program in Python; need a Python file "
-                         "without python before it, a console script such as torchrun, or -m and a module")
+        raise ValueError(f"program: got {program!r}, which is {file}, no program in Python; need a Python "
+                         "file without python before it, a console script such as torchrun, or -m and a module")
     return file
 
 

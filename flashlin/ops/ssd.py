@@ -212,7 +212,8 @@ def mamba_split_conv1d_scan_combined(
     """
     y, final = _mixed(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
-        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit, return_final_states=return_final_states, activation=activation,
+        initial_states=initial_states, seq_idx=seq_idx, dt_limit=dt_limit,
+        return_final_states=return_final_states, activation=activation,
         rmsnorm_weight=rmsnorm_weight, rmsnorm_eps=rmsnorm_eps, headdim=headdim, ngroups=ngroups,
         norm_before_gate=norm_before_gate)
     if outproj_weight is not None:

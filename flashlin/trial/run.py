@@ -137,8 +137,8 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
     code: int | None = None
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE if known else subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-                                   start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "trial"})
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   errors="replace", start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "trial"})
     except OSError as error:
         return Tried(trial, "not tried", f"no child could be started: {error}",
                      memory=blame.of_error(error) == "memory")

@@ -16,7 +16,8 @@ SIZES: dict[str, dict[str, Any]] = {
                "chunk_size": 8},
     "FalconH1": {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
                  "num_key_value_heads": 1, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
-                 "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_implementation": "eager"}}
+                 "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
+                  "attn_implementation": "eager"}}
 
 
 @pytest.mark.parametrize("kind", SIZES)

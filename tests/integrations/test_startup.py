@@ -149,8 +149,8 @@ def test_a_command_that_is_not_python_is_refused(text: str, scripts: Path) -> No
     file = command(scripts, "job", text)
     done = flashlin("run", "job", cwd=os.getcwd(), PATH=os.environ["PATH"])
     assert done.returncode == 2 and done.stderr == (
-        f"flashlin run: program: got 'job', which is {file}, no program in Python; need a Python file without "
-        "python before it, a console script such as torchrun, or -m and a module\n")
+        f"flashlin run: program: got 'job', which is {file}, no program in Python; need a Python file "
+        "without python before it, a console script such as torchrun, or -m and a module\n")
 
 
 # --- dependencies that are broken ---

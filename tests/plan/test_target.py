@@ -176,7 +176,8 @@ def test_a_torch_of_another_build_launches_nothing(text: str, built_for: str) ->
     ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
     # str.isdigit is true of these, and int() refuses them
-    ("H100,sms=²", "got sms=², need a whole number above 0"), ("H100,shared=²", "got shared=², need a whole"),
+    ("H100,sms=²", "got sms=², need a whole number above 0"),
+    ("H100,shared=²", "got shared=², need a whole"),
     ("sm=²", "got sm=², need the compute capability"), ("sm=²,backend=xpu", "got sm=², need the compute"),
     ("sm=²,backend=hip", "got sm=², need the compute"), ("gfx²42", "got the card 'gfx²42'"),
     ("gfx٩42", "got the card 'gfx٩42'"), ("H100,sms=0", "got sms=0, need a whole number above 0"),
