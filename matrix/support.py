@@ -77,8 +77,8 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
                   for reason in map(_reason, one.why)
                   if markdown.line(reason, MARKS[one.status]) not in text]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
-                                *documents.table(results),
-                                *programs.on_gpus(results), *programs.seeds(results), *spilling.lines(every)) if line not in text]
+                                *documents.table(results), *programs.on_gpus(results),
+                                *programs.seeds(results), *spilling.lines(every)) if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
     shipped = proven.read(launches)
@@ -162,7 +162,8 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
              "First the failures that flashlin began with, and what the same calls do in fla, in mamba_ssm and "
              "in real programs; then [all ops](#all-ops) on every card under every Triton, and "
              "[why](#why).", "", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
-             *programs.table(folder), *documents.table(folder), *programs.on_gpus(folder), *programs.seeds(folder),
+             *programs.table(folder), *documents.table(folder), *programs.on_gpus(folder),
+             *programs.seeds(folder),
              "", "## What the words mean", "",
              *markdown.table(("", "means"), [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "",
              "A *gate* is a card or a release on which a failure fails the run; of a *report* one is only "

@@ -26,7 +26,8 @@ class Stack(NamedTuple):
     """What is installed, loaded and patched here. versions: of each package or distribution that is there,
     ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
     issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
-    implementation) of all it is bound to, which may be nothing. patched: packages that flashlin is patched into."""
+    implementation) of all it is bound to, which may be nothing. patched: packages that flashlin is patched
+    into."""
     versions: Mapping[str, str]
     broken: frozenset[str] = frozenset()
     gpu: bool = False
@@ -294,7 +295,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         effect="if documents are packed, and the call has an attention_mask [B, T] or leaves use_cache on, "
                "attention does not look at position_ids: it looks across documents, unless it is flash "
                "attention",
-        remedy=f"{_PATCH}, or use_cache=False and no attention_mask", source="tried with transformers 5.24.0"),
+        remedy=f"{_PATCH}, or use_cache=False and no attention_mask",
+        source="tried with transformers 5.24.0"),
     Flaw(
         "indexed-packed-attention", "transformers", models=("glm5_next",),
         effect="if documents are packed, its attention chooses tokens by an index that knows no documents, "
@@ -302,8 +304,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         remedy="one document a row, padded", source="tried with transformers 5.24.0"),
     Flaw(
         "recurrent-not-patched", "transformers", models=UNPATCHED,
-        effect="if documents are packed, its recurrent layers run from one into the next, and flashlin has no "
-               "functions in their place",
+        effect="if documents are packed, its recurrent layers run from one into the next, and flashlin has "
+               "no functions in their place",
         remedy="one document a row, padded", source="tried with transformers 5.24.0"),
     Flaw(
         "inkling-packed-convolution", "transformers", models=("inkling",),

@@ -5,10 +5,10 @@ Trainers pack documents into rows. They mark them by ``cu_seq_lens_q`` (bounds, 
 (document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the first two, and many
 models pass them none.
 
-``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that to the
-layers. It uses tensor operations alone: torch.compile can trace it, and no call waits for the GPU. ``masking``
-wraps the functions that make the masks of attention layers, so those keep the same documents apart. Functions
-that mix documents call ``told``, which warns once for each model.
+``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that
+to the layers. It uses tensor operations alone: torch.compile can trace it, and no call waits for the GPU.
+``masking`` wraps the functions that make the masks of attention layers, so those keep the same documents
+apart. Functions that mix documents call ``told``, which warns once for each model.
 """
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Call:
 
     given: the argument that marks documents, or "". marks: the documents, as keywords for the models inside.
     several: whether a row holds more than one document; a tensor [B, T - 1], True where one begins, until
-    its values are needed. by_padding: the mark is a mask [B, T] that may be no more than padding. tokens: [B, T] of
-    the call. fresh: the caller gives no cache. goes_on: several tokens after a state that is cached. warn:
+    its values are needed. by_padding: the mark is a mask [B, T] that may be no more than padding. tokens: [B, T]
+    of the call. fresh: the caller gives no cache. goes_on: several tokens after a state that is cached. warn:
     warns once for each name of a model.
     """
     model: str
@@ -136,8 +136,8 @@ def mixing(forward: Callable[..., Any], model: str, why: str, said: set[str]) ->
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
         if given.get("cu_seqlens") is not None:
-            warn(model, f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into each "
-                        f"other. {APART}")
+            warn(model, f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into "
+                        f"each other. {APART}")
         return forward(self, *args, **given)
     return call
 
@@ -224,7 +224,8 @@ def _visible(mask: Tensor) -> Tensor:
 
 def _readable(x: Tensor) -> bool:
     """Return True if values of a tensor may be read now."""
-    return not (transient() or x.device.type == "meta" or torch._C._functorch.peek_interpreter_stack() is not None
+    in_functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return not (transient() or in_functorch or x.device.type == "meta"
                 or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
@@ -301,8 +302,8 @@ def _leaks(call: Call, why: str) -> None:
     if isinstance(call.several, Tensor):
         if not _readable(call.several):
             if not call.by_padding:
-                call.warn(call.model, f"{got} where its values cannot be read, as under torch.compile. If a row holds "
-                                      f"several documents: {why}. {APART}")
+                call.warn(call.model, f"{got} where its values cannot be read, as under torch.compile. If a "
+                                      f"row holds several documents: {why}. {APART}")
             return
         call.several = bool(call.several.any())
     if call.several:

@@ -165,8 +165,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def run(names: list[str], ways: list[str], out: Path | None) -> int:
-    """Ask these models, all without names, in these ways, and put them into the record in ``out``. Return 1 if
-    a model mixes documents and does not say so once."""
+    """Ask these models, all without names, in these ways, and put them into the record in ``out``. Return 1
+    if a model mixes documents and does not say so once."""
     rows: list[dict[str, Any]] = []
     bad = 0
     for model in (*MODELS, *UNPATCHED):
@@ -199,11 +199,14 @@ def table(folder: Path) -> list[str]:
             where.setdefault(why, []).append(row["model"])
     return ["", "### Packed documents", "",
             f"Three documents in one row under `flashlin.patched(\"transformers\")`, transformers "
-            f"{record['transformers']} on a CPU, {record['date']}, made by `python -m matrix.stacks.documents`. "
-            "*isolated*: logits and gradients are those of the documents in rows of their own, with the largest "
-            "RMS ratio. *warned*: they are not, and one warning says why and what to do. *-*: the model does not "
-            "take such a call, with or without flashlin. Calls leave `use_cache` at its default.", "",
-            *markdown.table(("columns", "what marks the documents"), [(way.name, way.says) for way in WAYS]), "",
+            f"{record['transformers']} on a CPU, {record['date']}, made by "
+            "`python -m matrix.stacks.documents`. "
+            "*isolated*: logits and gradients are those of the documents in rows of their own, with the "
+            "largest RMS ratio. *warned*: they are not, and one warning says why and what to do. *-*: the "
+            "model does not take such a call, with or without flashlin. Calls leave `use_cache` at its "
+            "default.", "",
+            *markdown.table(("columns", "what marks the documents"), [(one.name, one.says) for one in WAYS]),
+            "",
             *markdown.table(("model", *(way.name for way in WAYS)), rows), "",
             *markdown.table(("warning or error", "models"),
                             [(why, ", ".join(names)) for why, names in sorted(where.items())])]

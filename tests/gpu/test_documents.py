@@ -1,5 +1,5 @@
-"""Documents packed into a row of a patched model of transformers, on a GPU: the kernels keep them apart, eagerly
-and compiled by inductor, and finding them does not wait for the device."""
+"""Documents packed into a row of a patched model of transformers, on a GPU: the kernels keep them apart,
+eagerly and compiled by inductor, and finding them does not wait for the device."""
 from __future__ import annotations
 
 from typing import Any
@@ -40,7 +40,8 @@ def test_finding_documents_does_not_wait_for_the_device(way: str) -> None:
     def forward(self: Any, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None,
                 **given: Any) -> Any:
         return given["seq_idx"]
-    call, tokens, marks = watched(forward, by_seq_idx=True, said=set()), torch.zeros(1, T, device="cuda"), on_gpu(way)
+    call, marks = watched(forward, by_seq_idx=True, said=set()), on_gpu(way)
+    tokens = torch.zeros(1, T, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         seq_idx = call(object(), tokens, **marks)

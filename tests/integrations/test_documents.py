@@ -45,13 +45,15 @@ def second(model: Any, first: int, marks: dict[str, Any], called: Any = None) ->
     tokens = torch.randint(2, 60, (1, T), generator=torch.Generator().manual_seed(1))
     tokens[:, :FIRST] = torch.randint(2, 60, (1, FIRST), generator=torch.Generator().manual_seed(first))
     model.zero_grad(set_to_none=True)
-    logits = (model if called is None else called)(input_ids=tokens.to(model.device), **marks).logits[:, FIRST:]
-    (logits * torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)).sum().backward()
+    logits = (model if called is None else called)(input_ids=tokens.to(model.device), **marks)
+    logits = logits.logits[:, FIRST:]
+    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device)
+    (logits * weights.view_as(logits)).sum().backward()
     return [logits.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
 
 
 def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
-    """Return the change of the second document by another first one, over the largest value of each tensor."""
+    """Return how far another first document moves the second, over the largest value of each tensor."""
     one, other = (second(model, first, marks, called) for first in (2, 3))
     assert len(one) == len(other)
     return max(float((a - b).abs().max() / max(float(a.abs().max()), 1e-2))
@@ -63,7 +65,8 @@ def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
     *(("kimi_linear", way) for way in ("ones", "numbers", "block mask", "boolean block mask")),
     *(("mamba2", way) for way in ("numbers", "numbers alone", "boolean block mask")),
     *(("lfm3", way) for way in ("ones", "block mask", "numbers alone", "seq_idx alone")),
-    ("granitemoehybrid", "[B, T]"), ("inkling2", "bounds alone"), ("zamba2", "numbers"), ("lara_mini", "ones")])
+    ("granitemoehybrid", "[B, T]"), ("inkling2", "bounds alone"), ("zamba2", "numbers"),
+    ("lara_mini", "ones")])
 def test_the_first_document_does_not_change_the_second(model: str, way: str) -> None:
     """Calls leave use_cache at its default, with which models write a cache."""
     with flashlin.patched("transformers"), warnings.catch_warnings():
@@ -108,8 +111,8 @@ def test_a_recurrent_model_that_is_not_patched_warns_once(model: str) -> None:
         assert said(lambda: made(input_ids=tokens, position_ids=torch.arange(T)[None])) == []
         assert said(lambda: made(input_ids=tokens, attention_mask=torch.ones(1, T, dtype=torch.long))) == []
         one, = said(lambda: made(input_ids=tokens, **MARKS["numbers"]))
-        assert one.startswith(f"{type(made).__name__} got position_ids, and flashlin does not patch its recurrent "
-                              "layers") and "Give it a document a row, padded" in one
+        assert one.startswith(f"{type(made).__name__} got position_ids, and flashlin does not patch its "
+                              "recurrent layers") and "Give it a document a row, padded" in one
         assert said(lambda: made(input_ids=tokens, **MARKS["[B, T]"])) == []
 
 
@@ -136,7 +139,8 @@ def test_a_single_document_is_no_reason_to_warn() -> None:
 
 
 MIN = torch.finfo(torch.float32).min
-PADDED_BLOCKS = torch.tensor([[MIN, MIN, MIN, MIN], [MIN, 0, MIN, MIN], [MIN, 0, 0, MIN], [MIN, MIN, MIN, 0.]])
+PADDED_BLOCKS = torch.tensor([[MIN, MIN, MIN, MIN], [MIN, 0, MIN, MIN], [MIN, 0, 0, MIN],
+                              [MIN, MIN, MIN, 0.]])
 
 
 @pytest.mark.parametrize("given, found", [
@@ -175,11 +179,13 @@ def test_where_documents_begin(given: dict[str, Any], found: list[list[int]] | N
 @pytest.mark.parametrize("way", ["[B, T]", "[4, B, T]", "numbers", "block mask"])
 def test_finding_documents_reads_nothing_from_the_device(way: str) -> None:
     """A meta tensor has no values: whoever reads one raises."""
-    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **given: Any) -> Any:
+    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor,
+                **given: Any) -> Any:
         return given["seq_idx"], attention_mask
     marks = {name: x.to("meta") for name, x in MARKS[way].items()}
     seq_idx, mask = watched(forward, by_seq_idx=True, said=set())(
-        object(), torch.zeros(1, T, device="meta"), marks.get("attention_mask"), position_ids=marks["position_ids"])
+        object(), torch.zeros(1, T, device="meta"), marks.get("attention_mask"),
+        position_ids=marks["position_ids"])
     assert seq_idx.shape == (1, T) and seq_idx.dtype is torch.int32
     assert mask is None or mask.shape == marks["attention_mask"].shape
 
@@ -210,7 +216,8 @@ def test_masks_of_attention_are_made_of_the_documents_and_of_padding() -> None:
 def test_flash_attention_beside_a_mask_is_told() -> None:
     """Its function returns that mask and looks at no positions then; None means that there is no padding."""
     made, warned = masks_of("flash_attention_2", **MARKS["ones"])
-    assert made["attention_mask"] is not None and len(warned) == 1 and "flash attention knows documents" in warned[0]
+    assert made["attention_mask"] is not None and len(warned) == 1
+    assert "flash attention knows documents" in warned[0]
     _, warned = masks_of("flash_attention_2", position_ids=torch.arange(T)[None],
                          attention_mask=torch.ones(1, T, dtype=torch.long))
     assert warned == []
@@ -247,7 +254,9 @@ def test_the_record_has_all_models_and_nothing_leaks() -> None:
     assert all(list(ways) == [way.name for way in documents.WAYS] for ways in rows.values())
 
 
-@pytest.mark.parametrize("model, way, cell", [("lfm3", "numbers", "isolated "), ("jamba", "ones", "warned: Jamba"),
-                                              ("lfm3", "[4, B, T]", "-: it raises without flashlin, too")])
+@pytest.mark.parametrize("model, way, cell", [
+    ("lfm3", "numbers", "isolated "), ("jamba", "ones", "warned: Jamba"),
+    ("lfm3", "[4, B, T]", "-: it raises without flashlin, too")])
 def test_a_cell_of_the_record(model: str, way: str, cell: str) -> None:
-    assert documents.answer(named(model), next(one for one in documents.WAYS if one.name == way)).startswith(cell)
+    asked = next(one for one in documents.WAYS if one.name == way)
+    assert documents.answer(named(model), asked).startswith(cell)
