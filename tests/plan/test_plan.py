@@ -472,11 +472,11 @@ def summary(plan: Plan) -> str:
                                              for facts, kernels in tiles.items())
 
 
-Snapshots = dict[str, dict[str, str]]
+Snapshots = dict[str, dict[str, list[str]]]
 
 
 def snapshots() -> Snapshots:
-    """By op, dtype and head size, then by card and stretch of Triton releases in which nothing changes."""
+    """By op, dtype and head size, then by plan: the cards, each with a stretch of Triton releases."""
     found: Snapshots = {}
     for way, dtype, D, sm in itertools.product([way for way in WAYS if way[1] != "auto"], DTYPES[:3],
                                                (64, 128, 256, 512), CAPABILITIES[1:]):
@@ -486,18 +486,31 @@ def snapshots() -> Snapshots:
             stretch = [triton for _, triton in group]
             of = f"{stretch[0]} to {stretch[-1]}" if len(stretch) > 1 else stretch[0]
             sizes = "K=V" if FAMILIES[way[0]].head_dim else "D"
-            found.setdefault(f"{' '.join(filter(None, way))} {dtype} {sizes}={D}", {})[
-                f"sm{sm} {of}"] = text
+            plans_of = found.setdefault(f"{' '.join(filter(None, way))} {dtype} {sizes}={D}", {})
+            plans_of.setdefault(text, []).append(f"sm{sm} {of}")
     return found
 
 
 def rows(found: Snapshots) -> dict[str, str]:
     return {f"{call} {machine}": text
-            for call, machines in found.items() for machine, text in machines.items()}
+            for call, plans in found.items() for text, machines in plans.items() for machine in machines}
+
+
+def read() -> Snapshots:
+    """Return what ``write`` has written: the machines of a plan are one string."""
+    kept = json.loads(SNAPSHOTS.read_text())
+    return {call: {text: machines.split(", ") for text, machines in plans.items()}
+            for call, plans in kept.items()}
+
+
+def write(found: Snapshots) -> None:
+    kept = {call: {text: ", ".join(machines) for text, machines in plans.items()}
+            for call, plans in found.items()}
+    SNAPSHOTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def test_plans_are_those_of_the_snapshots() -> None:
-    kept, now = rows(json.loads(SNAPSHOTS.read_text())), rows(snapshots())
+    kept, now = rows(read()), rows(snapshots())
     lines = [line for row in dict.fromkeys((*kept, *now)) if kept.get(row) != now.get(row)
              for line in (f"- {row}: {kept.get(row)}", f"+ {row}: {now.get(row)}")
              if not line.endswith(": None")]
@@ -509,5 +522,5 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
     made = snapshots()
-    SNAPSHOTS.write_text(json.dumps(made, indent=1) + "\n")
+    write(made)
     print(f"wrote {len(rows(made))} rows to {SNAPSHOTS}")
