@@ -197,8 +197,9 @@ def two_steps(op: str) -> Callable[..., Any]:
 
 def with_states(**tensors: Any) -> Any:
     """Mamba-3's scan, whose four states are one argument."""
-    states = tuple(tensors.pop(name) for name in ("angle", "state", "k", "v"))
-    return flashlin.mamba3_siso_combined(**tensors, Input_States=states)
+    names = ("angle", "state", "k", "v")
+    others = {name: x for name, x in tensors.items() if name not in names}
+    return flashlin.mamba3_siso_combined(**others, Input_States=tuple([tensors[name] for name in names]))
 
 
 LAST = {"output_final_state": True}

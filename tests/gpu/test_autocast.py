@@ -10,23 +10,22 @@ from tests.autocast import BF16, F16, Call, calls, changed, misread, results
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-DENSE = {call.op: call for call in reversed([*calls("quick")])}
-# Chunk by chunk, norms, a gate that the compiler fuses, and ops around a scan.
-COMPILED = ("chunk_gated_delta_rule", "rms_norm_gated", "fused_kda_gate", "mamba_chunk_scan_combined")
+# One call of each op, calls of packed sequences, and public functions that are no ops.
+CALLS = [*{call.op: call for call in reversed([*calls("quick")])}.values(), *calls("packed beside")]
 
 
-@pytest.mark.parametrize("call", [*DENSE.values(), *calls("packed beside")], ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=str)
 def test_autocast_and_negation_change_nothing(call: Call) -> None:
     assert changed(call, "cuda") == [] and misread(call, "cuda") == []
 
 
-@pytest.mark.parametrize(("op", "dtype"), [*((op, BF16) for op in COMPILED), (COMPILED[0], F16)])
-def test_compiled_ops_are_the_same_under_autocast(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_compiled_ops_are_the_same_under_autocast(call: Call) -> None:
     """The graph is another one under autocast, so the last bits may differ."""
-    call = DENSE[op]
+    torch._dynamo.reset()
     compiled = torch.compile(call.function, fullgraph=True)
     wanted = results(call, "cuda", function=compiled)
-    for backward in (dtype, None):
+    for dtype, backward in ((BF16, BF16), (F16, None)):
         found = results(call, "cuda", function=compiled, forward=dtype, backward=backward)
         assert [x.dtype for x in found] == [x.dtype for x in wanted]
         for x, y in zip(found, wanted, strict=True):
