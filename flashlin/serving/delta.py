@@ -99,7 +99,12 @@ def decode(
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
         UnsupportedError: this machine cannot run the call.
     """
-    return _run(locals())
+    return _run(dict(  # not locals(), which torch 2.11 cannot compile
+        q=q, k=k, v=v, g=g, beta=beta, states=states, indices=indices, cu_seqlens=cu_seqlens,
+        num_accepted_tokens=num_accepted_tokens,
+        scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval))
 
 
 @entry
@@ -148,10 +153,15 @@ def prefill(
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
         UnsupportedError: this machine cannot run the call.
     """
-    given = locals()
-    scalars.choice("mode", given.pop("mode"), MODES)
+    scalars.choice("mode", mode, MODES)
     if isinstance(indices, Tensor) and indices.ndim != 1:
         raise ValueError(f"indices: got shape {shown(indices.shape)}, need [N]")
+    given = dict(
+        q=q, k=k, v=v, g=g, beta=beta, states=states, indices=indices, cu_seqlens=cu_seqlens,
+        has_initial_state=has_initial_state,
+        scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
     return _run(given, mode == "chunk")
 
 
