@@ -48,7 +48,8 @@ class Card(Facts):
         return self.sm or self.name
 
     def target(self, triton: str, torch: str = "") -> Target:
-        return parse(f"{self.name},triton={triton}", torch_version=torch)
+        # a card of the matrix has the torch that is made for it, whatever build of it is installed here
+        return parse(f"{self.name},triton={triton}", torch_version=torch.partition("+")[0])
 
 
 class Cell(Facts):

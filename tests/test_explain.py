@@ -202,7 +202,7 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
     (dict(problem="chunk_gla", mode="auto"), ValueError, "mode: got 'auto'"),
     (dict(problem=[]), ValueError, "op: got [], need one of chunk_simple_gla"),
     (dict(problem="chunk_gla", B=None), ValueError, "B: got None, need 1 or more"),
-    *((dict(problem="chunk_gla", ranks=given), ValueError, f"ranks: got {given!r}, need 1 or more")
+    *((dict(problem="chunk_gla", ranks=given), ValueError, f"ranks: got {given!r} for chunk_gla, need 1, or more")
       for given in ("x", None, 2.5, True, 0, [])),
     (dict(problem="rms_norm", ranks=2), ValueError, "ranks: got 2 for rms_norm, need 1"),
     (dict(problem="chunk_gla", policy="strict"), TypeError, "policy: got 'strict', need a Policy"),

@@ -23,10 +23,9 @@ def known(op: str) -> str:
     return PUBLIC[op].planned_as or op
 
 
-def count(name: str, given: object) -> None:
-    """Raise ValueError unless it is an integer of 1 or more."""
-    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-        raise ValueError(f"{name}: got {given!r}, need 1 or more")
+def is_count(given: object) -> bool:
+    """Return True for an integer of 1 or more."""
+    return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= 1
 
 
 def problem_of(
@@ -48,8 +47,8 @@ def problem_of(
     or for packed sequences of an op that knows none."""
     given = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
     for name, size in given.items():
-        if size is not None or name == "B":
-            count(name, size)
+        if (size is not None or name == "B") and not is_count(size):
+            raise ValueError(f"{name}: got {size!r}, need 1 or more")
     if N is not None and not varlen:
         raise ValueError(f"N: got {N} without varlen, need it for packed sequences only")
     usual = typical(op)

@@ -201,11 +201,9 @@ def plan(
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
     asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
                              needs_grad=bool(needs_grad), mode=mode or own)
-    calls.count("ranks", ranks)
+    if not calls.is_count(ranks) or (ranks != 1 and not PUBLIC[op].takes_ranks):
+        raise ValueError(f"ranks: got {ranks!r} for {op}, need 1, or more for an op that takes a process_group")
     if ranks != 1:
-        if not PUBLIC[op].takes_ranks:
-            raise ValueError(f"ranks: got {ranks} for {op}, need 1, or more for an op that takes a "
-                             "process_group")
         asked = asked._replace(ranks=ranks)
     return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
 

@@ -76,13 +76,13 @@ def check_backend(draft: Draft) -> Reason | None:
     if draft.target.backend == "cpu":
         return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
                       ("torch_path",), forced=False)
+    if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
+        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
+                      ("torch_path",))
     built_for = draft.target.other_build
     if built_for:
         return Reason("backend", f"torch {draft.target.torch}, a build for {built_for}",
                       f"a build of torch for {GPUS[draft.target.backend]}", ("torch_path",))
-    if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
-        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
-                      ("torch_path",))
     if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
         version = draft.target.triton
         return Reason("triton", f"Triton {version} is too old" if version else "Triton not usable",

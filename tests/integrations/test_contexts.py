@@ -40,7 +40,7 @@ def test_a_zigzag_of_fla_is_what_the_tests_take_for_one(monkeypatch: pytest.Monk
 
 
 def test_a_context_of_fla_and_the_edges_of_the_whole_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "agree", lambda *_: None)  # there are no others here
+    monkeypatch.setattr(ranks, "agree", lambda *_, **__: None)  # there are no others here
     drawn = random.Random(0)
     for _ in range(100):
         size, rows = drawn.choice((2, 3, 4)), drawn.randint(1, 8)

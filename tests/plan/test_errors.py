@@ -15,6 +15,7 @@ from flashlin import dispatch
 from flashlin.__main__ import Unloadable
 from flashlin.compat.target import parse
 from flashlin.guards.problem import Problem, UnsupportedError
+from flashlin.integrations.on_a_cpu import NoCpuVersion
 from flashlin.policy import Policy
 from flashlin.testing.environments import NotInstallable
 
@@ -28,6 +29,7 @@ def refusal(op: str = "chunk_simple_gla") -> UnsupportedError:
 
 EXAMPLES: dict[str, Exception] = {"UnsupportedError": refusal(),
                                   "NotInstallable": NotInstallable("pip: no wheel"),
+                                  "NoCpuVersion": NoCpuVersion("Attention cannot run this call on a CPU"),
                                   "Unloadable": Unloadable("flashlin cannot be loaded")}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashlin
 from flashlin.integrations.documents import watched
 from matrix.stacks.models import build, named
-from tests.integrations.test_documents import FIRST, MARKS, T, leak
+from tests.integrations.test_packed_documents import FIRST, MARKS, T, leak
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
