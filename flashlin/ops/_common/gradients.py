@@ -48,9 +48,12 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
         def run(ctx: Any, *given: Tensor | None) -> Any:
             if any_autocast():
                 without_autocast_behind(ctx)
-            return differentiate(ctx, *map(resolved, given))
+                return outside_autocast(ctx, *map(resolved, given))
+            for x in given:
+                if x is not None and x.is_neg():
+                    return differentiate(ctx, *map(resolved, given))
+            return differentiate(ctx, *given)
 
-        @without_autocast
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             saved = [*ctx.saved_tensors]
             if not torch.is_grad_enabled():     # no create_graph
@@ -58,6 +61,7 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
             with torch.no_grad():
                 gradients = backward(ctx, [*saved], *grads)
             return _Once.apply(_refusal(*who(ctx)), len(gradients), *gradients, *saved, *grads)
+        outside_autocast = without_autocast(differentiate)
         return run
     return decorated
 
