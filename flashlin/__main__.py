@@ -84,7 +84,7 @@ EXPLAIN_EXAMPLES = """examples:
 RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
 that it imports: their functions are replaced by flashlin's before the program's
 own first line, in the Python processes that it starts, too. At the end stderr
-says what was replaced and what ran, by which kernels, in these processes, too.
+says what was replaced and which kernels ran in all these processes.
 
 Exit code: the program's; 1 if flashlin cannot be loaded; 2 for a mistake in the
 arguments.
@@ -364,7 +364,8 @@ def run_program(patch: str | None, program: list[str], **how: Any) -> int:
         if patch is not None:
             asked, by = patch, "--patch"
         names = startup.installed() if asked is None else startup.names_of(asked, by)
-        name, *arguments = program[1:] if program[0] == "--" else program  # before Python 3.13 it is left in
+        # Before Python 3.13, argparse keeps a leading "--".
+        name, *arguments = program[1:] if program[0] == "--" else program
         file = name if how["module"] else startup.file_of(name)
         startup.begin(names)
     except (Exception, SystemExit) as error:
@@ -380,6 +381,6 @@ COMMANDS: dict[str, Callable[..., tuple[str, int]]] = {"doctor": doctor, "explai
 
 if __name__ == "__main__":
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        # python -m puts the current directory first; the command flashlin has the folder of programs there
+        # python -m puts the current directory first; the command flashlin puts its script's folder first
         sys.path[0] = os.path.dirname(sys.executable)
     sys.exit(main())

@@ -205,10 +205,10 @@ def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Option
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
     """F.embedding's in-place renorm of the rows in use. Bad positions stand in for the first good one; where
     there is none, the row they fell on is put back."""
-    if not weight.shape[0]:  # so there are no tokens
+    if not weight.shape[0]:  # no rows, so there are no tokens
         return
     with torch.no_grad():
-        # One more position, of token 0, which is good: there may be no tokens. A compiled call does not ask.
+        # Append a valid token 0, because there may be no tokens. A compiled call does not check that.
         good = torch.argmax(F.pad((~bad).reshape(-1).to(torch.uint8), (0, 1), value=1), 0, keepdim=True)
         stand_in = torch.take(F.pad(index.reshape(-1), (0, 1)), good)
         row = weight.index_select(0, stand_in)

@@ -9,7 +9,7 @@ import json
 import os
 import pkgutil
 
-# a program, and two packages whose import is an error that says where to look
+# a program, and two packages whose import raises an error that says what to use instead
 NOT_IMPORTED = ("flashlin.__main__", "flashlin.layers", "flashlin.models")
 
 

@@ -1,4 +1,4 @@
-"""The proof that autocast changes no op: a call of every op, forward and backward, inside and outside of it.
+"""Checks that autocast changes no op: calls of every op, forward and backward, inside and outside of it.
 
 ``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed
 (tests/hostile.py); their quick cases, which are dense (flashlin/testing/cases); packed calls of several
@@ -24,7 +24,7 @@ from tests import hostile, isolation
 # Their linear layer's product is in the autocast dtype, as documented, and so are its gradients.
 LINEAR = {op for op in hostile.OPS if op.endswith("_linear")} | {
     "fused_linear_cross_entropy_loss", "mamba_split_conv1d_scan_combined"}
-# Written in place, so without gradients.
+# The op writes to these, so they have no gradients.
 WRITTEN = {"state", "states", "conv_state", "cache", "final_states_out"}
 BF16, F16 = torch.bfloat16, torch.float16
 UNDER = ((BF16, BF16), (F16, F16), (BF16, None), (None, F16))  # autocast of forward and of backward
@@ -32,8 +32,8 @@ NO_GRADIENTS = {"causal_conv1d_update", "mamba_causal_conv1d_update", "selective
 
 
 class Call(NamedTuple):
-    """make: the tensors and other arguments by name. function: called with them. constant: names without
-    gradients."""
+    """A call. make: returns the tensors and other arguments by name. function: called with them. constant:
+    names of arguments without gradients."""
     op: str
     kind: str
     make: Callable[[], dict[str, Any]]
@@ -63,7 +63,8 @@ def _of_isolation(call: isolation.Call) -> dict[str, Any]:
 
 
 def _beside_ops() -> dict[str, tuple[Callable[..., Any], dict[str, Any], set[str]]]:
-    """Public functions that are no ops: the function, arguments, and the names of those without gradients."""
+    """Yield public functions that are not ops: the function, its arguments, and the names of those without
+    gradients."""
     torch.manual_seed(0)
     randn, edges, slots = torch.randn, torch.tensor([0, 2, 6]), torch.tensor([0, 1])
     served = {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "v": randn(1, 6, 2, 8), "g": randn(1, 6, 2),
@@ -118,9 +119,9 @@ def tensors_of(found: Any) -> list[Tensor]:
 
 def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32, forward: Any = None,
             backward: Any = None, function: Any = None, cotangent: Any = None) -> list[Tensor]:
-    """Outputs, tensors that the op has written to, and gradients. forward, backward: the autocast dtypes
-    meanwhile, None for no autocast. dtype: of the inputs. function: in the place of the call's. cotangent:
-    what to do to a gradient of an output."""
+    """Return outputs, tensors that the op has written to, and gradients. forward, backward: the autocast
+    dtypes, None for no autocast. dtype: that of the inputs. function: replaces the call's function.
+    cotangent: applied to the gradient of each output."""
     given: dict[str, Any] = {}
     leaves: list[Tensor] = []
 
@@ -133,7 +134,7 @@ def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32,
         if not x.is_floating_point() or name in call.constant:
             return x
         leaves.append(x.requires_grad_())
-        return x.clone()  # an op may write to what is no leaf
+        return x.clone()  # an op may write only to tensors that are not leaves
     given = {name: placed(name, x) for name, x in call.make().items()}
 
     def under(kind: Any) -> Any:
@@ -181,14 +182,14 @@ def changed(call: Call, device: str = "cpu") -> list[str]:
 
 
 def negated(x: Any) -> Any:
-    """Return the same numbers in a tensor that is negated lazily."""
+    """Return the same numbers in a lazily negated tensor."""
     if isinstance(x, tuple):
         return tuple(map(negated, x))
     return torch._neg_view(-x) if isinstance(x, Tensor) and x.dtype != torch.bool else x
 
 
 def misread(call: Call, device: str = "cpu") -> list[str]:
-    """Describe what changes if all tensors that are only read, and incoming gradients, are negated lazily."""
+    """Describe what changes if all read-only tensors and incoming gradients are lazily negated."""
     def of(change: Callable[[Any], Any]) -> list[torch.Tensor]:
         def changed(**given: Any) -> Any:
             return call.function(**{name: x if name in WRITTEN else change(x) for name, x in given.items()})

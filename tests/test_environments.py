@@ -18,7 +18,7 @@ import os, sys, time
 from pathlib import Path
 target = Path(sys.argv[sys.argv.index("--target") + 1])
 Path(os.environ["TMPDIR"], "wheel").write_bytes(bytes(3_000_000))
-for _ in range(6000):  # until that has been told, a minute at most
+for _ in range(6000):  # until that has been reported, a minute at most
     if {told!r} is None or os.path.exists({told!r}):
         break
     time.sleep(0.01)
@@ -29,7 +29,7 @@ if {code}:
 
 
 def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, told: Path | None = None) -> None:
-    """told: a file for which it waits after its download."""
+    """told: a file that it waits for after its download."""
     text = PIP.format(code=code, told=told and str(told))
     monkeypatch.setattr(environments, "python", lambda *words: [sys.executable, "-c", text, *words])
     monkeypatch.setattr(environments, "EVERY", 0.15)
@@ -48,7 +48,7 @@ def test_how_far_a_download_is_is_told_and_a_second_call_says_nothing(monkeypatc
     home = installed(["thing==1"], "thing-1", tmp_path, tell=tell)
     assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / "thing-1"
     assert told[0] == f"fetching thing==1 into {tmp_path.resolve()}, once"
-    # the first lines may come before pip has begun, on a busy machine
+    # on a busy machine, the first lines may come before pip has started
     sizes = [int(re.fullmatch(r"thing==1: ([0-5]) MB so far, \d+ s", line)[1])  # type: ignore[index]
              for line in told[1:-1]]
     assert 3 in sizes and sizes == sorted(sizes) and told[-1].startswith("thing==1: done, 2 MB in ")

@@ -1,5 +1,5 @@
-"""A process that is forked while another of its threads holds a lock of flashlin: the child has only the
-thread that forked, and must not wait for the other one."""
+"""Fork a process while another of its threads holds a lock of flashlin. The child has only the thread that
+forked, and must not wait for the other one."""
 from __future__ import annotations
 
 import ast
@@ -26,7 +26,7 @@ SECONDS = 20  # after which a child that waits is ended by SIGALRM
 
 
 def child(work: Callable[[], bool]) -> int:
-    """Fork; the exit code of a child that does this work: 0 if it returns True."""
+    """Fork a child that does this work, and return its exit code: 0 if the work returns True."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -41,7 +41,7 @@ def child(work: Callable[[], bool]) -> int:
 
 @contextmanager
 def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[threading.Event]:
-    """Another thread does this work meanwhile, and has called what it is given. It ends once the event is
+    """Run this work in another thread until it has called its argument. The thread ends once the event is
     set."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -163,7 +163,7 @@ def test_every_other_lock_of_threads_is_free_in_a_child() -> None:
 
 
 def test_there_are_no_locks_of_another_kind() -> None:
-    """``guards.pending`` renews its own, with what else it renews."""
+    """``guards.pending`` renews its own lock with its other state."""
     found = [f"{path.stem}: {ast.unparse(node)}" for path in sorted((ROOT / "flashlin").rglob("*.py"))
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rpartition(".")[2] in ("Lock", "RLock", "Condition", "Barrier")]
@@ -171,7 +171,7 @@ def test_there_are_no_locks_of_another_kind() -> None:
 
 
 def test_a_file_is_free_once_its_holder_is_done_whoever_was_forked_meanwhile(tmp_path: Path) -> None:
-    """A worker that was forked while a verdict was written kept all other processes waiting for its life."""
+    """A worker forked during the write of a verdict once kept all other processes waiting until it ended."""
     done, began = os.pipe()
     with locks.locked(tmp_path / "lock"):
         pid = os.fork()

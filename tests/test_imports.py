@@ -174,7 +174,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
         heavy = {"torch", "triton", "numpy", "pydantic"} & set(sys.modules)
         assert not heavy, heavy
         ours = {name for name in sys.modules if name.startswith("flashlin.")}
-        # what loads all the others
+        # the modules that load all the others
         ours -= {"flashlin.compat", "flashlin.compat.lazy", "flashlin.compat.arrivals"}
         assert not ours, f"to be loaded when they are used: {ours}"
         assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters

@@ -15,7 +15,7 @@ STEPS = {"ruff": "-m ruff check .", "mypy": "-m mypy", "tests": "-m pytest tests
 # The suite itself runs under make.
 CLEAN = {name: value for name, value in os.environ.items()
          if name != "TRITON_INTERPRET" and not name.startswith("MAKE")}
-# In the place of the environment's Python: notes what it was asked, and fails where $1 $2 ... begins so.
+# Replaces the environment's Python: logs its arguments, and fails if $1 $2 ... begins so.
 STUB = """#!/bin/sh
 echo "interpret=${{TRITON_INTERPRET}} threads=$OMP_NUM_THREADS $*" >> "{log}"
 case "$*" in {failing}) exit 7;; esac

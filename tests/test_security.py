@@ -29,7 +29,7 @@ NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin"
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory full of modules that tell when they are imported."""
+    """Make a current directory full of modules that report when they are imported."""
     here = tmp_path / "here"
     here.mkdir()
     for name in NAMES:
@@ -47,7 +47,7 @@ def started(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("search", ["", ":", "{root}:", ":{root}"])
 def test_first_aid_imports_nothing_from_the_current_directory(search: str, trap: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it by an empty entry of PYTHONPATH, which Python takes for the current directory."""
+    """An empty entry of PYTHONPATH, which Python treats as the current directory, changes nothing."""
     monkeypatch.setenv("PYTHONPATH", search.format(root=ROOT))
     for module in ("json", "packaging"):
         good, text = first_aid.imported(module)
@@ -63,7 +63,7 @@ def test_first_aid_that_was_saved_among_other_files_imports_none_of_them(trap: P
 
 
 def test_a_child_of_an_interactive_python_has_no_current_directory(trap: Path) -> None:
-    """sys.path begins with "" there: wherever a process is when it imports."""
+    """sys.path begins with "" there, which means the current directory at each import."""
     code = ("import sys; assert sys.path[0] == ''; sys.path.remove('')\n"
             "from flashlin.compat.child import python; import subprocess; sys.path.insert(0, '')\n"
             "sys.exit(subprocess.run(python('flashlin.trial.child', '--help')).returncode)")
@@ -79,7 +79,7 @@ def test_flashlin_of_a_checkout_is_found_by_a_child_all_the_same(monkeypatch: py
 
 def test_python_m_flashlin_imports_as_flashlin_does(trap: Path, tmp_path: Path) -> None:
     """The command line has no current directory on its path, however it is started."""
-    for name in ("flashlin", "json", "re", "runpy", "platform"):  # imported before it can do anything
+    for name in ("flashlin", "json", "re", "runpy", "platform"):  # python -m imports these first
         Path(f"{name}.py").unlink()
     for name in ("torch", "triton"):
         package(tmp_path / "installed", name, "__version__ = '9.9'")
@@ -134,7 +134,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, shared: Path) -> Iterator[Path]:
 
 
 def planted(folder: Path, owner: int | None = None, mode: int = 0o755) -> Path:
-    """A release of Triton that an adversary has put there."""
+    """Make a release of Triton that an attacker has put there."""
     made = folder / "triton-9.9.9"
     package(made, "triton", TRAP)
     if owner is not None:
@@ -250,7 +250,7 @@ ON_MODULES = {"load": "torch", "fork": "os", "system": "os", "popen": "os", "exe
 
 
 def risky(path: Path) -> set[str]:
-    """The names out of RISKY that a file uses."""
+    """Return the names of RISKY that a file uses."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):

@@ -323,7 +323,7 @@ def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
                 time.sleep(60)
             super().run(*args, **kwargs)
     monkeypatch.setattr(tuning, "CHILD_SECONDS", 1)
-    if works:  # then it is waited for until it has worked, however busy this machine is
+    if works:  # then wait until it has worked, even on a busy machine
         monkeypatch.setattr(compiler, "PATIENCE", 1000)
     pretend(parse("triton=3.6.0,sm=90"))
     kernel = Hanging()

@@ -248,7 +248,7 @@ def test_any_text_takes_linear_time(unit: str) -> None:
 
 
 class Log(io.RawIOBase):
-    """A log that is made while it is read. most: the most bytes that were asked for at once."""
+    """A log that is made while it is read. most: the largest number of bytes that one read asked for."""
 
     def __init__(self, size: int, line: bytes, last: bytes) -> None:
         self.left, self.line, self.last, self.most = size, line, last, 0

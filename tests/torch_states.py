@@ -10,7 +10,7 @@ import torch
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Verdict, check
 
-# of each op the first quick case, and those of packed sequences
+# each op's first quick case, and its cases of packed sequences
 CHOSEN = [*{case.op: case for case in reversed(CASES) if case.quick}.values(),
           *(case for case in CASES if case.id in ("packed", "segments") and not case.quick)]
 LOOSE = 5e-3  # RMS ratio of float32 where products may take TF32
@@ -37,7 +37,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# each leaves every result as it is, to the bit
+# each keeps every result the same to the bit
 SAME: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": deterministic,
     "default-float64": lambda: default_dtype(torch.float64),
@@ -97,7 +97,7 @@ def tensors_of(case: Case, device: torch.device, dtype: torch.dtype,
 
 
 def differences(case: Case, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the states in which a result of the case is another one, each with the tensor's number."""
+    """Yield the states in which a result of the case differs, each with the tensor's number."""
     expected = tensors_of(case, device, dtype, nullcontext())
     for name, state in SAME.items():
         for at, (x, y) in enumerate(zip(tensors_of(case, device, dtype, state()), expected, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-    del sys.path[0]  # the folder of this file, where anything may lie: it is often saved among downloads
+    del sys.path[0]  # the folder of this file, often that of downloads, may hold any modules
 
 import os
 import platform
@@ -40,7 +40,8 @@ print("found", getattr(root, "__version__", "no version"), "from", getattr(root,
 
 
 def searched() -> dict[str, str]:
-    """The environment without empty entries of PYTHONPATH, which Python takes for the current directory."""
+    """Return the environment without empty entries of PYTHONPATH, which Python treats as the current
+    directory."""
     folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**others, "PYTHONPATH": os.pathsep.join(folders)} if folders else others

@@ -89,7 +89,7 @@ def install_cpu_torch(python: Path) -> None:
 
 def pip(python: Path, *arguments: str, may_fail: bool = False) -> bool:
     """pip install, silent but for what went wrong, and for that too where there is another way."""
-    # -I: or a pip.py in the current directory would be run
+    # without -I, Python would run a pip.py in the current directory
     command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
                *arguments]
     done = subprocess.run(command, stderr=subprocess.DEVNULL if may_fail else None, check=False)

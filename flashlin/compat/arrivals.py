@@ -1,5 +1,5 @@
-"""Says when a module has been imported, so that a patch also reaches what is imported after it, and torch
-finds flashlin's operators when it loads an exported program."""
+"""Call a function when a module has been imported. So a patch also reaches modules that are imported later,
+and torch finds flashlin's operators when it loads an exported program."""
 from __future__ import annotations
 
 import importlib
@@ -13,9 +13,9 @@ from typing import Any
 
 
 class Watcher:
-    """In ``sys.meta_path``: finds nothing by itself, and has ``then`` called when a module of these packages
-    (or below one of them) has run. A name that ends in * is that of all packages that begin so. A name with
-    dots means that one module."""
+    """An entry of ``sys.meta_path`` that finds no modules itself. It has ``then`` called when a module of
+    these packages has run. A name that ends in * means all packages with that prefix. A name with dots means
+    one module."""
 
     def __init__(self, packages: Sequence[str], then: Callable[[ModuleType], None]) -> None:
         self.packages, self.then = tuple(packages), then
@@ -62,26 +62,27 @@ class Telling:
             not_prepared(module.__name__, error)
 
 
-# Python removes the frames of its import machinery from tracebacks, and knows them by the name of the file.
-# Under this name it also removes the frame above. Errors of a watched module look the same without flashlin.
+# Python removes the frames of its import machinery from tracebacks, and recognizes them by their file name.
+# With this file name it also removes our frame, so errors of a watched module look as they do without
+# flashlin.
 Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
     co_filename=importlib.__import__.__code__.co_filename)
 
 
 def not_prepared(name: str, error: Exception) -> None:
-    """Warn of a callback that failed: the program's import must not fail by what was to help it."""
+    """Warn that a callback failed. The program's import must not fail because of flashlin."""
     warnings.warn(f"flashlin could not prepare {name}: {type(error).__name__}: {error}; it runs as it is",
                   RuntimeWarning, stacklevel=3)
 
 
 def watch(packages: Sequence[str], then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Begin to watch; what is returned ends it."""
+    """Watch the imports of these packages, and return a function that stops it."""
     watcher = Watcher(packages, then)
     sys.meta_path.insert(0, watcher)
     return lambda: remove(watcher)
 
 
 def remove(finder: Any) -> None:
-    """Out of ``sys.meta_path``, if it is there. That becomes another list: an import in another thread goes
-    through the one that it began with, and would skip a finder if one were taken out."""
+    """Remove a finder from ``sys.meta_path``, if it is there. The list is replaced, not changed: an import in
+    another thread still iterates over the old list, and a removal there would make it skip a finder."""
     sys.meta_path = [one for one in sys.meta_path if one is not finder]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = str(Path(__file__).resolve().parents[2])  # where flashlin lies
+ROOT = str(Path(__file__).resolve().parents[2])  # the folder that holds flashlin
 # ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do
 # with us. (-P is new in Python 3.11.)
 _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; del sys.argv[1:n]; "

@@ -1,5 +1,5 @@
-"""Folders from which flashlin imports, or which decide what it does. No other user may change what is in
-them."""
+"""Checks of the folders from which flashlin imports, or whose files decide what it does. No other user may be
+able to change their contents."""
 from __future__ import annotations
 
 import errno
@@ -9,13 +9,14 @@ from pathlib import Path
 
 
 def unsafe(folder: Path, what: str = "") -> str:
-    """Return why another user could change what is in ``folder``, and what is needed; ``""`` where none can.
+    """Return why another user could change the contents of ``folder``, and what is needed; ``""`` if none
+    can.
 
-    The folder has to belong to this user. Every folder on the way to it counts, too: one that everyone can
-    write, unless it is as /tmp, where only the owner of an entry (this user or root) can rename it. A link is
-    judged by where it leads. The folder may be missing. Write access of the group is the user's own decision.
+    The folder must belong to this user. No parent folder may be world-writable, unless it is like /tmp
+    (sticky), where only the owner of an entry (this user or root) can rename it. A link is judged by its
+    target. The folder may be missing. Write access of the group is the user's own decision.
 
-    what: the name of the folder in the answer. Raises OSError where it cannot be looked at.
+    what: the name of the folder in the answer. Raises OSError if the folder cannot be examined.
     """
     if not hasattr(os, "geteuid"):  # Windows
         return ""
@@ -43,8 +44,8 @@ def unsafe(folder: Path, what: str = "") -> str:
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and those on the way to it, for this user alone. Raises OSError where that is
-    impossible, and where another user could change what is in it."""
+    """Make a folder, and its missing parents, for this user alone. Raise OSError if that is impossible, or if
+    another user could change its contents."""
     _make(folder)
     if why := unsafe(folder):
         raise PermissionError(errno.EPERM, why)

@@ -213,7 +213,7 @@ KNOWN_FAILURES: tuple[Failure, ...] = (
         symptoms=("Permission denied: '.../.triton", "Read-only file system: '.../.triton"),
         where="a home that is read-only, or another user's: containers and clusters",
         here="flashlin doctor finds it before anything is compiled",
-        otherwise="TRITON_CACHE_DIR at a folder of your own that you can write, such as one of mktemp -d",
+        otherwise="set TRITON_CACHE_DIR to a writable folder of your own, such as a new one of mktemp -d",
         source="read in Triton 3.0 to 3.9"),
     Failure(
         id="torch-without-code",

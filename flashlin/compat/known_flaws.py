@@ -18,7 +18,7 @@ MAMBA = ("mamba", "falcon_mamba", "jamba")
 INKLING = ("inkling", "inkling2", "inkling2_loop")
 CONV = ("lfm2", "lfm2_moe", "lfm3", *INKLING)
 MODELS = (*GDN, *KDA, *MAMBA2, *MAMBA, "zamba", *CONV)
-UNPATCHED = ("minimax", "recurrent_gemma", "zaya")  # recurrent, and without a function of flashlin
+UNPATCHED = ("minimax", "recurrent_gemma", "zaya")  # recurrent models for which flashlin has no functions
 SPLIT = ("mamba_split_conv1d_scan_combined",)
 
 
@@ -26,8 +26,8 @@ class Stack(NamedTuple):
     """What is installed, loaded and patched here. versions: of each package or distribution that is there,
     ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
     issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
-    implementation) of all it is bound to, which may be nothing. patched: packages that flashlin is patched
-    into."""
+    implementation) of every function it is bound to, possibly none. patched: packages that flashlin is
+    patched into."""
     versions: Mapping[str, str]
     broken: frozenset[str] = frozenset()
     gpu: bool = False
@@ -167,8 +167,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     Flaw(
         "hub-kernels-out-of-range", "transformers", always=True, since="5.23.0",
         beside=(("kernels", "0.18.2"),), card="gpu",
-        effect="it wants kernels 0.18.2 or newer, and the newest release is 0.17.2: with that "
-               "use_kernels=True is an ImportError, and models never take kernels of the hub nor of "
+        effect="it requires kernels 0.18.2 or newer, but the newest release is 0.17.2, so "
+               "use_kernels=True raises an ImportError, and models never use kernels of the hub or of "
                "flashlin.kernel_mapping()",
         remedy=f'{_PATCH}, or pip install "transformers<5.23"', mended_by=("transformers",),
         source=_READ.format("5.23.0 and 5.24.0")),
@@ -299,13 +299,13 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         source="tried with transformers 5.24.0"),
     Flaw(
         "indexed-packed-attention", "transformers", models=("glm5_next",),
-        effect="if documents are packed, its attention chooses tokens by an index that knows no documents, "
-               "and looks across them, whatever mask it gets",
+        effect="if documents are packed, its attention chooses tokens by an index that ignores documents, so "
+               "it looks across them with any mask",
         remedy="one document a row, padded", source="tried with transformers 5.24.0"),
     Flaw(
         "recurrent-not-patched", "transformers", models=UNPATCHED,
-        effect="if documents are packed, its recurrent layers run from one into the next, and flashlin has "
-               "no functions in their place",
+        effect="if documents are packed, its recurrent layers carry state from one into the next, and "
+               "flashlin has no functions to replace them",
         remedy="one document a row, padded", source="tried with transformers 5.24.0"),
     Flaw(
         "inkling-packed-convolution", "transformers", models=("inkling",),

@@ -1,4 +1,4 @@
-"""Locks: ``locked`` between processes, ``ThreadLock`` between the threads of one."""
+"""Locks: ``locked`` between processes, ``ThreadLock`` between the threads of one process."""
 from __future__ import annotations
 
 import errno
@@ -28,8 +28,8 @@ def locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A child that another thread has forked meanwhile has a copy of the handle. Closing ours alone
-            # would leave the file locked until that child ends.
+            # If another thread has forked a child meanwhile, the child has a copy of the handle. Closing only
+            # our handle would leave the file locked until that child ends.
             fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
@@ -41,9 +41,9 @@ class ThreadLock:
     A fork copies only the thread that calls it. A plain lock that another thread holds at that moment stays
     locked in the child forever. This one is replaced there.
 
-    wait: seconds that a fork waits for the thread that holds the lock, so that the child does not see a
-    change half made. After that time the fork goes on: two threads never wait for each other. Use it only for
-    a lock that lives as long as the process.
+    wait: seconds that a fork waits for the thread that holds the lock, so that the child sees no half-made
+    change. After that time the fork goes on, so a deadlock is impossible. Set it only for a lock that lives
+    as long as the process.
     """
 
     def __init__(self, wait: float = 0.0) -> None:
@@ -85,7 +85,7 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     _after_fork()
     for one in list(_LOCKS):
-        if one._lock.acquire(blocking=False):  # it is free, or this thread's own
+        if one._lock.acquire(blocking=False):  # the lock is free, or this thread holds it
             one._lock.release()
         else:
             one._lock = threading.RLock()

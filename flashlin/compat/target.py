@@ -78,7 +78,7 @@ CARDS: dict[str, Card] = {
 # Backends that are a GPU. On the last two plain torch serves.
 GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 BACKENDS = (*GPUS, "interpreter", "cpu")
-# The backend that a torch is built for, and what that is, by how its local version begins (2.13.0+cu130).
+# The backend that a torch is built for, and its name, by the prefix of its local version (2.13.0+cu130).
 BUILDS = {"cpu": ("cpu", "CPUs"), "cu": ("cuda", "NVIDIA GPUs"), "rocm": ("hip", "AMD GPUs"),
           "xpu": ("xpu", "Intel GPUs")}
 BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
@@ -109,8 +109,8 @@ class Target(NamedTuple):
 
     @property
     def other_build(self) -> str:
-        """Name the machines that this torch is built for, as ``AMD GPUs``, if it cannot use this GPU. ``""``
-        if it can, or if its version does not tell (``2.13.0``)."""
+        """Return which machines this torch is built for, such as ``AMD GPUs``, if it cannot use this GPU.
+        Return ``""`` if it can, or if its version does not say (``2.13.0``)."""
         local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2])
         backend, what = BUILDS[local[0]] if local else (self.backend, "")
         return what if self.backend in GPUS and self.backend != backend else ""

@@ -1,6 +1,6 @@
 """Read the torch setting that allows TF32 in float32 matrix products on a GPU.
 
-torch has two interfaces to it. ``torch.set_float32_matmul_precision`` and ``allow_tf32`` are the old one.
+torch has two interfaces for it. ``torch.set_float32_matmul_precision`` and ``allow_tf32`` are the old one.
 torch 2.9 added ``fp32_precision``, for all backends, one backend or one operation. Once a program has used
 the new interface, torch may raise a RuntimeError when the setting is read through the old one. The new
 interface reports both and never raises.
@@ -15,8 +15,9 @@ import torch
 
 
 def _reader(of: Any) -> Callable[[], str]:
-    """Return a function that reads the setting of ``of``, which is torch: "tf32" means that it is allowed."""
-    # torch.backends.cuda.matmul.fp32_precision calls this getter; directly, it takes a sixth of the time
+    """Return a function that reads the setting of ``of``, the torch module; it returns "tf32" if TF32 is
+    allowed."""
+    # torch.backends.cuda.matmul.fp32_precision calls this getter; a direct call takes a sixth of the time
     getter = getattr(of._C, "_get_fp32_precision_getter", None)
     if getter is not None:
         return partial(getter, "cuda", "matmul")

@@ -1,4 +1,4 @@
-"""Ask torch about the surroundings of a call: traced, transformed, with tensors that must not outlive it."""
+"""Queries about the context of a call: is it traced or transformed, and may its tensors outlive it?"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,6 +19,6 @@ def transient() -> bool:
 def transformed() -> bool:
     """Return True inside a transform of torch.func (vmap, grad, jvp ...) and in forward-mode AD.
 
-    Kernels compute neither batches of vmap nor tangents, and torch transforms no autograd function that is
-    not written for it. So there an op runs in plain torch without such functions."""
+    Kernels compute neither batches of vmap nor tangents, and torch cannot transform ordinary autograd
+    functions. So inside a transform an op runs in plain torch without such functions."""
     return _in_functorch() or forward_ad._current_level >= 0

@@ -131,12 +131,12 @@ class Machine(NamedTuple):
 
     @property
     def other_build(self) -> bool:
-        """True if torch is built without CUDA, and there are NVIDIA cards."""
+        """Return True if torch is built without CUDA and there are NVIDIA cards."""
         return self.torch is not None and not self.torch.version.cuda and bool(self.cards or self.unseen)
 
     @property
     def build(self) -> str:
-        """What torch is built with, in words."""
+        """Return what torch is built with, such as ``CUDA 13.0`` or ``CPU build``."""
         built = self.torch.version
         xpu = getattr(built, "xpu", None)
         return (f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip

@@ -112,7 +112,7 @@ def version_of(name: str) -> str:
 
 def calls_of(versions: Collection[str]) -> dict[str, list[Bound]]:
     """Return the functions that the loaded files of these packages are bound to. A file of transformers that
-    is bound to none is there, too, since flaws of its models may be known."""
+    is bound to none is included, since flaws of its models may be known."""
     calls = {}
     for where, module in list(sys.modules.items()):
         root = where.partition(".")[0]

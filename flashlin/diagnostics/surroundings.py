@@ -159,8 +159,9 @@ def check_cache(machine: Machine) -> Iterator[Check]:
 
 
 def elsewhere() -> str:
-    """Return the command that gives Triton a new cache: in any shell (also fish) and without a user's name.
-    The folder is new, since Triton loads libraries from it: another user can make one of a known name first."""
+    """Return the command that gives Triton a new cache. It works in any shell (also fish) and contains no
+    user name. The folder's name is new each time: Triton loads libraries from it, and another user could
+    create a folder with a known name first."""
     return 'export TRITON_CACHE_DIR="$(mktemp -d)"'
 
 

@@ -4,8 +4,9 @@ compat/, asks nobody and starts nothing.
 Nothing here is a guess told as a fact: each answer says what of the text it rests on (``Match.because``) and
 how well the failure itself is known (``Entry.known``).
 
-A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can have
-gigabytes. A block is split into words once. Only texts whose words are all in the block are searched in it.
+A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can be
+gigabytes long. Each block is split into words once. Only symptoms whose words are all in the block are
+searched in it.
 """
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ from flashlin.kernels.shield.source import LACKING
 from flashlin.kernels.variants import VARIANTS
 
 BLOCK = 1 << 20  # characters or bytes that are read at once
-OVERLAP = 8192  # characters of a block that are searched again with the next one: more than any symptom has
-# Colours, links and moves of the cursor, as terminals get them (ECMA-48).
+OVERLAP = 8192  # characters of a block that are searched again with the next block; longer than any symptom
+# Terminal escape sequences (ECMA-48): colours, links and cursor moves.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~]|[@-Z\\-_])")
-# How files begin that are not plain UTF-8. That of UTF-32 begins with that of UTF-16.
+# Byte order marks. UTF-32 comes first, because its mark begins with that of UTF-16.
 MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
          (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig"))
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|(?<!\d)\d+ warps")
 ERROR = re.compile(r"(error|exception|assert\w*|unreachable|fatal)\b", re.IGNORECASE)
-ERRORS = ("error", "exception", "assert", "unreachable", "fatal")  # one of which each of those has
+ERRORS = ("error", "exception", "assert", "unreachable", "fatal")  # each match of ERROR contains one
 # What everybody's errors are made of.
 VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|defined|denied|directory|does"
                    r"|driver\w*|encountered|executed|exist|expected|failed|file|found|from|have|init|invalid"
@@ -151,8 +152,8 @@ def _of_failure(failure: Failure) -> Entry:
 
 class Sought(NamedTuple):
     """A text to search for. pattern: matches it in a text whose white space is normalized. parts: its literal
-    parts, which ``in`` finds faster. words: its whole words, casefolded; a text without one of them does not
-    have it."""
+    parts, which ``in`` finds faster. words: its whole words, casefolded; every text that matches contains all
+    of them."""
     pattern: re.Pattern[str]
     parts: tuple[str, ...]
     words: frozenset[str]
@@ -164,7 +165,7 @@ class Sought(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _sought(text: str) -> Sought:
-    """A symptom, in which ``...`` is up to 300 characters of anything."""
+    """Return the pattern of a symptom, in which ``...`` matches up to 300 characters."""
     parts = tuple(" ".join(part.split()) for part in text.split("..."))
     # a word at the edge of a part may be a piece of a longer one
     inner = [word[0].casefold() for part in parts for word in re.finditer(r"\w+", part)
@@ -179,14 +180,14 @@ def _sought_name(id: str) -> Sought:
 
 
 def _rest(symptom: str) -> str:
-    """A symptom without the name of its exception; ``""`` where too little is left."""
+    """Return a symptom without the name of its exception; ``""`` if too little is left."""
     rest = EXCEPTION.sub("", symptom)
     return rest if len(rest) >= SHORTEST else ""
 
 
 @lru_cache(maxsize=1)
 def _all_sought() -> tuple[Sought, ...]:
-    """All that is searched for in every block."""
+    """Return all patterns that are searched for in every block."""
     every = entries()
     texts = [text for entry in every for symptom in (entry.seen_in, *entry.symptoms)
              for text in (symptom, _rest(symptom)) if text]
@@ -195,7 +196,8 @@ def _all_sought() -> tuple[Sought, ...]:
 
 @lru_cache(maxsize=1)
 def _telling() -> dict[str, list[tuple[str, int]]]:
-    """Each word, casefolded, that tells something, with the symptoms that have it and its place there."""
+    """Return each distinctive word, casefolded, with the symptoms that contain it and its position in
+    them."""
     found: dict[str, list[tuple[str, int]]] = {}
     for symptom in dict.fromkeys(one for entry in entries() for one in entry.symptoms):
         special = [word.span() for word in WORD.finditer(symptom) if _is_special(word[0])]
@@ -218,13 +220,13 @@ class Reading:
     def __init__(self) -> None:
         self.empty = True
         self._found: set[Sought] = set()
-        self._runs: set[tuple[str, int, int]] = set()  # a symptom, and from which to which of its words
-        self._size, self._short = 0, ""  # the whole text, if it may be part of a symptom
-        self._error = self._last = ""  # the last line that tells an error, and the last one
+        self._runs: set[tuple[str, int, int]] = set()  # a symptom, and its first and last matched word
+        self._size, self._short = 0, ""  # the whole text, while it is short enough to be part of a symptom
+        self._error = self._last = ""  # the last line with an error, and the last line
         self._tail = ""
 
     def add(self, text: str) -> None:
-        text = text.replace("\0", "")  # as in UTF-16 without a mark
+        text = text.replace("\0", "")  # UTF-16 without a byte order mark has zero bytes
         both = ESCAPES.sub("", self._tail + text)
         plain = " ".join(both.split())
         self._tail = both[-OVERLAP:]
@@ -245,7 +247,8 @@ class Reading:
                            if sought not in self._found and sought.found(plain, words))
 
     def _find_runs(self, words: list[str]) -> None:
-        """Note, for each telling word of the text, the longest run of words around it that a symptom has."""
+        """For each distinctive word of the text, store the longest run of words around it that a symptom
+        contains."""
         telling, last = _telling(), len(words) - 1
         for at, word in enumerate(words):
             for symptom, place in telling.get(word, ()):
@@ -288,8 +291,8 @@ class Reading:
         return None
 
     def _piece(self) -> list[Match]:
-        """A piece of a symptom somewhere in a longer text: all but the exception's name, or words that follow
-        each other and are half of what is special in it."""
+        """Return a match for a piece of a symptom in a longer text: all but the exception's name, or
+        consecutive words that are half of its distinctive words."""
         pieces: dict[str, str] = {}
         for symptom, first, last in sorted(self._runs):
             piece = _piece_of(symptom, first, last)
@@ -316,7 +319,7 @@ def read_text(text: str) -> Reading:
 
 
 def read(stream: BinaryIO) -> Reading:
-    """Read a log to its end: UTF-8, or UTF-16 and UTF-32 with a byte order mark. Bytes that are no text are
+    """Read a log to its end, in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. Invalid bytes are
     replaced. A progress bar is shown if stderr is a terminal and tqdm is installed."""
     with _progress(stream) as read_on:
         return _read(_decoded(stream, read_on))
@@ -373,7 +376,8 @@ def _part(plain: str) -> list[Match]:
 
 
 def _piece_of(symptom: str, first: int, last: int) -> str:
-    """These words of a symptom, from the first to the last; ``""`` where they tell too little."""
+    """Return these words of a symptom, from the first to the last; ``""`` if they are too few to identify
+    it."""
     places = [word.span() for word in re.finditer(r"\w+", symptom)]
     piece = symptom[places[first][0]:places[last][1]]
     telling = _special(piece)
@@ -423,7 +427,7 @@ def why(failure: BaseException | str) -> str:
 
 
 def answer(found: list[Match]) -> str:
-    """The matches in words."""
+    """Return the matches as text."""
     if not found:
         return UNKNOWN
     sure = [match for match in found if match.sure]

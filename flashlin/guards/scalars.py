@@ -12,7 +12,7 @@ import torch
 
 INT64, INT32 = 2**63 - 1, 2**31 - 1
 LARGEST = sys.float_info.max
-LONG = 10**30  # an integer from here on is not written out
+LONG = 10**30  # integers from here on are not printed in full
 ABOVE_ZERO = sys.float_info.min  # a smaller one may count as 0, where denormal numbers are flushed
 
 
@@ -34,7 +34,7 @@ def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST,
 
 def integer(name: str, value: Any, low: int | None = None, need: str = "an integer",
             high: int = INT64) -> int:
-    """value as an int from low (None: the least of int64) to high: torch takes no other integers."""
+    """Return value as an int from low (None: the smallest int64) to high. torch accepts no other integers."""
     if type(value) is not int and (isinstance(value, bool)
                                    or not isinstance(value, (Integral, torch.SymInt))):
         raise TypeError(f"{name}: got {_shown(value)}, need {need}")
@@ -79,6 +79,6 @@ def _shown(value: Any) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Return value, or words for an integer with too many digits for a sentence."""
+    """Return value, or a short description of an integer with too many digits to print."""
     long = isinstance(value, int) and not -LONG < value < LONG
     return f"an integer of {value.bit_length()} bits" if long else value

@@ -18,8 +18,8 @@ _copies: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 def resolved(x: Any) -> Any:
-    """Return an argument with copies in the place of lazily negated and conjugated tensors, also of those in
-    a tuple or a list. Anything else comes back as it is."""
+    """Return an argument with lazily negated and conjugated tensors replaced by copies, also inside a tuple
+    or a list. Other arguments are returned unchanged."""
     if isinstance(x, (tuple, list)):
         return type(x)([resolved(one) for one in x]) if type(x) in (tuple, list) else x
     if not isinstance(x, torch.Tensor) or not (x.is_neg() or x.is_conj()):
@@ -30,8 +30,8 @@ def resolved(x: Any) -> Any:
 
 
 def check_no_copy(name: str, x: torch.Tensor, because: str) -> None:
-    """Raise a ValueError if x, which is to be overwritten, is a copy that ``resolved`` has made: what is
-    written to that would be lost."""
+    """Raise a ValueError if x, which the op overwrites, is a copy made by ``resolved``. Values written to the
+    copy would be lost."""
     if _copies and _copies.get(id(x)) is x:
         raise ValueError(f"{name}: got a lazily negated or conjugated tensor, need {name}.resolve_neg(), "
                          f"since {because} overwrites it")
@@ -124,9 +124,10 @@ def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -
 
 
 def shareable(heads: int, groups: int) -> bool:
-    """Return True if each group can have equally many heads; without heads there are no groups either.
+    """Return True if every group can have the same number of heads. Without heads there must be no groups.
 
-    The comparisons are one by one because torch.compile cannot compare two conditions of symbolic sizes."""
+    Each comparison is a statement of its own, because torch.compile cannot compare two conditions on symbolic
+    sizes."""
     if groups == 0:
         return heads == 0
     return heads > 0 and heads % groups == 0

@@ -27,8 +27,8 @@ Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal acces
                "torch path"]
 WORDS: tuple[Word, ...] = get_args(Word)
 BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
-LARGEST = 2**22  # bytes of a file that is written; a table of all our kernels has some 200,000
-READ = 16 * LARGEST  # of one that is read: older flashlin wrote without a bound
+LARGEST = 2**22  # bytes; the largest file we write. A table of all our kernels has some 200,000
+READ = 16 * LARGEST  # bytes; the largest file we read. Older releases wrote without a limit
 A_DAY = 86400.0
 
 
@@ -196,7 +196,7 @@ def _kernels() -> str:
 
 
 def _read(file: Path) -> Table:
-    """The table in a file, for planning: nothing where it cannot be read."""
+    """Return the table in a file, for planning; an empty one if it cannot be read."""
     try:
         return _read_to_change(file)
     except OSError:
@@ -204,9 +204,9 @@ def _read(file: Path) -> Table:
 
 
 def _read_to_change(file: Path) -> Table:
-    """The table in a file that is about to be replaced. Whatever is not such a file counts as none: not
-    there, half written by something else, a link, too large, nested too deeply, with other words or dates in
-    it. Raises OSError where reading fails otherwise: what it holds must not be lost then."""
+    """Return the table in a file that is about to be replaced. An invalid file counts as empty: one that is
+    missing, half written, a link, too large, nested too deeply, or has unknown words or dates. Raises OSError
+    if reading fails for another reason, because the table must not be lost then."""
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
@@ -235,7 +235,7 @@ def _verdict(fields: list[object]) -> Verdict:
 
 
 def _write(file: Path, table: Table) -> None:
-    """Whole or not at all. Raises OSError where it would be larger than LARGEST."""
+    """Write the file whole or not at all. Raise OSError if it would be larger than LARGEST."""
     handle, fresh = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as opened:

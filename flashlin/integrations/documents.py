@@ -1,14 +1,14 @@
-"""Find the documents of rows that hold several in the arguments of a model, and pass them to its layers.
+"""Find the packed documents of a row from the arguments of a model, and pass them to its layers.
 
-Trainers pack documents into rows. They mark them by ``cu_seq_lens_q`` (bounds, for flash attention) or
-``seq_idx`` (the document of each token), by ``position_ids`` that begin again, or by an ``attention_mask``
-(document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the first two, and many
-models pass them none.
+Trainers pack several documents into a row. Some mark the documents by ``cu_seq_lens_q`` (bounds, for flash
+attention) or ``seq_idx`` (the document of each token). Others use ``position_ids`` that begin again, or an
+``attention_mask`` (document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the
+first two, and many models pass neither to them.
 
 ``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that
 to the layers. It uses tensor operations alone: torch.compile can trace it, and no call waits for the GPU.
-``masking`` wraps the functions that make the masks of attention layers, so those keep the same documents
-apart. Functions that mix documents call ``told``, which warns once for each model.
+``masking`` wraps the functions that make attention masks, so attention layers keep the same documents apart.
+Functions that mix documents call ``told``, which warns once for each model.
 """
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Call:
     """A call of a model.
 
     given: the argument that marks documents, or "". marks: the documents, as keywords for the models inside.
-    several: whether a row holds more than one document; a tensor [B, T - 1], True where one begins, until
-    its values are needed. by_padding: the mark is a mask [B, T] that may be no more than padding. tokens: [B, T]
-    of the call. fresh: the caller gives no cache. goes_on: several tokens after a state that is cached. warn:
-    warns once for each name of a model.
+    several: whether a row holds more than one document; until this is needed, a tensor [B, T - 1] that is
+    True where a document begins. by_padding: the mark is a mask [B, T] that may only mark padding. tokens:
+    [B, T] of the call. fresh: the caller gives no cache. goes_on: several tokens follow a cached state. warn:
+    warns once for each model name.
     """
     model: str
     given: str
@@ -63,11 +63,11 @@ _CALLS = _Calls()
 
 def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mixes: str = "",
             but_flash: bool = False) -> Callable[..., Any]:
-    """Return ``forward`` of a model's class with a search for marked documents before it.
+    """Return ``forward`` of a model's class, wrapped to find marked documents first.
 
-    by_seq_idx: its layers keep documents apart by seq_idx; then they get one, also where the model around it
+    by_seq_idx: its layers keep documents apart by seq_idx, so they get one, even if the model around them
     dropped the keyword. said: names of the models that have been warned about. mixes: why the model mixes
-    documents however they are marked, for one warning. but_flash: not with flash attention.
+    documents with any marks, for one warning. but_flash: it does not mix them with flash attention.
     """
     parameters = inspect.signature(forward).parameters.values()
     takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -77,7 +77,7 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
         if len(args) > len(names) or any(name in given for name in names[:len(args)]):
-            return forward(self, *args, **given)  # a TypeError, in its own words
+            return forward(self, *args, **given)  # raises forward's own TypeError
         given = {**dict(zip(names, args, strict=False)), **given}
         around, tokens = _CALLS.now, _tokens(given)
         if around is not None:
@@ -102,7 +102,7 @@ def _marked(model: str, given: dict[str, Any], tokens: Tokens,
     """Return the call of a model with these keywords."""
     marks = _marks(given)
     several, name = bool(marks), next(iter(marks), "")
-    if marks and "seq_idx" not in marks and tokens is not None:  # some layers ask for this one alone
+    if marks and "seq_idx" not in marks and tokens is not None:  # some layers read only this one
         seq_idx = seq_idx_of(*tokens, None, marks["cu_seq_lens_q"])
         marks = marks if seq_idx is None else {**marks, "seq_idx": seq_idx}
     fresh = all(given.get(one) is None for one in CACHES)
@@ -118,8 +118,8 @@ def _marked(model: str, given: dict[str, Any], tokens: Tokens,
 
 
 def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str, Any]:
-    """The keywords of the model itself: with the marks, if it takes them, and with ones for the document
-    numbers of a mask, by which layers would multiply their inputs."""
+    """Return the keywords of the model itself, with the marks if it takes them. Document numbers of a mask
+    become ones, because layers multiply their inputs by the mask."""
     if takes_more:
         given = {**given, **call.marks}
     mask = _padding(given)
@@ -147,27 +147,27 @@ def _marks(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _tokens(given: dict[str, Any]) -> Tokens:
-    """[B, T] of a call; None where it has no tokens of this form."""
+    """Return (B, T) of a call, or None if it has no tokens of this shape."""
     tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"))
                    if isinstance(one, Tensor)), None)
     return None if tokens is None or tokens.ndim < 2 else (tokens.shape[0], tokens.shape[1])
 
 
 def _padding(given: dict[str, Any]) -> Tensor | None:
-    """The mask [B, T or more] of a call."""
+    """Return the mask [B, T or more] of a call."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | None:
-    """True where a token begins another document than the one before it, [B or 1, T - 1]. None where nothing
-    marks documents.
+    """Return a tensor [B or 1, T - 1] that is True where a token begins a new document. None if nothing marks
+    documents.
 
-    Padding begins nothing, nor does the first token behind padding on the left. With a cache, a mask marks
-    padding, and positions begin again behind it: then only positions without a mask count.
+    Padding begins no document, nor does the first token after left padding. With a cache, a mask marks
+    padding, and positions begin again after it; then positions count only without a mask.
 
-    An integer mask without positions may number documents or mark padding. Only for that question a value is
-    read, if one can be; transformers reads the same mask in each call.
+    An integer mask without positions may number documents or mark padding. A value is read only to decide
+    this, if it can be read; transformers reads the same mask in each call.
     """
     if tokens is None or tokens[1] < 2:
         return None
@@ -177,7 +177,7 @@ def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | 
         positions = None
     if mask is not None and not fresh:
         return None
-    if isinstance(mask, dict):  # made by the caller, for each kind of layers
+    if isinstance(mask, dict):  # the caller made one mask for each kind of layer
         mask = next((one for one in mask.values() if isinstance(one, Tensor) and one.ndim == 4), None)
     begins, real = None, None
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (T, T):
@@ -199,9 +199,9 @@ def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | 
 
 
 def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
-    """True where positions [B or 1, T] do not go on by one from the token before, nor from the last one that
-    is not padding. Of [4, B, T] row 0 holds the text positions; of another [R, B, T] a document begins where
-    all are 0, since within an image some stay and some jump."""
+    """Return True where a position [B or 1, T] is not one more than that of the token before, nor than that
+    of the last token that is not padding. In [4, B, T], row 0 holds the text positions. In another [R, B, T],
+    a document begins where all rows are 0, since some rows repeat and some jump within an image."""
     if positions.ndim == 3 and positions.shape[0] != 4:
         return (positions == 0).all(0)[:, 1:]
     text = positions[0] if positions.ndim == 3 else positions
@@ -210,15 +210,15 @@ def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _before(values: Tensor, real: Tensor) -> Tensor:
-    """For each token but the first the value [B, T - 1] of the last real token before it."""
+    """Return, for each token but the first, the value [B, T - 1] of the last real token before it."""
     at = torch.arange(real.shape[1], device=real.device)
     last = torch.where(real, at, 0).cummax(1).values[:, :-1]
     return values.expand(real.shape[0], -1).gather(1, last)
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """True where a mask lets a token see another: of booleans and integers not 0, of what is added to scores
-    more than ``UNSEEN``."""
+    """Return True where a mask lets a token see another: nonzero booleans and integers, or values above
+    ``UNSEEN`` of an additive mask."""
     return mask > UNSEEN if mask.is_floating_point() else mask != 0
 
 
@@ -239,11 +239,11 @@ def _goes_on(given: dict[str, Any], tokens: Tokens) -> bool:
 
 
 def masking(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``create``, a function of transformers that makes the masks of attention layers, with the
-    documents that ``watched`` has found.
+    """Return ``create``, a function of transformers that makes attention masks, wrapped to use the documents
+    that ``watched`` has found.
 
-    transformers looks at position_ids only where there is neither a mask nor a cache. So it gets positions
-    that begin again with each document and with padding, which then needs no mask of its own.
+    transformers looks at position_ids only if there is neither a mask nor a cache. So it gets positions that
+    begin again at each document and at padding; padding then needs no mask of its own.
     """
     names = list(inspect.signature(create).parameters)
 
@@ -296,8 +296,8 @@ def state_dropped(function: str) -> None:
 
 
 def _leaks(call: Call, why: str) -> None:
-    """Warn once that a model mixes documents, if a row holds several. Where that cannot be read, as under
-    torch.compile, warn as well; but not of a mask that is most likely padding."""
+    """Warn once that a model mixes documents, if a row holds several. If that cannot be read, as under
+    torch.compile, warn as well, unless the mark is a mask that most likely marks padding."""
     got = f"{call.model} got {call.given}"
     if isinstance(call.several, Tensor):
         if not _readable(call.several):
@@ -311,8 +311,8 @@ def _leaks(call: Call, why: str) -> None:
 
 
 def once(said: set[str]) -> Callable[[str, str], None]:
-    """Return a function that warns once for each model. While torch.compile traces, it runs as it is, so a
-    compiled model warns, too."""
+    """Return a function that warns once for each model. While torch.compile traces, it runs as plain Python,
+    so a compiled model also warns."""
     def warn(model: str, sentence: str) -> None:
         if model not in said:
             said.add(model)

@@ -174,7 +174,8 @@ def is_layer(kind: type) -> bool:
 
 
 def is_model(kind: type) -> bool:
-    """Whether it is a model of fla without the head that gives logits: its blocks are inside."""
+    """Return True for a model class of fla without the head that computes logits; such a model holds the
+    blocks."""
     return (kind.__module__.startswith("fla.models.") and kind.__name__.endswith("Model")
             and issubclass(kind, models()))
 

@@ -1,8 +1,8 @@
 """Errors of fla's layers and models on a CPU.
 
 Some of them call a function that has no CPU version, in flashlin or elsewhere. The errors of these calls name
-a kernel, or ask for CUDA or for flash-attn. ``explaining`` replaces such an error by one sentence: the layer,
-the function, and the models that do run on a CPU.
+a kernel, or ask for CUDA or for flash-attn. ``explaining`` replaces such an error by one sentence with the
+layer, the function, and the models that run on a CPU.
 """
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FUNCTIONS = ("fla.ops.", "fla.modules.")
 
 
 class NoCpuVersion(NotImplementedError):
-    """A layer or model of fla was called on a CPU, and needs a function that has no CPU version."""
+    """A call of a layer or model of fla on a CPU needs a function that has no CPU version."""
 
 
 def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stand-in for ``method`` of an nn.Module of fla. It raises ``NoCpuVersion``, from the original
-    error, where ``method`` fails for want of a GPU. Calls with GPU tensors and traced calls go straight to
+    """Return a stand-in for ``method`` of an nn.Module of fla. If ``method`` fails because it needs a GPU, it
+    raises ``NoCpuVersion`` from the original error. Calls with GPU tensors and traced calls go straight to
     ``method``."""
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **given: Any) -> Any:
@@ -41,7 +41,7 @@ def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **given)
         try:
             return method(self, *args, **given)
-        except NoCpuVersion:  # of a layer inside
+        except NoCpuVersion:  # raised by an inner layer
             raise
         except Exception as error:
             why = reason(error)
@@ -59,7 +59,7 @@ def on_a_cpu(*values: Any) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return why a call on a CPU raised this error, or "" if the error has another cause than the CPU."""
+    """Return why a call on a CPU raised this error, or "" if the CPU is not the cause of the error."""
     frames = list(_frames(error))
     said = str(error)
     if FLASH_ATTN.search(said):
@@ -67,7 +67,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, UnsupportedError):
         missing = any(reason.code == "backend" for reason in error.plan.refused)
     else:
-        # fla refuses a CPU without a word in some functions, which compare a device with "cuda"
+        # some functions of fla compare a device with "cuda" and refuse a CPU without a message
         silent = isinstance(error, NotImplementedError) and not said
         missing = bool(GPU.search(said)) or (silent and "cuda" in frames[-1].f_code.co_consts)
     if not missing:
@@ -86,7 +86,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the full name of the function or module of fla that this frame runs, or "" if it runs none."""
+    """Return the full name of the function or module of fla that this frame runs, or "" if it runs no code of
+    fla."""
     home, code = str(frame.f_globals.get("__name__")), frame.f_code
     if not home.startswith(FUNCTIONS):
         return ""

@@ -2,7 +2,7 @@
 counted, and everything is put back.
 
 A package's patch is a ``Patch``: it puts stand-ins where the package binds its functions (``bindings.py``),
-in what is loaded and, told by ``compat/arrivals.py``, in what is imported later.
+in loaded modules and, by ``compat/arrivals.py``, in modules that are imported later.
 """
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
 _in_force: dict[str, Patch] = {}
 _for_good: set[str] = set()
 _blocks: Counter[str] = Counter()
-_changing = ThreadLock(wait=5.0)  # a child that is forked meanwhile would have half a patch
+_changing = ThreadLock(wait=5.0)  # a child forked during a change would inherit half a patch
 _unwatch: list[Callable[[], None]] = []
 
 

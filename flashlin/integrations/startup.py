@@ -31,7 +31,7 @@ _begun: set[str] = set()
 
 
 def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
-    """Return the packages of a text such as ``fla,transformers``. given_by: what an error calls the text.
+    """Return the packages in a text such as ``fla,transformers``. given_by: the name of the text in errors.
     Raises ValueError for a package that has no patch."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
@@ -94,14 +94,14 @@ class Before:
 
 
 def inherit() -> None:
-    """Patch what the program patches, in a Python process that it has started."""
+    """Patch the same packages as the program, in a Python process that it has started."""
     begin(names_of(os.environ[VARIABLE]))
     summary.begin()
 
 
 def file_of(program: str) -> str:
     """Return the file of a program: a path, or the name of a console script, such as ``torchrun``, of this
-    Python or on PATH. Raises ValueError if there is none, or if it is no Python program."""
+    Python or on PATH. Raises ValueError if there is no such file, or if it is not a Python program."""
     holds_main = any(os.path.exists(os.path.join(program, f"__main__.{ending}")) for ending in ("py", "pyc"))
     if os.path.isfile(program) or holds_main:
         return program
@@ -110,11 +110,11 @@ def file_of(program: str) -> str:
         folders = (sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))
         file = shutil.which(program, path=os.pathsep.join(folders))
     if file is None and os.path.exists(program):
-        return program  # Python says what is wrong with it
+        return program  # Python raises the error
     if file is None:
         raise ValueError(f"program: got {program!r}, which does not exist")
     if not _is_python(file):
-        raise ValueError(f"program: got {program!r}, which is {file}, no program in Python; need a Python "
+        raise ValueError(f"program: got {program!r}, which is {file}, not a Python program; need a Python "
                          "file without python before it, a console script such as torchrun, or -m and a module")
     return file
 
@@ -123,7 +123,7 @@ def _is_python(file: str) -> bool:
     """Return True if a command is written in Python, as console scripts are."""
     with open(file, "rb") as opened:
         first, second = opened.readline(1000), opened.readline(1000)
-    if zipfile.is_zipfile(file):  # as on Windows
+    if zipfile.is_zipfile(file):  # a console script on Windows
         return True
     # pip writes a path that is too long for the first line into the second one
     named = second if second.startswith(b"'''exec' ") else first
@@ -133,8 +133,9 @@ def _is_python(file: str) -> bool:
 def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module: bool = False,
         quiet: bool = False) -> None:
     """Run a program (a file, or with ``module`` the name of a module) as Python would, with these packages
-    patched (``begin``), in the processes it starts, too. At the end stderr says what ran through flashlin.
-    Exceptions of the program, SystemExit included, are raised on; Python shows them without our frames."""
+    patched (``begin``), also in the processes that it starts. At the end stderr says what ran through
+    flashlin. Exceptions of the program, including SystemExit, propagate; Python shows them without our
+    frames."""
     os.environ[VARIABLE] = ",".join(names)
     before = os.environ.get("PYTHONPATH")
     path = [part for part in before.split(os.pathsep) if part != str(INHERITED)] if before else []
@@ -143,7 +144,7 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
         summary.begin(prints=True)
     sys.argv = ["-m" if module else program, *arguments]
     holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
-    if getattr(sys.flags, "safe_path", False):  # Python puts no folder there, but for what holds a __main__
+    if getattr(sys.flags, "safe_path", False):  # Python adds a folder only if it holds a __main__
         sys.path[:0] = [os.path.abspath(program)] if holds_main and not module else []
     else:
         sys.path[0] = (os.getcwd() if module else os.path.abspath(program) if holds_main
@@ -168,7 +169,7 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
 
 def _run_file(main: ModuleType, file: str) -> None:
     with open(file, "rb") as source:
-        code = read_code(source)  # of a .pyc file, whatever its name is
+        code = read_code(source)  # the code of a .pyc file with any name, else None
         loader = SourceFileLoader if code is None else SourcelessFileLoader
         if code is None and file.endswith(".pyc"):
             raise RuntimeError("Bad magic number in .pyc file")
@@ -182,8 +183,9 @@ def _run_file(main: ModuleType, file: str) -> None:
 
 
 def _show_without_ours(error: BaseException) -> None:
-    """Have Python show an error that ends the program from the program's first frame on. Python does the rest
-    by itself: ``sys.last_value`` and its kin, the program's own ``sys.excepthook``, the exit by a signal."""
+    """Have Python show an error that ends the program from the program's first frame on. Everything else
+    stays with Python: ``sys.last_value`` and its kin, the program's own ``sys.excepthook``, the exit by a
+    signal."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next

@@ -2,9 +2,9 @@
 processes that it started (ranks of torchrun, workers).
 
 The process of ``flashlin run`` prints the summary when it ends. It makes a temporary folder, which only this
-user can read, and names it in ``VARIABLE``. Every other process leaves a file there: each time that a count
-reaches a power of two, and when it ends. So a process that is killed, or a forked worker, which ends without
-its exit functions, is in the summary with at least half of its calls.
+user can read, and names it in ``VARIABLE``. Every other process writes a file there when it ends, and each
+time that a count reaches a power of two. A process that is killed, and a forked worker, end without their
+exit functions. So the summary has at least half of their calls.
 """
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from flashlin.guards.problem import Plan
 from flashlin.integrations.patching import Patched, _in_force
 
 VARIABLE = "FLASHLIN_SUMMARY"
-SHOWN = 4  # kernels of an op in a line
+SHOWN = 4  # the most kernels of an op in a line
 
 
 class Ran(NamedTuple):
-    """Calls of an op that ran alike."""
+    """Calls of an op with the same path and kernels."""
     op: str
     path: str
     kernels: tuple[str, ...]
 
     def told(self, count: int, cut: bool = False) -> str:
-        """The line of the summary. cut: a process may have made more calls than it could write down."""
+        """Return the line of the summary. cut: a process may have made more calls than it wrote to its
+        file."""
         shown = ", ".join(self.kernels[:SHOWN])
         more = f" and {len(self.kernels) - SHOWN} more" if len(self.kernels) > SHOWN else ""
         plain = "plain torch" if self.path == "torch" else self.path
@@ -45,8 +46,8 @@ class Ran(NamedTuple):
 
 
 class Summary:
-    """The summary of this process. folder: where processes leave theirs for the one that prints it. prints:
-    whether that is this one."""
+    """The summary of this process. folder: where the other processes write theirs for the one that prints.
+    prints: whether this process prints."""
 
     def __init__(self, folder: Path, prints: bool) -> None:
         self.folder, self.prints = folder, prints
@@ -110,8 +111,8 @@ _of_this_process: list[Summary] = []
 
 
 def begin(prints: bool = False) -> None:
-    """Have this process leave its summary to the one that prints it. prints: print it here if there is no
-    such process."""
+    """Start the summary of this process, which writes it for the process that prints. prints: print here if
+    no other process does."""
     folder = os.environ.get(VARIABLE, "")
     there = bool(folder) and os.path.isdir(folder)
     if _of_this_process or not (there or prints):

@@ -54,8 +54,8 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention mixes documents: these, which choose tokens for it by an index of their own, and,
-# unless it is flash attention, those up to 5.1 that make their mask themselves
+# Models whose attention mixes documents. These choose its tokens by an index of their own. Models up to 5.1
+# that make their mask themselves also mix documents, unless they use flash attention.
 DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
 INDEXED, OWN_MASK = ("Glm5Next",), "_update_causal_mask"
 ACROSS = "its attention looks across documents"

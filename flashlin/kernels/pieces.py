@@ -345,8 +345,8 @@ def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
 
 
 def precision(plan: Plan) -> str:
-    """Return how kernels multiply fp32 operands: as three tf32 products (1e-5) from sm_80 on, before that as
-    fp32. One tf32 product is used only if torch's setting allows it."""
+    """Return how kernels multiply fp32 operands: as three tf32 products (error 1e-5) from sm_80 on, and as
+    fp32 before. One tf32 product is used only if torch's setting allows it."""
     if plan.target.backend != "cuda" or plan.target.capability < (8, 0):
         return "ieee"
     return "tf32" if tf32.allowed() else "tf32x3"

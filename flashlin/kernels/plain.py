@@ -35,7 +35,7 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def sum_of_masked(x: Tensor, dim: int) -> Tensor:
-    """Return what ``running_sum`` returns. Memory grows with the square of the length of that dimension."""
+    """Return the same as ``running_sum``. Memory grows with the square of the dimension's length."""
     rows = torch.arange(x.shape[dim], device=x.device)
     copies = x.movedim(dim, -1)[..., None, :].masked_fill(rows[:, None] < rows, 0)
     return copies.sum(-1, dtype=x.dtype).movedim(-1, dim)

@@ -167,8 +167,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
     Args:
         x: [T, D] of any float dtype. cu_seqlens: [n + 1] int32 or int64: sequence i is rows cu_seqlens[i] ..
-            cu_seqlens[i + 1]. state_len: how many of its last tokens are kept,
-            from 1 to 2**31 - 1.
+            cu_seqlens[i + 1]. state_len: the number of last tokens that are kept, from 1 to 2**31 - 1.
 
     Returns:
         [n, D, state_len] in x's dtype, the newest token last, with zeros before the first one of a shorter

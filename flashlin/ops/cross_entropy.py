@@ -132,14 +132,14 @@ def fused_linear_cross_entropy_loss(
         reduction: ``mean`` over the rows that are not ignored, or ``sum``.
         use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit, as
             RWKV does, but nothing to the loss. Logits are taken before logit_scale and logit_softcapping. N
-            counts all rows, and ignored rows get this gradient, too, with both reductions. It is multiplied
-            by the gradient of the loss. Ties go to one of them.
+            counts all rows, also with reduction "sum". Ignored rows also get this gradient. It is multiplied
+            by the gradient of the loss. If several logits are highest, one of them gets it.
         accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own
             dtype.
 
     Returns:
-        A float32 scalar (float64 for float64 x); 0 where every row is ignored, with gradients of 0 but for
-        those of use_l2warp.
+        A float32 scalar (float64 for float64 x). If every row is ignored, it is 0, and so are its gradients
+        except those of use_l2warp.
 
     Raises: as ``cross_entropy_loss``.
 
@@ -337,7 +337,7 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
     dx = torch.zeros_like(x) if how.wants_dx else None
     dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
     dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
-    # more would make the logits smaller than x, which is there anyway
+    # more chunks would make the logits smaller than x, which is in memory anyway
     chunks = min(how.num_chunks, -(-V // D))
     C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
     for first in range(0, N, C):
@@ -365,7 +365,7 @@ def _whole_linear_loss(given: LinearTensors, how: LinearScalars) -> Tensor:
     total = losses.sum()
     if how.mean:
         total = total / counted(target, weight.shape[0], how.ignore_index)
-    if how.penalty and len(x):  # a gradient for the highest logit of each row, which adds nothing to the loss
+    if how.penalty and len(x):  # a gradient for each row's highest logit, which adds nothing to the loss
         squares = logits.max(1).values.to(losses.dtype).square().sum() * (how.penalty / len(x) / 2)
         total = total + squares - squares.detach()
     return total

@@ -28,7 +28,7 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
         g: [..., HV], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any number of
             rows.
         A_log, dt_bias: HV elements, in any shape and of any float dtype; dt_bias may be None.
-        output_dtype: of the result. Arithmetic is in float32 (float64 for float64 tensors).
+        output_dtype: dtype of the result. Arithmetic is in float32 (float64 for float64 tensors).
 
     Returns:
         [..., HV] in output_dtype. Gradients reach g, A_log and dt_bias, in their dtypes, and repeat to the

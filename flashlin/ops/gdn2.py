@@ -86,7 +86,7 @@ def chunk_gdn2(
             1]. Empty ones are fine.
         cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
         cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
-        chunk_size: 64 alone, as in fla; the launch table chooses the chunk, which never changes the result
+        chunk_size: only 64, as in fla; the launch table chooses the chunk, which never changes the result
             beyond rounding. disable_recompute: accepted for compatibility: backward always recomputes.
         transpose_state_layout: old name of state_v_first.
 

@@ -117,7 +117,7 @@ def mamba_inner_fn(
 
 
 class Layer(NamedTuple):
-    """The tensors of ``mamba_inner_fn`` by their names there; the filters without their middle dimension."""
+    """The tensors of ``mamba_inner_fn``, by their argument names; the filters have no middle dimension."""
     xz: Tensor
     conv1d_weight: Tensor
     conv1d_bias: Tensor | None
@@ -139,7 +139,7 @@ class Layer(NamedTuple):
 
 @without_autocast
 def _composed(given: Layer, delta_softplus: bool, eps: float, dtype: torch.dtype) -> Tensor:
-    """The layer's output. dtype: of the products."""
+    """Return the layer's output. dtype: the dtype of the products."""
     N, R = given.A.shape[1], given.delta_proj_weight.shape[1]
     x, z = given.xz.chunk(2, 1)
     u = convolved(x.transpose(1, 2), given.conv1d_weight, given.conv1d_bias, None, True)

@@ -189,8 +189,8 @@ def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]
 
 
 def _both(asked: Asked, *tensors: Any) -> Found:
-    """The linear layer of the norm, in asked.output_dtype. tensors: the norm's, then the linear layer's
-    weight and bias."""
+    """Return the linear layer of the norm, in asked.output_dtype. tensors: those of the norm, then the linear
+    layer's weight and bias."""
     *given, weight, bias = tensors
     dtype = asked.output_dtype
     normed = norm.run(Tensors(*given), asked)

@@ -115,5 +115,5 @@ def retention(
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if not isinstance(q, Tensor) or q.ndim != 4:
-        return None  # run says what is wrong with q
+        return None  # run raises the error about q
     return retention_slopes(q.shape[2], slopes_dtype(q, k, v), q.device)

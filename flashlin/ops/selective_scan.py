@@ -88,7 +88,8 @@ def selective_scan_fn(
 
 def with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Tensor,
                 beside: str = "u") -> Tensor:
-    """B or C as [b, G, N, T], or [D, N] where it has no tokens. beside: what the op calls u."""
+    """Return B or C as [b, G, N, T], or as [D, N] if it has no T dimension. beside: the name of u in
+    errors."""
     shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
     shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
     need_tensor(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", u.device, beside)

@@ -227,7 +227,7 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
         raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them "
                          "(state_v_first)")
     warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning,
-                  stacklevel=4)  # past the op and its entry
+                  stacklevel=4)  # skip the frames of the op and of its entry
     return transpose_state_layout
 
 
@@ -265,5 +265,5 @@ def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)
-    # traced under autocast, backward of a product of matrices would be rounded
+    # traced under autocast, the backward of a matrix product would be rounded
     return o, torch_path.scores(q, k, g, g_gamma, scale, summed=outside.autocast).to(q.dtype)

@@ -204,8 +204,8 @@ def mamba_split_conv1d_scan_combined(
 
     Returns:
         [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states
-        [b, H, P, N] in float32 (float64 for float64 tensors). With an MLP its silu(first half) * second half
-        comes before the scan's columns.
+        [b, H, P, N] in float32 (float64 for float64 tensors). With an MLP, its columns silu(first half) *
+        second half come before those of the scan.
 
     Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
     W up to 16 has kernels.
@@ -398,5 +398,5 @@ def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int)
 
 
 def _divided(size: int, by: int) -> tuple[int, int]:
-    """Return quotient and remainder; torch.compile knows no divmod of symbolic sizes."""
+    """Return quotient and remainder; torch.compile does not support divmod of symbolic sizes."""
     return size // by, size % by

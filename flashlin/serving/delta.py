@@ -77,9 +77,9 @@ def decode(
             None or 0. If its slot is outside of the pool, the request is padding: o is zero, nothing is
             written. A state for any other slot outside of the pool is not written. No two may name one slot
             (FLASHLIN_DEBUG=1 checks that, and that no index is past the end).
-        num_accepted_tokens: [N] int32 or int64, of the step before: request n begins with the state in the
-            slot of its first column, or with zeros where it is 0. More than there are columns counts as all
-            of them (an error with FLASHLIN_DEBUG=1).
+        num_accepted_tokens: [N] int32 or int64, of the step before. Request n begins with the state in the
+        slot of its first column, or with zeros if its number is 0. A value above the number of columns is
+        clamped to it (an error with FLASHLIN_DEBUG=1).
         cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. It has to
             cover all rows, as in ``chunk_gated_delta_rule``.
         scale: factor on the output; None means K ** -0.5.

@@ -35,7 +35,7 @@ EVERY = 5.0  # seconds between two lines about one download
 
 
 class NotInstallable(RuntimeError):
-    """That release could not be installed here: no network, no wheel for this Python, or no safe place."""
+    """A release could not be installed here: no network, no wheel for this Python, or no safe folder."""
 
 
 def on_stderr(text: str) -> None:
@@ -58,12 +58,12 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     if interpreter and bound:
         wanted[f"numpy{bound}".replace("<", "-below-")] = f"numpy{bound}"
     folders = [installed([requirement], name, cache, tell=tell) for name, requirement in wanted.items()]
-    return searched(*folders, *([here] if here else []))  # in front, all that is installed would hide those
+    return searched(*folders, *([here] if here else []))  # last, or it would hide the releases
 
 
 def searched(*folders: Path) -> dict[str, str]:
-    """PYTHONPATH with these folders in front, and without empty entries, which Python takes for the current
-    directory."""
+    """Return PYTHONPATH with these folders first, and without empty entries, which Python treats as the
+    current directory."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), *before]))}
 
@@ -83,8 +83,8 @@ def _site(version: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user; without a home,
-    one of this user's own in the folder for temporary files."""
+    """Return ``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user. Without a
+    home, return a folder of this user in the temporary folder."""
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:
@@ -95,11 +95,11 @@ def cache_folder() -> Path:
 
 
 def place(cache: Path | None = None) -> tuple[Path | None, str]:
-    """The cache, whether or not it is there yet; or None, and why nothing may be imported from it."""
+    """Return the cache, which may not exist yet; or None, and why nothing may be imported from it."""
     try:
         folder = (cache or cache_folder()).resolve()
         why = unsafe(folder)
-    # not ours to look into; a loop of links; a zero byte
+    # no permission, a loop of links, or a zero byte
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"the cache of releases cannot be used: {error}"
     return (None, why) if why else (folder, "")
@@ -138,8 +138,8 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
     processes at once. source: built here of Python files alone, by packages that would compile CUDA
     otherwise. tell: takes a line when it begins, every few seconds, and when it is done.
 
-    Raises NotInstallable, which quotes pip; also where the cache cannot be written, or another user could
-    change what is imported from it."""
+    Raises NotInstallable, which quotes pip. It is also raised if the cache cannot be written, or if another
+    user could change what is imported from it."""
     folder, why = place(cache)
     try:
         if folder is not None:

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a smaller case, for a card that is full")
     parser.add_argument("--known", action="store_true",
-                        help="verdicts that the parent could write nowhere are on standard input")
+                        help="read verdicts that the parent could not write to a file from standard input")
     given = parser.parse_args(argv)
     say = channel()
     _no_core_dump()

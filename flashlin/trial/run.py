@@ -131,7 +131,7 @@ def _child(trial: Trial, device: torch.device, target: Target, limit: float, sma
     """One child, from its start to its end."""
     began = time.monotonic()
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
-    known = verdicts.unwritten(target)  # by a pipe: an argument has at most 128 KiB
+    known = verdicts.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
                     *(["--known"] if known else []))
     code: int | None = None

@@ -1,9 +1,9 @@
 """Documents packed into one row of a patched model: ``python -m matrix.stacks.documents``.
 
-The sweep asks each model in each way to mark documents. It compares the logits of all documents, and the
-gradients of their loss, with those of the same documents in rows of their own. A cell of the record is one of
-``isolated`` (with the error), ``warned`` (with the warning), ``leaks`` (with the error), ``raises``, or ``-``
-(with the reason why the model does not take such a call).
+The sweep calls each model with each way to mark documents. It compares the logits of all documents, and the
+gradients of their loss, with those of the same documents in rows of their own. A cell of the record is
+``isolated`` or ``leaks`` (with the error), ``warned`` (with the warning), ``raises``, or ``-`` (with the
+reason why the model does not accept the call).
 """
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from matrix.stacks.verdicts import error
 from matrix.stacks.versions import OPTIONAL
 
 FILE = "documents.json"
-SHOWN = 240  # characters of a warning or an error
-EDGES = (0, 9, 33, 50)  # of three documents in a row
+SHOWN = 240  # the most characters of a warning or an error
+EDGES = (0, 9, 33, 50)  # the bounds of three documents in a row
 Told = dict[str, Any]  # keywords of a model
 
 
 class Way(NamedTuple):
-    """One way to mark the documents. marks: the keywords, made of the edges. says: what the table explains.
-    compiled: torch.compile traces the whole model."""
+    """One way to mark the documents. marks: makes the keywords from the edges. says: its explanation in the
+    table. compiled: torch.compile traces the whole model."""
     name: str
     says: str
     marks: Callable[[tuple[int, ...]], Told]
@@ -50,18 +50,18 @@ class Way(NamedTuple):
 
 
 def positions(edges: tuple[int, ...]) -> Tensor:
-    """[1, T], from 0 in each document."""
+    """Return positions [1, T] that begin at 0 in each document."""
     return torch.cat([torch.arange(end - begin) for begin, end in pairwise(edges)])[None]
 
 
 def numbers(edges: tuple[int, ...]) -> Tensor:
-    """[1, T], the number of each token's document, from 1."""
+    """Return the number of each token's document [1, T], from 1."""
     return torch.cat([torch.full((end - begin,), at)
                       for at, (begin, end) in enumerate(pairwise(edges), 1)])[None]
 
 
 def block_mask(edges: tuple[int, ...]) -> Tensor:
-    """[1, 1, T, T], added to attention scores: causal within each document."""
+    """Return a mask [1, 1, T, T] to add to attention scores, causal within each document."""
     of = numbers(edges)[0]
     seen = (of[:, None] == of) & torch.ones(len(of), len(of), dtype=torch.bool).tril()
     return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
@@ -99,7 +99,7 @@ def answer(model: Model, way: Way) -> str:
             together = _trained(made, _logits(called, ids, way.marks(EDGES)), ids)
     except NoSuchModel:
         raise
-    except Exception as failure:  # whatever is raised is the answer
+    except Exception as failure:  # any error is the answer
         why = f"{type(failure).__name__}: {_line(str(failure))[:60]}"
         return f"-: it raises without flashlin, too: {why}" if _raises(model, way) else f"raises: {why}"
     off = error(together, right)
@@ -122,7 +122,7 @@ def _raises(model: Model, way: Way) -> bool:
 
 
 def _compiled(made: nn.Module, ids: Tensor, way: Way) -> tuple[Any, str]:
-    """The model, compiled whole, or with graph breaks where its own code needs them."""
+    """Return the model compiled as a whole, or with graph breaks if its own code needs them."""
     for whole in (True, False):
         torch._dynamo.reset()
         called = torch.compile(made, backend="eager", fullgraph=whole)
@@ -142,7 +142,8 @@ def _logits(model: Any, ids: Tensor, marks: Told) -> Tensor:
 
 
 def _trained(model: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Logits, and the gradients of a loss in which each token of a document predicts the next one."""
+    """Return the logits, and the gradients of a loss in which each token of a document predicts the next
+    one."""
     model.zero_grad(set_to_none=True)
     kept = torch.cat([torch.arange(begin, end - 1) for begin, end in pairwise(EDGES)])
     F.cross_entropy(logits[0, kept], ids[0, kept + 1]).backward()  # type: ignore[no-untyped-call]  # torch
@@ -155,7 +156,7 @@ def _line(text: str) -> str:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Put rows into the record, and keep those of other models from the same transformers."""
+    """Write rows to the record, and keep the rows of other models from the same transformers."""
     facts = {"transformers": metadata.version("transformers"), "date": datetime.date.today().isoformat()}
     before = read(path) if path.exists() else {}
     kept = before["rows"] if before.get("transformers") == facts["transformers"] else []
@@ -165,8 +166,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def run(names: list[str], ways: list[str], out: Path | None) -> int:
-    """Ask these models, all without names, in these ways, and put them into the record in ``out``. Return 1
-    if a model mixes documents and does not say so once."""
+    """Run these models (without names, all) in these ways, and write the record in ``out``. Return 1 if a
+    model mixes documents without exactly one warning."""
     rows: list[dict[str, Any]] = []
     bad = 0
     for model in (*MODELS, *UNPATCHED):
@@ -185,7 +186,7 @@ def run(names: list[str], ways: list[str], out: Path | None) -> int:
 
 
 def table(folder: Path) -> list[str]:
-    """Lines of markdown; none without a record."""
+    """Return the lines of markdown, none without a record."""
     path = folder / FILE
     if not path.exists():
         return []

@@ -116,7 +116,7 @@ MODELS: tuple[Model, ...] = (
     _layer("ReBasedLinearAttention", "rebased", num_key_value_heads=2, feature_dim=8),
     _mamba_ssm("Mamba1"), _mamba_ssm("Mamba2", headdim=8, chunk_size=16),
 )
-# Recurrent models of transformers that ``patch("transformers")`` leaves as they are.
+# Recurrent models of transformers that ``patch("transformers")`` does not change.
 UNPATCHED: tuple[Model, ...] = (
     _transformers("minimax", "MiniMax", layer_types=["linear_attention", "full_attention"]),
     _transformers("recurrent_gemma", "RecurrentGemma", block_types=["recurrent", "attention"]),

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-SHARED = ("torch", "date")  # facts of a row that most rows of a record share
+SHARED = ("torch", "date")  # facts that are the same in most rows of a record
 
 
 def packed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as its file has it: each sentence once, by number elsewhere, since a model says it often, and
-    the names of the quantities once, with a list of answers for each way (null where a row has none).
-    ``usual`` has the facts that most rows share, which those rows leave out."""
+    """Return a record in the form of its file. Each sentence is stored once, and answers refer to it by
+    number. The names of the quantities are stored once; each way has a list of answers (null where a row has
+    none). ``usual`` has the facts that most rows have in common, and those rows omit them."""
     sentences: dict[str, int] = {}
 
     def number(answer: str) -> str:
@@ -30,8 +30,8 @@ def packed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record, with its sentences and the names of its quantities. Older files name the quantities in each
-    row."""
+    """Return a record with sentences and names of quantities filled in. Older files name the quantities in
+    each row."""
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
 
     def said(answer: str) -> str:

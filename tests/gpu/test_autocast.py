@@ -1,5 +1,5 @@
-"""Autocast changes no op, and lazily negated tensors are read as what they are: kernels on a GPU, eager and
-compiled. See tests/autocast.py and, for the torch path, tests/ops/test_entry.py."""
+"""Kernels on a GPU, eager and compiled: autocast changes no op, and lazily negated tensors are read with the
+right sign. See tests/autocast.py and, for the torch path, tests/ops/test_entry.py."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD on a GPU: ops run in plain torch there, as right as by kernels."""
+"""torch.func and forward-mode AD on a GPU: ops run in plain torch there, as accurate as kernels."""
 from __future__ import annotations
 
 from typing import Any

@@ -106,7 +106,7 @@ REFUSED = [one.name for one in stacks.MODELS
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
-    """Its layer or model, the function that is missing, and what to do."""
+    """The error names the layer or model, the missing function, and what to do."""
     ids = torch.randint(2, 64, (1, 12))
     with flashlin.patched("fla"), pytest.raises(NotImplementedError) as caught:
         made = stacks.build(stacks.named(name))
@@ -118,7 +118,7 @@ def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
 
 
 def test_the_errors_of_a_call_that_is_wrong_stay_as_they_are() -> None:
-    """Also with a message that speaks of a device, and also on a layer that runs on no CPU."""
+    """This also holds for a message about a device, and for a layer that runs on no CPU."""
     layer, gsa = (getattr(fla.layers, name)(hidden_size=32, num_heads=2, layer_idx=0)
                   for name in ("GatedLinearAttention", "GatedSlotAttention"))
     with flashlin.patched("fla"):

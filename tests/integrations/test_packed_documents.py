@@ -147,7 +147,7 @@ PADDED_BLOCKS = torch.tensor([[MIN, MIN, MIN, MIN], [MIN, 0, MIN, MIN], [MIN, 0,
     ({"position_ids": [[0, 1, 0, 1]]}, [[0, 1, 0]]),
     ({"position_ids": [[7, 8, 3, 4]]}, [[0, 1, 0]]),
     ({"position_ids": [[[7, 8, 0, 1]], [[5, 5, 5, 5]], [[5, 5, 5, 6]], [[5, 5, 6, 5]]]}, [[0, 1, 0]]),
-    ({"position_ids": [[[0, 0, 0, 0]], [[0, 0, 0, 1]], [[0, 1, 0, 0]]]}, [[0, 1, 0]]),  # an image begins both
+    ({"position_ids": [[[0, 0, 0, 0]], [[0, 0, 0, 1]], [[0, 1, 0, 0]]]}, [[0, 1, 0]]),  # images begin both
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 1, 1]]}, [[0, 0, 0]]),
     ({"position_ids": [[1, 0, 1, 0]], "attention_mask": [[0, 1, 1, 1]]}, [[0, 0, 1]]),  # padding on the left
     ({"position_ids": [[0, 1, 1, 1]], "attention_mask": [[1, 1, 0, 0]]}, [[0, 0, 0]]),  # on the right
@@ -178,7 +178,7 @@ def test_where_documents_begin(given: dict[str, Any], found: list[list[int]] | N
 
 @pytest.mark.parametrize("way", ["[B, T]", "[4, B, T]", "numbers", "block mask"])
 def test_finding_documents_reads_nothing_from_the_device(way: str) -> None:
-    """A meta tensor has no values: whoever reads one raises."""
+    """A meta tensor has no values, so reading one raises."""
     def forward(self: Any, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor,
                 **given: Any) -> Any:
         return given["seq_idx"], attention_mask
@@ -214,7 +214,8 @@ def test_masks_of_attention_are_made_of_the_documents_and_of_padding() -> None:
 
 
 def test_flash_attention_beside_a_mask_is_told() -> None:
-    """Its function returns that mask and looks at no positions then; None means that there is no padding."""
+    """With a mask, the function returns that mask and ignores positions; None means that there is no
+    padding."""
     made, warned = masks_of("flash_attention_2", **MARKS["ones"])
     assert made["attention_mask"] is not None and len(warned) == 1
     assert "flash attention knows documents" in warned[0]

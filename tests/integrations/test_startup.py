@@ -1,4 +1,4 @@
-"""``flashlin run`` compared with ``python``, which run the same program; console scripts; and the summary of
+"""Compare ``flashlin run`` with ``python`` on the same programs. Test console scripts, and the summary of
 what ran in all processes."""
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashlin.integrations import startup
 from tests.machines import BROKEN, ROOT, package
 from tests.machines import run as flashlin
 
-# Prints what the program finds of itself, at its start and after an error that ends it.
+# Prints the state that the program sees, at its start and after an error that ends it.
 SELF = """
 import atexit, os, sys
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_program_is_run_as_python_runs_it(name: str, tmp_path: Path) -> None:
 
 
 def compiled(file: Path) -> bytes:
-    """A .pyc of a file, made by a process of its own."""
+    """Make a .pyc of a file, in a separate process."""
     script = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[1] + '.out', doraise=True)"
     subprocess.run([sys.executable, "-c", script, str(file)], check=True, timeout=60)
     return Path(f"{file}.out").read_bytes()
@@ -104,7 +104,7 @@ def compiled(file: Path) -> bytes:
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH; the current folder is another one."""
+    """Make a folder on PATH that is not the current folder."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -149,7 +149,7 @@ def test_a_command_that_is_not_python_is_refused(text: str, scripts: Path) -> No
     file = command(scripts, "job", text)
     done = flashlin("run", "job", cwd=os.getcwd(), PATH=os.environ["PATH"])
     assert done.returncode == 2 and done.stderr == (
-        f"flashlin run: program: got 'job', which is {file}, no program in Python; need a Python file "
+        f"flashlin run: program: got 'job', which is {file}, not a Python program; need a Python file "
         "without python before it, a console script such as torchrun, or -m and a module\n")
 
 
@@ -181,7 +181,7 @@ def test_in_a_child_it_is_one_line_and_the_child_runs(text: str | None, names: s
 
 
 def test_a_package_whose_patch_fails_is_a_warning(tmp_path: Path) -> None:
-    """The patch of mamba_ssm needs torch, and comes before the package."""
+    """The patch of mamba_ssm needs torch, and is applied before the package is imported."""
     package(tmp_path, "mamba_ssm", "print('its own')")
     (tmp_path / "x.py").write_text("import mamba_ssm, sys\nprint(mamba_ssm.__name__)")
     done = flashlin("run", "--quiet", "--patch", "mamba_ssm", str(tmp_path / "x.py"),

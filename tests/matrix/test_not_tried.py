@@ -68,8 +68,8 @@ def waits(folder: Path) -> Result:
 @pytest.mark.parametrize("work, status", [(spins, "timeout"), (waits, NOT_TRIED)])
 def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], Result], status: str,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two compilers at low priority beside other work once took 180 s for what takes two. So may this test
-    beside other work: who spins is waited for until it has worked, and no longer."""
+    """Two compilers at low priority on a busy machine once took 180 s for 2 s of work. This test may also run
+    on a busy machine, so it waits for a spinning process until that has worked, and no longer."""
     pytest.importorskip("triton")
     if work is spins:
         monkeypatch.setattr(compiler, "PATIENCE", 1000)

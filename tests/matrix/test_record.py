@@ -166,8 +166,8 @@ def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
 
 
 def test_a_child_that_takes_too_long_is_ended(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process, which says on a busy machine that it could not be tried; and by this one, which
-    waits until it has been."""
+    """Another process says on a busy machine that a kernel could not be tried. This process waits until it
+    has been."""
     pytest.importorskip("triton")
     job = Job(90, scan(record()))
     assert compile_launches([job], timeout=0.2)[0].status in ("timeout", NOT_TRIED)

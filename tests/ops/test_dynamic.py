@@ -35,7 +35,8 @@ def grouped(op: str) -> dict[str, Any]:
 
 
 def short() -> dict[str, Any]:
-    """Return few arguments of mamba_split_conv1d_scan_combined: each one more takes longer to trace."""
+    """Return few arguments of mamba_split_conv1d_scan_combined, because each argument adds to the time of a
+    trace."""
     H, P, N = 2, 4, 3
     return {"zxbcdt": randn(2, 6, 2 * H * P + 2 * N + H), "conv1d_weight": randn(H * P + 2 * N, 4),
             "conv1d_bias": None, "dt_bias": randn(H), "A": -randn(H).exp(), "D": randn(H, P),
@@ -44,7 +45,8 @@ def short() -> dict[str, Any]:
 
 GROUPED = ("chunk_gated_delta_rule", "chunk_gated_delta_product", "mamba3_siso_combined",
            "mamba_chunk_scan_combined")
-# By name the op and what makes its arguments. A push tests the two composed layers and one op with groups.
+# The op and the function that makes its arguments, by name. A push tests the two composed layers and one op
+# with groups.
 CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "mamba_inner_fn": ("mamba_inner_fn", inner_inputs),
     "mamba_split_conv1d_scan_combined, short": ("mamba_split_conv1d_scan_combined", short),

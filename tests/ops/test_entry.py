@@ -1,5 +1,5 @@
 """The entry of the public functions (ops/_common/entry.py): autocast changes no op, and lazily negated or
-conjugated tensors are read as what they are. See tests/autocast.py."""
+conjugated tensors are read with the right values. See tests/autocast.py."""
 from __future__ import annotations
 
 import inspect
@@ -169,7 +169,8 @@ class Around(nn.Module):
 
 
 def test_autocast_of_what_is_around_an_op_stays() -> None:
-    """Only nodes of the op run without autocast: the model's own layers keep theirs, forward and backward."""
+    """Only nodes of the op run without autocast. The model's own layers keep autocast, forward and
+    backward."""
     torch.manual_seed(0)
     model, x = Around(), torch.randn(1, 6, 8)
     seen: list[bool] = []
@@ -191,7 +192,7 @@ def test_the_negated_tensors_of_users_are_such() -> None:
 
 @pytest.fixture
 def read() -> Iterator[list[Tensor]]:
-    """Tensors that kernels are started with while planning is for a Hopper card. Nothing runs there."""
+    """Collect the tensors of kernel launches while planning is for a Hopper card. Nothing runs."""
     found: list[Tensor] = []
 
     def keep(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -203,11 +204,11 @@ def read() -> Iterator[list[Tensor]]:
     machine.pretend(None)
 
 
-IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # nothing but torch
+IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # torch operations only
 
 
 def with_negated(call: Call, name: str) -> Callable[..., Any]:
-    """The call's function, which gets this argument lazily negated."""
+    """Return the call's function, with this argument lazily negated."""
     return lambda **given: call.function(**{**given, name: negated(given[name])})
 
 

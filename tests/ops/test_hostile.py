@@ -70,7 +70,7 @@ CHUNKED = [op for op in OPS if "chunk_size" in inspect.signature(function(op)).p
 
 
 def chunk_sizes_of(op: str) -> set[Any]:
-    """What its docstring, or one that it refers to, says of chunk_size."""
+    """Return the values of chunk_size in the op's docstring, or in one that it refers to."""
     text = " ".join((inspect.getdoc(function(op)) or "").split())
     if "chunk_size: " not in text:
         return chunk_sizes_of(next(one for one in re.findall(r"as ``(\w+)``", text) if one in CHUNKED))
@@ -101,7 +101,7 @@ def test_sequences_that_do_not_cover_all_rows_are_named_where_their_bounds_are_r
         assert error is None or f"cu_seqlens: {text}" in str(error)
 
 
-# Of a linear layer, which takes one dtype; and what is rounded to the dtype of its own result.
+# Arguments of a linear layer, which takes one dtype, and values rounded to the dtype of their own result.
 OWN_DTYPE = {("mamba_split_conv1d_scan_combined", name)
              for name in ("zxbcdt", "outproj_weight", "outproj_bias")}
 OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
@@ -109,7 +109,7 @@ OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_float32_tensor_beside_float64_ones_is_promoted_first(op: str) -> None:
-    """Norms and gates of that tensor alone are computed in float64."""
+    """Norms and gates of that float32 tensor are computed in float64."""
     def doubled(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 

@@ -208,8 +208,8 @@ def unequal(group: Any) -> None:
 
 
 def unequal_edges(group: Any) -> None:
-    """Ranks whose cu_seqlens differ in length, or of which one has none, raise without debug mode; also after
-    each length has been agreed on."""
+    """Ranks raise without debug mode if their cu_seqlens differ in length, or if one has none. They also
+    raise after they have agreed on each length before."""
     rank = dist.get_rank(group)
     edges = [torch.tensor(some) for some in ([0, 5, T], [0, 5, 9, T])]
     calls = {op: of_rank(made(op, 2, T, [0, 5, T]), group) for op in ("chunk_kda", "token_shift")}

@@ -54,7 +54,8 @@ def _raise() -> str:
 
 
 def _torch(getter: Any = None, new: str | None = None, old: Any = _raise) -> Any:
-    """A torch with these ways to read the setting: the getter of 2.9, its public name, the old interface."""
+    """Return a fake torch with these ways to read the setting: the getter of 2.9, its public name, the old
+    interface."""
     private = SimpleNamespace(**{} if getter is None else {"_get_fp32_precision_getter": getter})
     matmul = SimpleNamespace(**{} if new is None else {"fp32_precision": new})
     return SimpleNamespace(_C=private, backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul)),

@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 
 
 class Problem:
-    """A scalar function of the floating-point tensors of a call, with its gradients by backward."""
+    """Return a scalar function of a call's floating-point tensors, and its gradients by backward."""
 
     def __init__(self, function: Callable[..., Any], given: dict[str, Any]) -> None:
         self.function = function
@@ -115,7 +115,7 @@ def test_transforms_equal_backward(name: str) -> None:
 
 @pytest.fixture
 def started() -> Iterator[list[str]]:
-    """The kernels that are asked for on a pretended GPU; none of them runs."""
+    """Collect the kernels that are planned for a pretended GPU; none of them runs."""
     found: list[str] = []
     machine.pretend(machine.parse("triton=3.6.0,sm=90"))
     door.replace_starter(lambda launch, *rest: found.append(launch.kernel))
@@ -149,7 +149,8 @@ def test_no_kernel_is_started_inside(way: str, started: list[str]) -> None:
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    """Of outputs, also inside of a transform; outputs and tangents of the other sequence are finite."""
+    """Outputs keep it there, also inside a transform. Outputs and tangents of the other sequence are
+    finite."""
     x, A, B, dt = randn(1, 6, 2, 4), -torch.rand(2), randn(1, 6, 1, 3), torch.rand(1, 6, 2)
     x[0, 1] = torch.nan
     seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)

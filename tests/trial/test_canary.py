@@ -120,7 +120,7 @@ def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_a
 
 
 def test_a_trial_of_the_future_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was wrong, and the day that is waited for would be years."""
+    """The clock was wrong, so the wait for that date would take years."""
     child = Child(monkeypatch, "ran")
     verdicts.keep(Table({}, {"chunk_simple_gla float32 64": Verdict(
         "not tried", time.time() + 400 * verdicts.A_DAY, "chunk_simple_gla float32 64")}), parse(NEWER))

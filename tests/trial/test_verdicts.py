@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
 
 
 def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read as none then, and the next verdict took its place."""
+    """Such a file was once read as empty, and the next verdict overwrote it."""
     monkeypatch.setattr(verdicts, "LARGEST", 3000)
     for number in range(40):
         with warnings.catch_warnings(record=True) as told:

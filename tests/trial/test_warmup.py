@@ -140,7 +140,7 @@ def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str,
 
 def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch,
                                                                 tmp_path: Path) -> None:
-    """However much that is: one argument of a command may have 128 KiB."""
+    """This holds for any size; one argument of a command is limited to 128 KiB."""
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
     reads = f"open({str(tmp_path / 'known')!r}, 'w').write(sys.stdin.read())\n"
     asked = plant(monkeypatch, INSIDE + says("hang"), INSIDE + says("hang"), reads + AFTER + says("ran"))

@@ -15,6 +15,6 @@ if os.environ.get("FLASHLIN_PATCH"):
     try:
         from flashlin.integrations import startup
         startup.inherit()
-    except (Exception, SystemExit) as error:  # another Python, which has no flashlin, or a broken package
+    except (Exception, SystemExit) as error:  # another Python without flashlin, or a broken package
         print(f"flashlin: nothing is patched in this process ({type(error).__name__}: {error})",
               file=sys.stderr)

@@ -28,6 +28,6 @@ def step(
     heads = x.shape[1] // max(B.shape[1], 1)
     B, C = (t.repeat_interleave(heads, 1) for t in (B, C))
     state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)  # a product of matrices, traced under autocast, would be rounded
+    y = (state * C[:, :, None]).sum(-1)  # a matrix product traced under autocast would be rounded
     y = y if D is None else y + D * x
     return y if z is None else y * F.silu(z), state

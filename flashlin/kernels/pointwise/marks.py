@@ -8,7 +8,7 @@ added to it. Backward the gradients of outputs are contained, theirs released, a
 are spread the other way.
 
 Inside a transform of torch.func and in forward-mode AD, outputs are marked in the same way. Gradients and
-tangents are not: there one that is not finite may reach other sequences of its row.
+tangents are not marked: a gradient or tangent that is not finite may reach other sequences of its row.
 """
 from __future__ import annotations
 

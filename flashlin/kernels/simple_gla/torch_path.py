@@ -36,8 +36,8 @@ def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
            scale: float, summed: bool = False) -> torch.Tensor:
     """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i.
-    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors. summed: without a product
-    of matrices, as sums that a compiler fuses."""
+    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors. summed: use sums, which a
+    compiler fuses, instead of a matrix product."""
     compute = widest(q, k)
     T = q.shape[1]
     q, k = (q.to(compute) * scale).transpose(1, 2), k.to(compute).transpose(1, 2)
@@ -88,7 +88,8 @@ def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 def _carried_one_by_one(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return what ``carried`` returns, by operations that torch.func can transform; backward keeps more."""
+    """Return the same as ``carried``, by operations that torch.func can transform; backward keeps more
+    memory."""
     first, *others = added.unbind(2)
     states = [first]
     for factor, more in zip(kept.unbind(2), others, strict=True):

@@ -36,7 +36,7 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
     (H, N), G = x.q_bias.shape, x.q.shape[2]
     q, k = x.q.to(compute), x.k.to(compute)
     of_q, of_k = (bias.to(compute).view(G, H // max(G, 1), N) for bias in (x.q_bias, x.k_bias))
-    # traced under autocast, backward of a product of matrices would be rounded
+    # traced under autocast, the backward of a matrix product would be rounded
     crossed = [(y[:, :, :, None] * bias).sum(-1) if torch.compiler.is_compiling()
                else torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
     products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
@@ -192,7 +192,7 @@ def angles_of(turns: Tensor, start: Tensor | None, packed: Packed | None) -> Ten
 
 
 def _running_sum(x: Tensor, start: Tensor | None, at: Tensor | None, first: Tensor | None) -> Tensor:
-    """Return what ``_RunningSum`` returns with whole turns, by operations that torch.func can transform."""
+    """Return the same as ``_RunningSum`` with whole turns, by operations that torch.func can transform."""
     rows = x.to(torch.float64, copy=True)
     if start is not None:
         wide = start.to(torch.float64)

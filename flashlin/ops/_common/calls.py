@@ -104,8 +104,8 @@ def check_optional(beside: str, first: Tensor,
 
 
 def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
-    """Weights and biases of linear layers have the dtype of x, which is called ``first``, unless autocast
-    casts them."""
+    """Raise TypeError unless weights and biases of a linear layer have the dtype of x, or autocast casts
+    them. first: the name of x in the error."""
     if not under_autocast(x):
         for name, weight in given.items():
             if weight is not None and weight.dtype != x.dtype:
@@ -114,7 +114,7 @@ def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
 
 @without_autocast
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + b of a linear layer whose product is computed in that dtype."""
+    """Return x W^T + b of a linear layer, with the product computed in that dtype."""
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 

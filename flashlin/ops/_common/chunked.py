@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from flashlin.ops._common.ranks import Shard
 
 MODES = ("auto", "chunk", "fused_recurrent")
-CHUNK_SIZES = (16, 32, 64)  # of the delta rules and DPLR; chunk_kda takes 32 and 64, chunk_gdn2 64
+CHUNK_SIZES = (16, 32, 64)  # of the delta rules and DPLR; chunk_kda accepts 32 and 64, chunk_gdn2 only 64
 
 
 class Argument(NamedTuple):

@@ -2,10 +2,10 @@
 
 Four things hold for every op, whatever its path:
 
-- Autocast changes nothing. The op computes what it computes outside of autocast, in the same dtypes; so does
-  its backward, inside and outside of autocast.
+- Autocast changes nothing. The op and its backward compute the same values in the same dtypes inside and
+  outside of autocast.
 - Kernels read memory, so a lazily negated or conjugated tensor (``z.conj().imag``) is copied first. The same
-  holds for gradients that come in.
+  holds for incoming gradients.
 - Inside a transform of torch.func and in forward-mode AD an op runs in plain torch, since kernels compute no
   tangents and no batches of vmap. Parts of the torch path that torch cannot transform have another form for
   such calls (``compat.tracing.transformed``).
@@ -13,8 +13,8 @@ Four things hold for every op, whatever its path:
   ``tests/ops/test_entry.py`` finds a public function without it.
 
 A function that ends in a linear layer computes that product in the autocast dtype, as ``torch.nn.Linear``
-does. Its decorator is ``linear_entry``: autocast stays on until the function has asked for ``linear_dtype``,
-and what it then calls is decorated with ``without_autocast``.
+does. Its decorator is ``linear_entry``: autocast stays on until the function has read ``linear_dtype``, and
+the functions it then calls are decorated with ``without_autocast``.
 
 Backward: autograd runs each node with the autocast state of the thread that calls ``backward()``. So the node
 of each output gets a hook. If autocast is on when backward arrives there, the hook turns it off for this
@@ -38,7 +38,7 @@ from flashlin.guards.tensors import resolved
 P = ParamSpec("P")
 R = TypeVar("R")
 MARK = "__flashlin_entry__"
-FIRST = "flashlin_first_node"  # what an autograd node of our own knows of the op that made it
+FIRST = "flashlin_first_node"  # attribute of our own autograd nodes: the number of the op's first node
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _tracing = torch.compiler.is_compiling
@@ -51,7 +51,7 @@ own_nodes: set[type] = set()
 
 
 class _Outside:
-    """autocast: whether it is on around the call that torch.compile traces."""
+    """State around a traced call. autocast: whether it is on outside the call that torch.compile traces."""
     autocast = False
 
 
@@ -77,7 +77,7 @@ def is_entry(function: Any) -> bool:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that is not public: it runs without autocast."""
+    """Decorate a private function so that it runs without autocast."""
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if any_autocast():
@@ -87,10 +87,11 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
-    """The function behind its entry. under_autocast(function, args, kwargs) calls it where autocast is on."""
+    """Return the function with its entry. under_autocast(function, args, kwargs) calls it if autocast is
+    on."""
     @wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _tracing():  # library operators get tensors without lazy bits, and AOTAutograd makes the backward
+        if _tracing():  # operators get tensors without lazy bits; AOTAutograd makes the backward
             return under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
         if transformed() and policy.current().path != "torch":
             with policy.settings(path="torch"):
@@ -113,14 +114,14 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
 
 
 def _is_lazy(x: Any) -> bool:
-    """Return True for a tensor that is negated lazily, and for a tuple or a list that holds one. Every op
-    refuses complex tensors, and no others can be conjugated."""
+    """Return True for a lazily negated tensor, and for a tuple or a list that holds one. Only complex tensors
+    can be conjugated, and every op refuses those."""
     return any(map(_is_lazy, x)) if isinstance(x, (tuple, list)) else isinstance(x, Tensor) and x.is_neg()
 
 
 def _on_copies(function: Callable[..., R], under_autocast: Callable[..., Any], args: Sequence[Any],
                kwargs: Mapping[str, Any]) -> R:
-    """Call the function with copies in the place of lazy tensors."""
+    """Call the function with lazy tensors replaced by copies."""
     given, named = [resolved(x) for x in args], {name: resolved(x) for name, x in kwargs.items()}
     made: R = under_autocast(function, given, named) if any_autocast() else function(*given, **named)
     return made
@@ -131,9 +132,9 @@ def _as_it_is(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
-    """``function(*args, **kwargs)`` with autocast off, which is on."""
+    """Call ``function(*args, **kwargs)`` with autocast turned off; the caller has checked that it is on."""
     if not _tracing():
-        with torch._C._DisableAutocast():  # of all types of devices
+        with torch._C._DisableAutocast():  # for all device types
             return function(*args, **kwargs)
     kind = _kind_of(args) or _kind_of(kwargs.values()) or "meta"
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -147,7 +148,7 @@ def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: M
 
 
 def _kind_of(arguments: Iterable[Any]) -> str | None:
-    """The device type of the first tensor."""
+    """Return the device type of the first tensor, or None."""
     for x in arguments:
         if isinstance(x, Tensor):
             return x.device.type
@@ -164,10 +165,10 @@ def _hook_outputs(outputs: Any, first: int) -> None:
         if node is None or node is before:
             continue
         before = node
-        if type(node) in own_nodes:  # without a hook, which costs more than the attribute
+        if type(node) in own_nodes:  # no hook, since the attribute costs less
             setattr(node, FIRST, first)
-        elif node._sequence_nr() >= first:  # else an input that came back as it was
-            # the node itself in its own hook would be a cycle that Python cannot collect
+        elif node._sequence_nr() >= first:  # else it is an input returned unchanged
+            # a hook that refers to its own node would be a cycle that Python cannot collect
             _Hooks(node, node.next_functions, first)
 
 
@@ -187,17 +188,17 @@ class _Hooks:
             _turn_off(gradients)
         if self.behind:
             _hook_nodes(self.behind, self.first)
-        self.behind = ()  # the hooks stay, for another backward of the same graph
+        self.behind = ()  # the hooks stay for a second backward of the same graph
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """With create_graph, the node's own backward is a part of the op, too."""
+        """Hook the new nodes: with create_graph, the node's own backward also belongs to the op."""
         if torch.is_grad_enabled() and not _tracing():
             _hook_outputs(made, self.made)
 
 
 def without_autocast_behind(node: Any) -> None:
-    """Keep autocast off in all nodes that ``node`` leads to and that the same op has made. node: of a type in
+    """Keep autocast off in all nodes behind ``node`` that the same op made. node: of a type in
     ``own_nodes``."""
     if (first := getattr(node, FIRST, None)) is not None:
         _hook_nodes(node.next_functions, first)
@@ -208,7 +209,7 @@ def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int) -> None:
     seen, left = set(), [*behind]
     while left:
         node, _ = left.pop()
-        # the node of a leaf has the highest number of all, and belongs to no op
+        # a leaf's node has the highest number and belongs to no op
         if node is None or node in seen or not node.next_functions or node._sequence_nr() < first:
             continue
         seen.add(node)

@@ -19,7 +19,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def exact(x: Tensor, *others: Any) -> Tensor:
-    """Return x in float64 if one of the others is a float64 tensor, else x itself. A float64 call computes
+    """Return x in float64 if one of ``others`` is a float64 tensor, else x itself. A float64 call computes
     norms and gates in float64, whatever dtype their own tensors have."""
     for other in others:
         if isinstance(other, Tensor) and other.dtype == torch.float64:

@@ -26,7 +26,7 @@ from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
 from flashlin.ops._common.planned import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
-SIZES = 11  # numbers in which ranks agree, at most: what any two calls tell is equally long
+SIZES = 11  # the most numbers that ranks compare; all calls send equally many
 _agreed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -260,13 +260,13 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, waits: bool = False) -> None:
-    """Raise ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0:
-    there is none), the dtype's place in FLOATS, others. Each call sends them, so that data of one call is
-    never taken for data of another.
+    """Raise ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0
+    without it), the index of the dtype in FLOATS, and others. Each call sends them, so that data of one call
+    is never taken for data of another.
 
     Reading the sizes of other ranks waits for a GPU. There a rank reads them if its own sizes are new to it,
-    in debug mode, and in calls that wait anyway (``waits``). Otherwise it goes on, and gets no answer from a
-    rank that has raised."""
+    in debug mode, and in calls that wait anyway (``waits``). Otherwise it continues, and gets no answer from
+    a rank that has raised."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known

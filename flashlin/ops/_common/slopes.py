@@ -32,7 +32,7 @@ def _cached(make: Callable[..., Tensor], *facts: Any) -> Tensor:
 
 
 def slopes_dtype(*tensors: Any) -> torch.dtype:
-    """Return the dtype of the slopes of a call: float64 if one of its tensors is float64, else float32."""
+    """Return the dtype of a call's slopes: float64 if one of its tensors is float64, else float32."""
     for x in tensors:
         if isinstance(x, Tensor) and x.dtype == torch.float64:
             return torch.float64
