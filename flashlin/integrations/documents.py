@@ -6,7 +6,8 @@ attention) or ``seq_idx`` (the document of each token). Others use ``position_id
 first two, and many models pass neither to them.
 
 ``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that
-to the layers. It uses tensor operations alone: torch.compile can trace it, and no call waits for the GPU.
+to the layers by tensor operations that torch.compile can trace. A call waits for the GPU only if it has an
+integer mask and no positions, or before a warning.
 ``masking`` wraps the functions that make attention masks, so attention layers keep the same documents apart.
 Functions that mix documents call ``told``, which warns once for each model.
 """

@@ -591,7 +591,7 @@ def test_retention_and_lightning_attention(prefix: str) -> None:
 
 
 def test_slopes_of_a_traced_float64_call_are_float64() -> None:
-    """Only v decides the dtype; for smaller dtypes it stays float32."""
+    """One float64 tensor is enough; without one the slopes are float32."""
     given = {name: inputs()[name] for name in "qkv"}
     gamma = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(3)], dtype=torch.float64)
     traced = torch.compile(flashlin.chunk_retention, fullgraph=True, backend="aot_eager")
