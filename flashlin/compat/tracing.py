@@ -22,3 +22,9 @@ def transformed() -> bool:
     Kernels compute neither batches of vmap nor tangents, and torch cannot transform ordinary autograd
     functions. So inside a transform an op runs in plain torch without such functions."""
     return _in_functorch() or forward_ad._current_level >= 0
+
+
+def numbers(x: torch.Tensor) -> list[int]:
+    """Return the values of a tensor of integers [N]. Inside torch.func, torch 2.9 and older raise an error in
+    ``x.tolist()``, but not for single values."""
+    return [int(one) for one in x.unbind()] if _in_functorch() else x.tolist()

@@ -9,6 +9,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from flashlin.compat.tracing import numbers
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _STRIDED = torch.strided
@@ -163,7 +165,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     readable = cu_seqlens if debug or device.type == "cpu" else cu_seqlens_cpu
     if readable is not None and not torch.compiler.is_compiling():
         check_values("cu_seqlens" if readable is cu_seqlens else "cu_seqlens_cpu", readable)
-        check_bounds(readable.tolist(), T)
+        check_bounds(numbers(readable), T)
         if readable is cu_seqlens:
             return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
     return cu_seqlens.clamp(0, T).cummax(0).values  # also beside cu_seqlens_cpu, which need not say the same

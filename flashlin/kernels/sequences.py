@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from flashlin.compat.tracing import numbers
 from flashlin.kernels.plain import widest
 
 Tensors = Sequence[torch.Tensor | None]
@@ -40,7 +41,7 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: torch.Tensor | None, bounds
             o = o if x is None else o * (x if x.ndim == 4 else x[..., None]).sum(-1, keepdim=True)
         return o, h.clone()
     if bounds is not None:
-        return _packed(rows, wide, h, bounds.tolist(), reverse)
+        return _packed(rows, wide, h, numbers(bounds), reverse)
     if not reverse:
         return rows(h, *wide)
     o, states = rows(h, *[None if x is None else x.flip(1) for x in wide])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
@@ -149,7 +150,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
     # what a whole call would refuse, this one refuses too
     o, _ = chunked.run(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
     packed = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
-    edges = range(0, B * T + 1, max(T, 1)) if packed is None else packed.tolist()
+    edges = range(0, B * T + 1, max(T, 1)) if packed is None else numbers(packed)
     chunks = [torch.arange(first, end, device=q.device).split(size) if first < end else ()
               for first, end in itertools.pairwise(edges)]
     shape = (V, K) if request.state_v_first else (K, V)
