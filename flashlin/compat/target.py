@@ -111,7 +111,7 @@ class Target(NamedTuple):
     def other_build(self) -> str:
         """Return which machines this torch is built for, such as ``AMD GPUs``, if it cannot use this GPU.
         Return ``""`` if it can, or if its version does not say (``2.13.0``)."""
-        local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2])
+        local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2].lower())
         backend, what = BUILDS[local[0]] if local else (self.backend, "")
         return what if self.backend in GPUS and self.backend != backend else ""
 

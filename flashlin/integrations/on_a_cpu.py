@@ -53,9 +53,10 @@ def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_a_cpu(*values: Any) -> bool:
-    """Return True if one of these values is a CPU tensor, or if none is a tensor and there is no GPU."""
+    """Return True if the tensors among these values are all on the CPU, or if none is a tensor and there is
+    no GPU. A call on a GPU may have small tensors on the CPU, such as ``cu_seqlens_cpu``."""
     kinds = {value.device.type for value in values if isinstance(value, Tensor)}
-    return "cpu" in kinds if kinds else not torch.cuda.is_available()
+    return kinds == {"cpu"} if kinds else not torch.cuda.is_available()
 
 
 def reason(error: Exception) -> str:

@@ -15,6 +15,7 @@ import sysconfig
 import zipfile
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from io import BytesIO
 from pathlib import Path
 from pkgutil import read_code
 from types import ModuleType, TracebackType
@@ -95,7 +96,7 @@ class Before:
 
 def inherit() -> None:
     """Patch the same packages as the program, in a Python process that it has started."""
-    begin(names_of(os.environ[VARIABLE]))
+    begin(names_of(os.environ.get(VARIABLE, "")))
     summary.begin()
 
 
@@ -141,7 +142,10 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
     path = [part for part in before.split(os.pathsep) if part != str(INHERITED)] if before else []
     os.environ["PYTHONPATH"] = os.pathsep.join([str(INHERITED), *path])
     if not quiet:
-        summary.begin(prints=True)
+        try:
+            summary.begin(prints=True)
+        except OSError as error:  # the program runs all the same
+            summary.tell(f"there will be no summary ({error})")
     sys.argv = ["-m" if module else program, *arguments]
     holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
     if getattr(sys.flags, "safe_path", False):  # Python adds a folder only if it holds a __main__
@@ -168,14 +172,14 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
 
 
 def _run_file(main: ModuleType, file: str) -> None:
-    with open(file, "rb") as source:
-        code = read_code(source)  # the code of a .pyc file with any name, else None
-        loader = SourceFileLoader if code is None else SourcelessFileLoader
-        if code is None and file.endswith(".pyc"):
-            raise RuntimeError("Bad magic number in .pyc file")
-        if code is None:
-            source.seek(0)
-            code = compile(source.read(), file, "exec", dont_inherit=True)
+    with open(file, "rb") as opened:
+        source = opened.read()  # once: a pipe, such as <(...) of a shell, cannot be read again
+    code = read_code(BytesIO(source))  # the code of a .pyc file with any name, else None
+    loader = SourceFileLoader if code is None else SourcelessFileLoader
+    if code is None and file.endswith(".pyc"):
+        raise RuntimeError("Bad magic number in .pyc file")
+    if code is None:
+        code = compile(source, file, "exec", dont_inherit=True)
     main.__file__, main.__loader__ = file, loader("__main__", file)
     if sys.version_info < (3, 15):
         vars(main)["__cached__"] = None

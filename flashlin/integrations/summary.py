@@ -2,7 +2,8 @@
 processes that it started (ranks of torchrun, workers).
 
 The process of ``flashlin run`` prints the summary when it ends. It makes a temporary folder, which only this
-user can read, and names it in ``VARIABLE``. Every other process writes a file there when it ends, and each
+user can read, and names it in ``VARIABLE``, after its own process number: a program that replaces it by exec
+has the same number, and prints in its place. Every other process writes a file there when it ends, and each
 time that a count reaches a power of two. A process that is killed, and a forked worker, end without their
 exit functions. So the summary has at least half of their calls.
 """
@@ -112,14 +113,16 @@ _of_this_process: list[Summary] = []
 
 def begin(prints: bool = False) -> None:
     """Start the summary of this process, which writes it for the process that prints. prints: print here if
-    no other process does."""
-    folder = os.environ.get(VARIABLE, "")
+    no other process does. Raises OSError if there is no place for temporary files."""
+    process, _, folder = os.environ.get(VARIABLE, "").partition(" ")
     there = bool(folder) and os.path.isdir(folder)
     if _of_this_process or not (there or prints):
         return
+    own = str(os.getpid())
     if not there:
-        folder = os.environ[VARIABLE] = tempfile.mkdtemp(prefix="flashlin-run-")
-    _of_this_process.append(Summary(Path(folder), prints=not there))
+        process, folder = own, tempfile.mkdtemp(prefix="flashlin-run-")
+        os.environ[VARIABLE] = f"{process} {folder}"
+    _of_this_process.append(Summary(Path(folder), prints=process == own))
 
 
 def _patched() -> list[str]:

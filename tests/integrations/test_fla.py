@@ -18,7 +18,7 @@ from transformers import GenerationMixin
 
 import flashlin
 from flashlin.integrations.fla import AHEAD, MIXES
-from flashlin.integrations.on_a_cpu import RUNNING
+from flashlin.integrations.on_a_cpu import RUNNING, explaining
 from flashlin.kernels.families import PUBLIC
 from matrix.stacks import models as stacks
 
@@ -115,6 +115,19 @@ def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
                          rf"that runs on a CPU: {', '.join(RUNNING)}\.", str(caught.value))
     assert found and re.match(r"flashlin has no CPU version of fla\.\w+|it needs flash-attn|fla ", found[1])
     assert caught.value.__cause__ is not None
+
+
+def test_an_error_of_a_call_on_another_device_stays_as_it_is() -> None:
+    """Such a call may have tensors on the CPU, too. Training loops look for this class."""
+    class Layer(torch.nn.Module):
+        @explaining
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        Layer()(torch.empty(1, device="meta"), torch.ones(1))
+    with pytest.raises(NotImplementedError):
+        Layer()(torch.empty(1), torch.ones(1))
 
 
 def test_the_errors_of_a_call_that_is_wrong_stay_as_they_are() -> None:

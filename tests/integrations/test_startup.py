@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -233,6 +235,47 @@ def test_the_summary_has_all_processes_and_leaves_nothing(tmp_path: Path) -> Non
         "flashlin: in 4 processes that the program started:",
         f"flashlin:   rms_norm: at least {4 + 4 + 8 + 1} calls, kernels {kernels}"]
     assert not list((tmp_path / "tmp").glob("flashlin-*"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="on Windows exec starts another process")
+def test_a_program_that_exec_starts_prints_the_summary(tmp_path: Path) -> None:
+    """It is the same process. It counts although no package is patched."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "x.py").write_text(
+        "import os, sys\n"
+        "if not sys.argv[1:]:\n    os.execv(sys.executable, [sys.executable, __file__, 'again'])\n"
+        "import flashlin\nflashlin.plan('rms_norm', target='cpu')\n")
+    done = flashlin("run", "--patch", "", str(tmp_path / "x.py"), TMPDIR=str(tmp_path / "tmp"))
+    assert (done.returncode, done.stderr) == (0, "flashlin: rms_norm: 1 calls, plain torch\n")
+    assert not list((tmp_path / "tmp").glob("flashlin-*"))
+
+
+def test_a_program_runs_without_a_place_for_temporary_files(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.py").write_text("print('ran')\n")
+    for name in (startup.VARIABLE, "PYTHONPATH", "FLASHLIN_SUMMARY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    startup.run(str(tmp_path / "x.py"), [], [])
+    out, err = capsys.readouterr()
+    assert out == "ran\n" and err.startswith("flashlin: there will be no summary (")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="no such files")
+def test_a_program_may_come_through_a_pipe() -> None:
+    """As ``flashlin run <(...)`` of a shell."""
+    reads, writes = os.pipe()
+    try:
+        os.write(writes, b"number = 5\n")
+        os.close(writes)
+        main = ModuleType("piped")
+        startup._run_file(main, f"/dev/fd/{reads}")
+    finally:
+        os.close(reads)
+    assert main.number == 5
 
 
 def test_a_summary_without_stderr_is_no_error(tmp_path: Path) -> None:

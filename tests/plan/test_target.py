@@ -129,7 +129,8 @@ def test_a_torch_brings_the_triton_that_it_was_made_with(text: str, triton: str)
 
 @pytest.mark.parametrize(("text", "built_for"), [
     ("A100,torch=2.13.0+cpu", "CPUs"), ("A100,torch=2.13.0+cpu.cxx11.abi", "CPUs"),
-    ("MI300X,torch=2.13+cpu", "CPUs"), ("backend=xpu,torch=2.13+cpu", "CPUs"),
+    ("MI300X,torch=2.13+cpu", "CPUs"),
+    ("A100,torch=2.13.0+CPU", "CPUs"), ("backend=xpu,torch=2.13+cpu", "CPUs"),
     ("A100,torch=2.13.0+rocm6.4", "AMD GPUs"),
     ("A100,torch=2.13.0+xpu", "Intel GPUs"), ("MI300X,torch=2.13.0+cu130", "NVIDIA GPUs"),
     ("A100,torch=2.13.0+cu130", ""), ("A100,torch=2.13.0", ""), ("A100", ""),

@@ -11,7 +11,7 @@ _hidden = PathFinder.find_spec("sitecustomize",
 if _hidden is not None and _hidden.loader is not None:  # that of the system runs, too
     _hidden.loader.exec_module(module_from_spec(_hidden))
 
-if os.environ.get("FLASHLIN_PATCH"):
+if os.environ.get("FLASHLIN_PATCH") or os.environ.get("FLASHLIN_SUMMARY"):
     try:
         from flashlin.integrations import startup
         startup.inherit()
