@@ -21,7 +21,8 @@ ELSEWHERE = ("home", "cache", "patch", "summary")
 class Policy(NamedTuple):
     """policy: ``auto`` takes any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
     path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
-    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``). canary: whether
+    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``); ranks whose calls
+    differ are reported as with ``async`` or ``sync``. canary: whether
     kernels that nobody has run on such a card under such a Triton are tried in a child process before their
     first use; ``trial`` in that child itself, which starts such kernels on AMD, too. debug: also check
     values, at the price of a sync. autotune: how a configuration of a tuned kernel is found

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +80,9 @@ def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
     flag.copy_(torch.where((flag[:1] < 0) & bad.any(), first_bad(tokens, bad), flag))
 
 
-def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
-    """Raise, or see to it that somebody will. True where every token is known to be fine."""
+def report(tokens: Tensor, bad: Tensor, call: pending.Verdict, waits: bool | None = None) -> bool:
+    """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
+    to be fine. waits: wait for the GPU, so that this call raises (None: as the setting ``tokens`` says)."""
     if tokens.is_cuda:
         if pending.capturing():
             flag = pending.flag(tokens.device, call)
@@ -91,7 +92,7 @@ def report(tokens: Tensor, bad: Tensor, call: Call) -> bool:
         # a capture may follow, and its first launch of a kernel must not be the process's first
         if pending.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
-        if mode() == "async":
+        if not (mode() != "async" if waits is None else waits):
             slot = pending.take(tokens.device)
             first_bad(tokens, bad, slot.pair)
             pending.send(slot, call)
@@ -151,11 +152,17 @@ def readable(*tensors: Tensor) -> bool:
 
 def call_of(op: str, argument: str, tokens: Tensor, vocab_size: int, ignore_index: int | None) -> Call:
     """The call as seen by the first caller outside flashlin and torch."""
+    frame = users_frame()
+    return Call(op, argument, frame.f_code, frame.f_lineno, tuple(tokens.shape), vocab_size, ignore_index)
+
+
+def users_frame() -> FrameType:
+    """Return the frame of the first caller outside flashlin and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("flashlin",
                                                                                                   "torch"):
         frame = frame.f_back
-    return Call(op, argument, frame.f_code, frame.f_lineno, tuple(tokens.shape), vocab_size, ignore_index)
+    return frame
 
 
 def traced_place() -> str:

@@ -71,27 +71,37 @@ def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
 
 
 def unequal_edges(group: Any) -> None:
-    """Ranks whose cu_seqlens differ in length raise without debug mode; equal ones wait for no GPU again."""
+    """Ranks whose cu_seqlens differ in length raise without debug mode: in the call while a length is new to
+    a rank, later once each rank has used both lengths. From then on no call waits for the GPU."""
     rank = dist.get_rank(group)
     whole = made("chunk_kda", 3, 3072, [0, 70, 3072], K=64, dtype=torch.bfloat16, device="cuda")
     call = of_rank(whole, group)
-    edges = [torch.tensor(some) for some in ([0, 70, 3072], [0, 70, 1000, 3072])]
+    hosts = [torch.tensor(some) for some in ([0, 70, 3072], [0, 70, 1000, 3072])]
+    edges = [host.cuda() for host in hosts]
 
-    def run(cpu: torch.Tensor, **more: Any) -> None:
-        flashlin.chunk_kda(**call.tokens, cu_seqlens=cpu.cuda(), process_group=group, **more)
-    for more in ({}, {"cu_seqlens_cpu": edges[min(rank, 1)]}):
-        with pytest.raises(ValueError, match=r"chunk_kda: got cu_seqlens of .* values .*, need the same"):
-            run(edges[min(rank, 1)], **more)
-    for _ in range(2):
-        run(edges[0], cu_seqlens_cpu=edges[0])
-    bounds = edges[0].cuda()
-    torch.cuda.synchronize()
+    def run(n: int, host: bool = True) -> None:
+        flashlin.chunk_kda(**call.tokens, cu_seqlens=edges[n], process_group=group,
+                           cu_seqlens_cpu=hosts[n] if host else None)
+    said = r"chunk_kda: got cu_seqlens of \[3, 4\] values \(0: none\) on ranks 0, 1, need the same"
+    for host in (False, True):
+        with pytest.raises(ValueError, match=said):
+            run(rank, host)
+    for n in (0, 1, 0, 1):
+        run(n)
+    flashlin.synchronize()
     if dist.get_backend(group) == "nccl":
         torch.cuda.set_sync_debug_mode("error")
-        try:
-            flashlin.chunk_kda(**call.tokens, cu_seqlens=bounds, cu_seqlens_cpu=edges[0], process_group=group)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    try:
+        run(0)
+        with pytest.raises(ValueError, match=rf"chunk_kda called at .*parallel.py:\d+ in run: {said}"):
+            run(rank)  # raises if the GPU has compared the sizes before the call has planned
+            flashlin.synchronize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match=said), flashlin.settings(tokens="sync"):
+        run(rank)
+    run(0)
+    flashlin.synchronize()
 
 
 def test_ranks_agree_on_the_length_of_cu_seqlens(tmp_path: Path) -> None:

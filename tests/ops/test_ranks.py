@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 import flashlin
 from flashlin import dispatch
+from flashlin.guards.tensors import FLOATS
 from flashlin.ops._common import across
+from flashlin.ops._common.ranks import SIZES, Sizes
 from tests.ranks import (
     Call,
     Job,
@@ -202,7 +204,7 @@ def unequal(group: Any) -> None:
     for agreed in ((), (8,), (8, 9)):
         for rows in agreed:
             call(rows)
-        with pytest.raises(ValueError, match=r"simple_gla: got \[8, 9\] tokens on ranks 0 to 1, need the"):
+        with pytest.raises(ValueError, match=r"simple_gla: got \[8, 9\] tokens on ranks 0, 1, need the"):
             call(8 + dist.get_rank(group))
     call(8)
 
@@ -219,7 +221,7 @@ def unequal_edges(group: Any) -> None:
     for op in calls:
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"{op}: got cu_seqlens of \[3, 4\] values \(0: none\) on "
-                                                 r"ranks 0 to 1, need the same on each"):
+                                                 r"ranks 0, 1, need the same on each"):
                 run(op, edges[rank])
             for some in edges:
                 run(op, some)
@@ -227,8 +229,20 @@ def unequal_edges(group: Any) -> None:
             run(op, None if rank else edges[0])
     tokens = {name: x.to(torch.float16 if rank else torch.bfloat16)
               for name, x in calls["chunk_kda"].tokens.items()}
-    with pytest.raises(ValueError, match=r"got dtypes \['torch.bfloat16', 'torch.float16'\] on ranks 0 to 1"):
+    with pytest.raises(ValueError, match=r"got dtypes \['torch.bfloat16', 'torch.float16'\] on ranks 0, 1"):
         flashlin.chunk_kda(**tokens, process_group=group)
+
+
+def test_an_answer_that_comes_late_names_the_call_and_what_differs() -> None:
+    """On a GPU ranks compare the sizes that they know without waiting for it."""
+    mine = Sizes("chunk_kda", "at x.py:1 in run", 1, (1, 8, 3, 0, 16))
+    begins = "chunk_kda called at x.py:1 in run: got "
+    for at, value, said in ((1, 9, "[9, 8] tokens"), (2, 4, "cu_seqlens of [4, 3] values (0: none)"),
+                            (3, 1, f"dtypes ['{FLOATS[1]}', '{FLOATS[0]}']"),
+                            (4, 32, "sizes [[1, 8, 3, 0, 32], [1, 8, 3, 0, 16]]")):
+        assert mine.verdict(at, value) == f"{begins}{said} on ranks 0, 1, need the same on each"
+    assert mine.verdict(2 * SIZES + 1, 9) == f"{begins}[8, 9] tokens on ranks 1, 2, need the same on each"
+    assert not any(mine.verdict(*fine) for fine in ((0, 1), (-1, 0), (SIZES - 1, 0)))
 
 
 def without_values(group: Any) -> None:

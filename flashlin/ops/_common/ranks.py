@@ -23,6 +23,7 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.compat.tracing import transformed
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
+from flashlin.guards.tokens import report, users_frame
 from flashlin.ops._common.planned import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
@@ -259,32 +260,64 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
     return [0, 1], [*map(to.count, ranks)], [*map(of.count, ranks)], [0, 1] if of == sorted(of) else [1, 0]
 
 
+class Sizes(NamedTuple):
+    """The sizes that rank ``rank`` gave to ``agree`` in a call, for a comparison whose answer comes later.
+    where: the caller's line."""
+    op: str
+    where: str
+    rank: int
+    sizes: tuple[int, ...]
+
+    def verdict(self, position: int, value: int) -> str:
+        """Return the error's text, or "" if value is what this rank has there. position counts through the
+        sizes of all ranks [ranks, SIZES] in order."""
+        rank, at = divmod(position, SIZES)
+        if position < 0 or at >= len(self.sizes) or value == self.sizes[at]:
+            return ""
+        other = (*self.sizes[:at], value, *self.sizes[at + 1:])
+        return f"{self}: {unequal(dict(sorted({self.rank: self.sizes, rank: other}.items())))}"
+
+    def __str__(self) -> str:
+        return f"{self.op} called {self.where}"
+
+
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, waits: bool = False) -> None:
     """Raise ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0
     without it), the index of the dtype in FLOATS, and others. Each call sends them, so that data of one call
     is never taken for data of another.
 
-    Reading the sizes of other ranks waits for a GPU. There a rank reads them if its own sizes are new to it,
-    in debug mode, and in calls that wait anyway (``waits``). Otherwise it continues, and gets no answer from
-    a rank that has raised."""
+    Reading the sizes of other ranks waits for a GPU. There a rank waits if its own sizes are new to it, in
+    debug mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares
+    them, and a later call raises the error (``guards/pending.py``)."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
     told = gathering(op, group, mine)()
-    if known is not None and mine.is_cuda and not (waits or policy.current().debug):
+    settings = policy.current()
+    if known is not None and mine.is_cuda and not (waits or settings.debug or settings.tokens == "sync"):
+        frame, everyone = users_frame(), torch.stack(told)
+        where = f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        report(everyone, everyone != mine, Sizes(op, where, dist.get_rank(group), sizes), waits=False)
         return
-    found = [one.tolist()[:len(sizes)] for one in told]
-    if any(one != found[0] for one in found):
-        tokens, edges, dtypes = ([one[at] for one in found] for at in (1, 2, 3))
-        what = f"sizes {found}"
-        if len(set(tokens)) > 1:
-            what = f"{tokens} tokens"
-        elif len(set(edges)) > 1:
-            what = f"cu_seqlens of {edges} values (0: none)"
-        elif len(set(dtypes)) > 1:
-            what = f"dtypes {[str(FLOATS[at]) for at in dtypes]}"
-        raise ValueError(f"{op}: got {what} on ranks 0 to {len(found) - 1}, need the same on each")
+    found = {rank: tuple(one.tolist()[:len(sizes)]) for rank, one in enumerate(told)}
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{op}: {unequal(found)}")
     seen[call] = mine
+
+
+def unequal(found: dict[int, tuple[int, ...]]) -> str:
+    """Return the error's text for sizes, as ``agree`` compares them, that are not the same on all these
+    ranks."""
+    tokens, edges, dtypes = ([one[at] for one in found.values()] for at in (1, 2, 3))
+    if len(set(tokens)) > 1:
+        what = f"{tokens} tokens"
+    elif len(set(edges)) > 1:
+        what = f"cu_seqlens of {edges} values (0: none)"
+    elif len(set(dtypes)) > 1:
+        what = f"dtypes {[str(FLOATS[at]) for at in dtypes]}"
+    else:
+        what = f"sizes {[list(one) for one in found.values()]}"
+    return f"got {what} on ranks {', '.join(map(str, found))}, need the same on each"
 
 
 @contextmanager
