@@ -2,6 +2,9 @@
 and somebody looks later and never waits: the next flashlin call (``poll``), or the exit of the process. Only
 ``flashlin.synchronize()`` waits.
 
+An answer that each rank of a group has is not polled, because a rank that raises alone leaves the others
+waiting in an exchange. Every rank reads it in the same later call (``settle``).
+
 An answer is two int64, a position (-1: nothing is wrong) and the value found there; a verdict turns them into
 a message. Inside a captured graph there is neither event nor copy: each captured call has a flag on the
 device that keeps the first wrong answer of any replay until ``synchronize`` reads it.
@@ -16,13 +19,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from threading import Lock, Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 SLOTS, FLAGS = 256, 1024    # answers on their way, made in blocks of so many; captured calls of one device
 SHOWN = 5                   # bad answers spelled out in one message
+BEHIND = 8                  # calls of ranks after which they read their answer: the GPU has it by then
 PATIENCE = 1.0              # seconds the exit of the process gives to answers that are still on their way
 
 
@@ -48,7 +52,9 @@ class Flags(NamedTuple):
     calls: dict[Verdict, int]
 
 
-_owed: deque[tuple[Slot, Verdict]] = deque()
+Owed: TypeAlias = deque[tuple[Slot, Verdict]]
+_owed: Owed = deque()
+_shared: Owed = deque()     # answers that each rank of a group has
 _free: dict[torch.device, list[Slot]] = {}
 _flags: dict[torch.device, Flags] = {}
 _lock = Lock()
@@ -58,7 +64,14 @@ def poll() -> None:
     """Raise ValueError for answers that have arrived and are bad. Waits for nothing; one truth test where
     nothing is owed."""
     if _owed:
-        _raise(_arrived())
+        _raise(_arrived(_owed))
+
+
+def settle() -> None:
+    """Raise ValueError for bad answers that ranks share, all but the last BEHIND. Each rank calls this once
+    in each call that several ranks make."""
+    if len(_shared) > BEHIND and not capturing():
+        _raise(_waited(_shared, BEHIND))
 
 
 def synchronize() -> None:
@@ -67,9 +80,7 @@ def synchronize() -> None:
     Raises ValueError for the first one that failed, with a line for each further one; none is raised twice.
     Costs nothing where nothing is owed. Not for use while a graph is being captured.
     """
-    for slot, _ in tuple(_owed):
-        slot.event.synchronize()
-    messages = _arrived()
+    messages = _waited(_owed) + _waited(_shared)
     for device, flags in _flags.items():
         if flags.calls:
             torch.cuda.synchronize(device)
@@ -90,12 +101,12 @@ def take(device: torch.device) -> Slot:
         return _free[device].pop()
 
 
-def send(slot: Slot, call: Verdict) -> None:
+def send(slot: Slot, call: Verdict, shared: bool = False) -> None:
     """The answer in ``slot.pair`` is written, or will be by what the current stream still has to do: send it
-    to the host."""
+    to the host. shared: each rank of a group sends it, for ``settle``."""
     slot.host.copy_(slot.pair, non_blocking=True)
     slot.event.record(torch.cuda.current_stream(slot.pair.device))
-    _owed.append((slot, call))
+    (_shared if shared else _owed).append((slot, call))
 
 
 def flag(device: torch.device, call: Verdict) -> Tensor | None:
@@ -171,19 +182,26 @@ def apart(make: Callable[[], None]) -> None:
         raise failed[0]
 
 
-def _arrived() -> list[str]:
+def _arrived(owed: Owed, behind: int = 0) -> list[str]:
     """Messages of the bad answers that are here, oldest first; their slots become free. Stops at the first
-    that is not here yet."""
+    that is not here yet, and at the last ``behind``."""
     messages: list[str] = []
-    if not _owed or capturing():    # asking an event would end the capture
+    if not owed or capturing():    # asking an event would end the capture
         return messages
     with _lock:
-        while _owed and _owed[0][0].event.query():
-            slot, call = _owed.popleft()
+        while len(owed) > behind and owed[0][0].event.query():
+            slot, call = owed.popleft()
             position, value = slot.host.tolist()
             _free[slot.pair.device].append(slot)
             messages += filter(None, [call.verdict(position, value)])
     return messages
+
+
+def _waited(owed: Owed, behind: int = 0) -> list[str]:
+    """``_arrived``, after waiting for all of these answers."""
+    for slot, _ in tuple(owed)[:max(len(owed) - behind, 0)]:
+        slot.event.synchronize()
+    return _arrived(owed, behind)
 
 
 def _judge(flags: Flags, table: Tensor) -> list[tuple[int, str]]:
@@ -209,10 +227,11 @@ def _at_exit() -> None:
     must not hang the exit."""
     messages: list[str] = []
     try:
+        _owed.extend(_shared)
         late = [(flags, *_copied(flags.table)) for flags in _flags.values() if flags.calls]
         deadline = time.monotonic() + PATIENCE
         while _owed or late:
-            messages += _arrived()
+            messages += _arrived(_owed)
             for arrived in [item for item in late if item[2].query()]:
                 messages += [message for _, message in _judge(arrived[0], arrived[1])]
                 late.remove(arrived)
@@ -240,6 +259,7 @@ def _in_child() -> None:
     events: keep them, unasked."""
     global _lock
     _lock = Lock()      # the parent may have held it
-    while _owed:
-        slot, _ = _owed.popleft()
-        _free[slot.pair.device].append(slot)
+    for owed in (_owed, _shared):
+        while owed:
+            slot, _ = owed.popleft()
+            _free[slot.pair.device].append(slot)

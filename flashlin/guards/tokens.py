@@ -80,9 +80,9 @@ def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
     flag.copy_(torch.where((flag[:1] < 0) & bad.any(), first_bad(tokens, bad), flag))
 
 
-def report(tokens: Tensor, bad: Tensor, call: pending.Verdict, waits: bool | None = None) -> bool:
+def report(tokens: Tensor, bad: Tensor, call: pending.Verdict, shared: bool = False) -> bool:
     """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
-    to be fine. waits: wait for the GPU, so that this call raises (None: as the setting ``tokens`` says)."""
+    to be fine. shared: each rank of a group has this answer, and it always comes later (``pending.send``)."""
     if tokens.is_cuda:
         if pending.capturing():
             flag = pending.flag(tokens.device, call)
@@ -92,10 +92,10 @@ def report(tokens: Tensor, bad: Tensor, call: pending.Verdict, waits: bool | Non
         # a capture may follow, and its first launch of a kernel must not be the process's first
         if pending.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
-        if not (mode() != "async" if waits is None else waits):
+        if shared or mode() == "async":
             slot = pending.take(tokens.device)
             first_bad(tokens, bad, slot.pair)
-            pending.send(slot, call)
+            pending.send(slot, call, shared)
             return False
     text = call.verdict(*first_bad(tokens, bad).tolist())
     if text:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import flashlin
 from flashlin import dispatch
+from flashlin.guards.pending import BEHIND
 from tests.ranks import Job, as_exact_as_one, computed, divided, made, model_equals_one, of_rank, run_jobs
 
 GPUS = torch.cuda.device_count()
@@ -82,23 +83,29 @@ def unequal_edges(group: Any) -> None:
     def run(n: int, host: bool = True) -> None:
         flashlin.chunk_kda(**call.tokens, cu_seqlens=edges[n], process_group=group,
                            cu_seqlens_cpu=hosts[n] if host else None)
-    said = r"chunk_kda: got cu_seqlens of \[3, 4\] values \(0: none\) on ranks 0, 1, need the same"
+    said = r": got cu_seqlens of \[3, 4\] values \(0: none\) on ranks 0, 1, need the same"
     for host in (False, True):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"^chunk_kda{said}"):
             run(rank, host)
     for n in (0, 1, 0, 1):
         run(n)
     flashlin.synchronize()
-    if dist.get_backend(group) == "nccl":
-        torch.cuda.set_sync_debug_mode("error")
+    nccl = dist.get_backend(group) == "nccl"
+    later = f"^chunk_kda called at .*parallel.py:\\d+ in run{said}"
+    torch.cuda.set_sync_debug_mode("error" if nccl else "default")
     try:
         run(0)
-        with pytest.raises(ValueError, match=rf"chunk_kda called at .*parallel.py:\d+ in run: {said}"):
-            run(rank)  # raises if the GPU has compared the sizes before the call has planned
-            flashlin.synchronize()
+        run(rank)
+        for _ in range(BEHIND):
+            run(0)
+        with pytest.raises(ValueError, match=later):  # in the same call of each rank
+            run(0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with pytest.raises(ValueError, match=said), flashlin.settings(tokens="sync"):
+    run(rank)
+    with pytest.raises(ValueError, match=later):
+        flashlin.synchronize()
+    with pytest.raises(ValueError, match=f"^chunk_kda{said}"), flashlin.settings(tokens="sync"):
         run(rank)
     run(0)
     flashlin.synchronize()
