@@ -16,6 +16,7 @@ import pytest
 
 from flashlin.compat import folders
 from flashlin.compat.child import python
+from flashlin.guards import verdicts
 from flashlin.testing import environments
 from flashlin.testing.environments import NotInstallable, cache_folder, installed
 from tests.machines import CLEAN, ROOT, package
@@ -275,3 +276,13 @@ def test_every_place_that_is_risky_is_in_the_review() -> None:
     assert not missing
     named = re.findall(r"`((?:flashlin|tools|matrix|benchmarks)/[^`$<]*)`", text)
     assert all((ROOT / one).exists() for one in named if one != "flashlin/tritons")
+
+
+def test_a_relative_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the XDG specification says. A folder below the current directory may be another user's."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("FLASHLIN_CACHE", "FLASHLIN_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert cache_folder() == tmp_path / ".cache/flashlin/tritons"
+    assert verdicts.place() == (tmp_path / ".cache/flashlin", "")

@@ -43,6 +43,13 @@ def unsafe(folder: Path, what: str = "") -> str:
     return ""
 
 
+def in_cache() -> Path:
+    """Return flashlin's folder in the cache of this user, which is ``$XDG_CACHE_HOME`` or ``~/.cache``. The XDG
+    specification says to ignore a relative path. Raises RuntimeError for a user without a home directory."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(named if os.path.isabs(named) else Path.home() / ".cache", "flashlin")
+
+
 def make(folder: Path) -> None:
     """Make a folder, and its missing parents, for this user alone. Raise OSError if that is impossible, or if
     another user could change its contents."""

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from flashlin.compat.folders import make, unsafe
+from flashlin.compat.folders import in_cache, make, unsafe
 from flashlin.compat.locks import locked
 from flashlin.compat.target import Target
 
@@ -164,7 +164,7 @@ def place(warn: bool = True) -> tuple[Path | None, str]:
     None, and why there is none. warn: whether a folder that others could write to is told, once."""
     named = os.environ.get("FLASHLIN_HOME")
     try:
-        folder = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin"))
+        folder = Path(named) if named else in_cache()
         what = f"FLASHLIN_HOME={folder}" if named else str(folder)
         if folder.exists() and not folder.is_dir():
             return None, f"{what} is no folder"

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flashlin.compat.child import python
-from flashlin.compat.folders import make, unsafe
+from flashlin.compat.folders import in_cache, make, unsafe
 from flashlin.compat.locks import locked
 from flashlin.compat.releases import nearest
 from flashlin.compat.versions import release
@@ -88,7 +88,7 @@ def cache_folder() -> Path:
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashlin", "tritons")
+        return in_cache() / "tritons"
     except RuntimeError:  # a user without a home
         user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
         return Path(tempfile.gettempdir(), f"flashlin-{user}", "flashlin", "tritons")
