@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -166,6 +168,31 @@ class Around(nn.Module):
         q, k, v = (self.before(one).unflatten(-1, (2, 8)) for one in (x, x + 1, x - 1))
         o, _ = flashlin.chunk_simple_gla(q, k, v, -v.float().square().mean(-1))
         return self.after(o.flatten(2))
+
+
+LONG = """
+import threading
+import torch
+import flashlin
+
+def run():
+    k = torch.randn(1, 8000, 1, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        flashlin.fused_recurrent_delta_rule(k, k, k, beta=torch.rand(1, 8000, 1))[0].sum().backward()
+    print("done")
+
+threading.stack_size(2**18)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_long_graph_ends_without_a_crash() -> None:
+    """torch frees nodes that Python has seen one inside the other."""
+    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=100,
+                          check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 def test_autocast_of_what_is_around_an_op_stays() -> None:

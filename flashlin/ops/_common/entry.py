@@ -169,15 +169,20 @@ def _hook_outputs(outputs: Any, first: int) -> None:
             setattr(node, FIRST, first)
         elif node._sequence_nr() >= first:  # else it is an input returned unchanged
             # a hook that refers to its own node would be a cycle that Python cannot collect
-            _Hooks(node, node.next_functions, first)
+            _Hooks(node, node.next_functions, first, last=True)
 
 
 class _Hooks:
-    """The hooks of one node of an op. behind: its ``next_functions``, if the nodes behind it have no hooks
-    yet. first: the op's first node."""
+    """The hooks of one node of an op. behind: its ``next_functions``. first: the op's first node. last: the
+    node makes an output, and the nodes behind it have no hooks yet.
 
-    def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int) -> None:
-        self.behind, self.first, self.made = behind, first, 0
+    Holding the nodes behind it keeps the end of a long graph from overflowing the stack. Newer torch (2.13 and
+    2.15, but not 2.9) frees a node that Python has seen inside the destructor of the node before it. Python
+    bounds that depth for its own objects.
+    """
+
+    def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int, last: bool = False) -> None:
+        self.behind, self.first, self.last, self.made = behind, first, last, 0
         node.register_prehook(self.before)
         node.register_hook(self.after)
 
@@ -186,9 +191,9 @@ class _Hooks:
             return
         if any_autocast():
             _turn_off(gradients)
-        if self.behind:
+        if self.last:
             _hook_nodes(self.behind, self.first)
-        self.behind = ()  # the hooks stay for a second backward of the same graph
+        self.last = False  # the hooks stay for a second backward of the same graph
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
@@ -213,7 +218,7 @@ def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int) -> None:
         if node is None or node in seen or not node.next_functions or node._sequence_nr() < first:
             continue
         seen.add(node)
-        _Hooks(node, (), first)
+        _Hooks(node, node.next_functions, first)
         left += node.next_functions
 
 
