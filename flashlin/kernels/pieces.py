@@ -43,9 +43,7 @@ def gate_cumsum(
     H,  # heads
     R,  # elements of a line
     S,  # programs to a sequence
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    VARLEN: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence.
     Laid out so that the scans load a chunk's decays as one line, straight into the layouts they need, instead
@@ -78,9 +76,7 @@ def decays(
     length,  # the sequence's length
     i_h,  # the head
     R,  # elements of a line
-    BT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DECAY: tl.constexpr,
+    BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
 ):
     """G_i of the chunk's tokens, and G_L, to base 2. Rows past the end add nothing, so they hold G_L."""
     rows = tl.arange(0, BT)
@@ -122,8 +118,7 @@ def tile(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD] of a [rows, H, D] tensor, zeros outside."""
     rows = tl.arange(0, BT)
@@ -153,8 +148,7 @@ def put(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store [BT, BD] into a [rows, H, D] tensor."""
     rows = tl.arange(0, BT)
@@ -175,8 +169,7 @@ def zero_rows(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Zeros into columns d0 .. d0 + BD of ``length`` rows from ``first`` on, of one head."""
     for t0 in range(0, length, BT):
@@ -194,8 +187,7 @@ def zero_gaps(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory
     held."""

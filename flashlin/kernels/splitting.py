@@ -74,15 +74,8 @@ def carry_decayed(
     T,  # tokens of a sequence
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    VECTOR: tl.constexpr,
-    REVERSE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr,
+    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """In place: what each part leaves alone becomes the state that enters it or, with REVERSE, the gradient
     of the state that leaves it. A program: a tile of one head's state."""
@@ -127,15 +120,8 @@ def carry_transferred(
     T,  # tokens of a sequence
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BC: tl.constexpr,
-    REVERSE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """carry_decayed where a part does more to a state than let it decay. undivided is set for heads whose
@@ -195,10 +181,7 @@ def identity_strip(
     i_part,  # the part's number in its sequence
     length,  # its tokens
     last,  # whether it is the sequence's last
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_DHT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
 ):
     """What a program begins with that computes what a part leaves alone or, past the strips of v, its
     transfer: zeros or columns of the identity; how many tokens it walks, none where nobody will ask for the
@@ -232,8 +215,7 @@ def own_part(
     N,  # sequences
     H,  # heads
     L,  # tokens of a part
-    VARLEN: tl.constexpr,
-    REVERSE: tl.constexpr,
+    VARLEN: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """As part_of, and the number of the part whose entering state is this program's. A head that is undivided
     is one part, its first; the others have no tokens then."""

@@ -36,25 +36,16 @@ def conv_backward_weights(
     h0,  # [N, W, D]
     before,  # [R] of packed sequences: how many begin up to each row
     bounds,  # [N + 1] or None
-    dy,  # [R, D]
-    dz,  # [R, D]
+    dy, dz,  # [R, D]
     dweight,  # [programs, W, D], fp32
     dbias,  # [programs, D], fp32
     T,  # tokens of a sequence
     N,  # sequences
     R,  # rows in all
     stride,  # elements from one row of x to the next
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
-    HAS_DBIAS: tl.constexpr,
-    VARLEN: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+    HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """dz [R, D] with an activation, and shares of dweight and dbias. A program: BD channels of every so
     many-th BT rows."""
@@ -108,13 +99,8 @@ def conv_backward_x(
     T,  # tokens of a sequence
     N,  # sequences
     R,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    VARLEN: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """dx [R, D]; dht comes as rows of channels, [N, W, D]. A program: BT rows and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
@@ -146,11 +132,7 @@ def conv_backward_state(
     bounds,  # [N + 1] or None
     dh0,  # [N, D, W]
     T,  # tokens of a sequence
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    HAS_DHT: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """dh0 [N, D, W]. Token t reads slot t + 1 + w of the state through tap w; a sequence shorter than W also

@@ -47,11 +47,7 @@ def tap(
     left,  # [BT]: its rows from the row on
     cols,  # [BD]: columns
     stride,  # elements from one row of x to the next
-    w: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    HAS_H0: tl.constexpr,
+    w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr,
 ):
     """[BT, BD] in fp32: what tap w of W reads for each row. h0 is [N, W, D], so that its channels are
     contiguous like those of x."""
@@ -95,13 +91,8 @@ def convolved(
     left,  # [BT]: its rows from the row on
     cols,  # [BD]: columns
     stride,  # elements from one row of x to the next
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_H0: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr,
 ):
     """z [BT, BD], fp32: the sum of a bias and W taps, before the activation."""
     z = tl.zeros([BT, BD], dtype=tl.float32)
@@ -129,15 +120,8 @@ def conv_forward(
     N,  # sequences
     R,  # rows in all
     stride,  # elements from one row of x to the next
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_H0: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """y [R, D]. A program: BT rows and BD channels."""
@@ -181,11 +165,7 @@ def conv_state(
     ht,  # [N, D, W]
     T,  # tokens of a sequence
     stride,  # elements from one row of x to the next
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    HAS_H0: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """The last W tokens of a sequence and, where it is shorter, of the state it began with."""
@@ -214,14 +194,8 @@ def conv_update(
     y,  # [N, D]
     along_n,  # strides of the cache: by sequence
     along_w,  # by slot
-    ALONG_D: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    ALONG_D: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
+    SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):
     """Shift a sequence's cache by one token, put x into its last slot, and convolve it. ALONG_D: the cache's
     stride by channel; where it is known to be W, the slots of a channel are stored as one.

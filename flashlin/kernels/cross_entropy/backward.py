@@ -18,9 +18,7 @@ from flashlin.kernels.cross_entropy.forward import tanh, targets_of
 @triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
 def cross_entropy_backward(
     logits,  # [rows, V]
-    target,  # [rows]
-    lse,  # [rows]
-    dloss,  # [rows]
+    target, lse, dloss,  # [rows]
     dlogits,  # [rows, V]
     stride,  # elements from one row of logits to the next
     dstride,  # of dlogits
@@ -30,10 +28,7 @@ def cross_entropy_backward(
     smoothing,  # e
     squares,  # a
     ignore_index,  # the target that does not count
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    CAPPED: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr,
 ):
     """dlogits [rows, V]. A program: BT rows and BV columns."""
     STRIPS: tl.constexpr = (V + BV - 1) // BV

@@ -43,10 +43,7 @@ def shaped(logits, scale, cap, CAPPED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "scale", "cap", "smoothing", "squares", "ignore_index"])
 def cross_entropy_forward(
     logits,  # [rows, V]
-    target,  # [rows]
-    loss,  # [rows]
-    z_loss,  # [rows]
-    lse,  # [rows]
+    target, loss, z_loss, lse,  # [rows]
     stride,  # elements from one row of logits to the next
     rows,  # rows in all
     scale,  # s
@@ -54,11 +51,7 @@ def cross_entropy_forward(
     smoothing,  # e
     squares,  # a
     ignore_index,  # the target that does not count
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):
     """loss, z_loss and L (lse), [rows] in fp32. A program: BT rows, BV columns at a time."""
     first = tl.program_id(0).to(tl.int64) * BT

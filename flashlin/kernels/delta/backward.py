@@ -52,14 +52,11 @@ from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_reverse(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     do,  # [rows, HV, V]
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    A, A_low,  # [rows, HV, BT]
+    betas, G,  # lines [HV, R], fp32
     dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     dy,  # [rows, HV, V], or None
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
@@ -73,19 +70,9 @@ def delta_reverse(
     HV,  # heads of v
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    HAS_DH0: tl.constexpr,
-    ALONE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+    ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0.
@@ -163,23 +150,15 @@ def delta_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
-    v,  # [rows, HV, V]
-    do,  # [rows, HV, V]
-    u,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    v, do, u, dy,  # [rows, HV, V]
+    betas, G,  # lines [HV, R], fp32
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dp,  # [rows, HV, K], or None
     dv,  # [rows, HV, V]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV], fp32
+    dbeta, dg,  # [rows, HV], fp32
     scale,
     n,  # the chunk's sequence
     first,  # the sequence's first row
@@ -189,14 +168,8 @@ def grads_of_chunk(
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk, dp [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
     i_qk = i_h // (HV // H)
@@ -311,23 +284,15 @@ def grads_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def delta_grads(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
-    v,  # [rows, HV, V]
-    do,  # [rows, HV, V]
-    u,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    v, do, u, dy,  # [rows, HV, V]
+    betas, G,  # lines [HV, R], fp32
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dp,  # [rows, HV, K], or None
     dv,  # [rows, HV, V]
-    dbeta,  # [rows, HV], fp32
-    dg,  # [rows, HV], fp32
+    dbeta, dg,  # [rows, HV], fp32
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -336,15 +301,8 @@ def delta_grads(
     HV,  # heads of v
     R,  # elements of a line
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dp [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""

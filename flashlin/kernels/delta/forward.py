@@ -81,8 +81,7 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 
 @triton.jit
 def put_both(
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
+    A, A_low,  # [rows, HV, BT]
     X,  # [SIDE, SIDE]
     first,  # the sequence's first row
     t0,  # the tile's first token
@@ -91,8 +90,7 @@ def put_both(
     HV,  # heads of v
     BT: tl.constexpr,
     column: tl.constexpr,  # the tile's first column
-    SIDE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
+    SIDE: tl.constexpr, HAS_LOW: tl.constexpr,
 ):
     """Store X as a tile of A, from row t0 and column on, and with HAS_LOW what rounding to A's dtype loses
     in A_low."""
@@ -109,8 +107,7 @@ def inverse_of_chunk(
     p,  # [rows, H, K], or None
     beta,  # [rows, HV]
     G,  # lines [HV, R], fp32
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
+    A, A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
     n,  # the chunk's sequence
@@ -121,14 +118,8 @@ def inverse_of_chunk(
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, BEFORE: tl.constexpr,
+    HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between
     them: the tile in b's rows and a's columns. Tiles this small leave a warp a program, which then waits for
@@ -201,8 +192,7 @@ def delta_inverse(
     p,  # [rows, H, K], or None
     beta,  # [rows, HV]
     G,  # lines [HV, R], fp32
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
+    A, A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
     bounds,  # [N + 1] or None
@@ -212,15 +202,8 @@ def delta_inverse(
     HV,  # heads of v
     R,  # elements of a line
     S,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, BEFORE: tl.constexpr,
+    HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so
     that a chunk's are one line. scratch [slots, HV, BT, 24]. S programs share a sequence."""
@@ -245,13 +228,11 @@ def delta_inverse(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def delta_scan(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    betas, G,  # lines [HV, R], fp32
     h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
@@ -264,19 +245,9 @@ def delta_scan(
     HV,  # heads of v
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
     chunk."""
@@ -343,8 +314,7 @@ def delta_states(
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    betas, G,  # lines [HV, R], fp32
     h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     u,  # [rows, HV, V]
     states,  # [slots, HV, K, V], one for each chunk
@@ -356,17 +326,9 @@ def delta_states(
     HV,  # heads of v
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each
     chunk. (The scan's own loop with two more flags would cost it registers that it has not got.)"""

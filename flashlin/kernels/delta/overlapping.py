@@ -167,12 +167,10 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
     o=lambda x: (x["HV"] * x["V"], x["BT"], x["BV"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
 def delta_overlapped(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    betas, G,  # lines [HV, R], fp32
     h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
@@ -184,15 +182,8 @@ def delta_overlapped(
     R,  # elements of a line
     L,  # tokens of a part
     rows,  # of the batch
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    DECAY: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    HAS_HT: gl.constexpr,
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
     """o and ht, as delta_scan; BK is K. A program: GROUPS, one or two, times BV columns of one head's

@@ -155,13 +155,10 @@ def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_l
     dstates=lambda x: (x["V"], x["BK"], x["BV"], x["slots"] * x["HV"] * x["BK"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def delta_overlapped_back(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     do,  # [rows, HV, V], of q's dtype
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    A, A_low,  # [rows, HV, BT]
+    betas, G,  # lines [HV, R], fp32
     dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     dy,  # [rows, HV, V]
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
@@ -175,15 +172,8 @@ def delta_overlapped_back(
     L,  # tokens of a part
     rows,  # of the batch
     slots,  # of dstates
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    DECAY: gl.constexpr,
-    HAS_DHT: gl.constexpr,
-    HAS_DH0: gl.constexpr,
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
     """dy, dstates and dh0, as delta_reverse; BK is K. A program: GROUPS, one or two, times BV columns of one

@@ -19,10 +19,8 @@ def delta_alone(
     k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
-    A,  # [rows, HV, BT]
-    A_low,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
-    G,  # lines [HV, R], fp32
+    A, A_low,  # [rows, HV, BT]
+    betas, G,  # lines [HV, R], fp32
     alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
     transfer,  # [parts, HV, K, K], fp32
     undivided,  # [N, HV], int32
@@ -33,19 +31,9 @@ def delta_alone(
     HV,  # heads of v
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    BEFORE: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
+    V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
     either, of one head."""

@@ -36,9 +36,7 @@ def written(
     D,  # [BT]: the chunk's decays, summed
     total,  # their sum
     b_low,  # [BT, BT]: with HALF what rounding A has lost
-    DECAY: tl.constexpr,
-    HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """(u [BT, BV], the state that leaves the chunk), with the notation of forward.py. HALF: neither side of A
     y loses what it would by being rounded, as in the reverse scan."""

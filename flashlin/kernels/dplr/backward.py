@@ -56,9 +56,7 @@ from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_states(
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
+    b_out, k_out, W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     v,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
@@ -71,16 +69,8 @@ def dplr_states(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -118,20 +108,12 @@ def dplr_states(
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_reverse(
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out,  # [rows, HV, K]
+    P, R, N_, T_, T_low,  # [rows, HV, BT]
     do,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
-    dy,  # [rows, HV, V], or None
-    dv,  # [rows, HV, V], or None
+    dy, dv,  # [rows, HV, V], or None
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
     dstates,  # [slots, HV, K, V], one for each chunk, or None
     undivided,  # [N, HV], int32, or None
@@ -140,20 +122,9 @@ def dplr_reverse(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    HAS_DH0: tl.constexpr,
-    ALONE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, ALONE: tl.constexpr, V_FIRST: tl.constexpr,
+    HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of
     two writers dv. ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those
@@ -226,23 +197,16 @@ def dplr_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    do,  # [rows, HV, V]
-    x,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
+    do, x, dy,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
-    da,  # [rows, HV, K]
-    db,  # [rows, HV, K]
+    da, db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     scale,
@@ -253,14 +217,8 @@ def grads_of_chunk(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO also da and db; else dv [BT, V], and dbeta
     [BT] or, with ERASE, da, of the rate."""
@@ -434,23 +392,16 @@ def grads_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_grads(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    do,  # [rows, HV, V]
-    x,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
+    do, x, dy,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
-    da,  # [rows, HV, K]
-    db,  # [rows, HV, K]
+    da, db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     bounds,  # [N + 1] or None
@@ -460,16 +411,8 @@ def dplr_grads(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk, dg [rows, HV, K] of a chunk, and da and db, or dv and dbeta, or dv and da. S programs share a
     sequence."""
@@ -510,23 +453,16 @@ def dplr_grads(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def dplr_grads_rest(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    do,  # [rows, HV, V]
-    x,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
+    do, x, dy,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
-    da,  # [rows, HV, K]
-    db,  # [rows, HV, K]
+    da, db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -537,16 +473,8 @@ def dplr_grads_rest(
     H,  # heads of q and k
     HV,  # heads of v
     shares,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """``dplr_grads`` of the chunks that ``dplr_grads_one`` has left, and zeros in the rows of no sequence."""
     program = tl.program_id(0)

@@ -57,23 +57,12 @@ from flashlin.kernels.splitting import by_transfers, own_part
 
 @triton.jit
 def prepare_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    q, k,  # [rows, H, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     scale,
     n,  # the chunk's sequence
@@ -83,15 +72,8 @@ def prepare_chunk(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
@@ -193,23 +175,12 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_prepare(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    q, k,  # [rows, H, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     bounds,  # [N + 1] or None
     scale,
@@ -218,15 +189,8 @@ def dplr_prepare(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding
@@ -256,23 +220,12 @@ def dplr_prepare(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def dplr_prepare_rest(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    q, k,  # [rows, H, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
@@ -282,15 +235,8 @@ def dplr_prepare_rest(
     H,  # heads of q and k
     HV,  # heads of v
     shares,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """``dplr_prepare`` of the chunks that ``dplr_prepare_one`` has left."""
@@ -310,13 +256,8 @@ def dplr_prepare_rest(
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_scan(
-    q_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
+    q_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R,  # [rows, HV, BT]
     v,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
     h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
@@ -328,19 +269,9 @@ def dplr_scan(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
     chunk."""

@@ -41,9 +41,7 @@ def rate_of(
     HV,  # heads of v
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    ERASE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, ERASE: tl.constexpr,
 ):
     """At which rate what k reads is erased: [BT, BK] or, without ERASE, [BT, 1], fp32."""
     if ERASE:
@@ -54,23 +52,12 @@ def rate_of(
 
 @triton.jit
 def prepare_from_reference(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    q, k,  # [rows, H, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     served,  # [slots, HV], int32
     scale,
@@ -81,15 +68,8 @@ def prepare_from_reference(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    ONE: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
@@ -191,23 +171,12 @@ def prepare_from_reference(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_prepare_one(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    q, k,  # [rows, H, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    q_in,  # [rows, HV, K]
-    a_in,  # [rows, HV, K]
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
-    M,  # [rows, HV, BT]
-    P,  # [rows, HV, BT]
-    R,  # [rows, HV, BT]
-    N_,  # [rows, HV, BT]
-    T_,  # [rows, HV, BT]
-    T_low,  # [rows, HV, BT]
+    q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
+    M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
@@ -217,17 +186,9 @@ def dplr_prepare_one(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    ONE: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """As ``dplr_prepare``, of the chunks that one reference serves. served [slots, HV]: which those are."""
     program = tl.program_id(0)
@@ -252,23 +213,16 @@ def dplr_prepare_one(
 
 @triton.jit
 def grads_from_reference(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    do,  # [rows, HV, V]
-    x,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
+    do, x, dy,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
-    da,  # [rows, HV, K]
-    db,  # [rows, HV, K]
+    da, db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -280,14 +234,8 @@ def grads_from_reference(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
     i_qk = i_h // (HV // H)
@@ -441,23 +389,16 @@ def grads_from_reference(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def dplr_grads_one(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    do,  # [rows, HV, V]
-    x,  # [rows, HV, V]
-    dy,  # [rows, HV, V]
+    do, x, dy,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states,  # [slots, HV, K, V], one for each chunk
-    dstates,  # [slots, HV, K, V], one for each chunk
-    dq,  # [rows, HV, K]
-    dk,  # [rows, HV, K]
+    states, dstates,  # [slots, HV, K, V], one for each chunk
+    dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
-    da,  # [rows, HV, K]
-    db,  # [rows, HV, K]
+    da, db,  # [rows, HV, K]
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
@@ -468,15 +409,8 @@ def dplr_grads_one(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    ERASE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``dplr_grads``, of the chunks that one reference serves."""
     program = tl.program_id(0)

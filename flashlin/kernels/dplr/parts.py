@@ -11,9 +11,7 @@ from flashlin.kernels.splitting import added, identity_strip, part_of
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
 def dplr_alone(
-    b_out,  # [rows, HV, K]
-    k_out,  # [rows, HV, K]
-    W,  # [rows, HV, K]
+    b_out, k_out, W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     v,  # [rows, HV, V]
     G,  # [rows, HV, K], fp32: sums of a chunk's decays
@@ -25,16 +23,8 @@ def dplr_alone(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TWO: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
+    HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of

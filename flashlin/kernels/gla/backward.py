@@ -64,15 +64,8 @@ def gla_states(
     N,  # sequences
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """states [slots, H, K, V]: the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -99,8 +92,7 @@ def gla_states(
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_reverse(
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     do,  # [rows, H, V]
     A,  # [rows, H, BT]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
@@ -114,17 +106,9 @@ def gla_reverse(
     N,  # sequences
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    HAS_DH0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dv, dh0, and dstates [slots, H, K, V] = the gradient of the state leaving each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -165,16 +149,13 @@ def gla_reverse(
 
 @triton.jit
 def grads_of_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     scale,
@@ -184,13 +165,8 @@ def grads_of_chunk(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
     stored."""
@@ -278,16 +254,13 @@ def grads_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_grads(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     bounds,  # [N + 1] or None
@@ -296,15 +269,8 @@ def gla_grads(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du
     [slots, H, K]. S programs share a sequence."""
@@ -334,16 +300,13 @@ def gla_grads(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def gla_grads_rest(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     served,  # [slots, H], int32
@@ -353,15 +316,8 @@ def gla_grads_rest(
     N,  # sequences
     H,  # heads
     shares,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """``gla_grads`` of the chunks that ``gla_grads_one`` has left, and zeros in the rows of no sequence."""
     program = tl.program_id(0)

@@ -40,9 +40,7 @@ def sums_read(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
 ):
     """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
     BEFORE, that of the row above."""
@@ -72,8 +70,7 @@ def rows_beside(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the
     chunk has none."""
@@ -97,8 +94,7 @@ def moved(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
     put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
@@ -119,8 +115,7 @@ def summed_before(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger
     than what remains."""
@@ -138,8 +133,7 @@ def summed_after(
     H,  # heads
     D: tl.constexpr,
     d0,  # first column
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
     return tl.cumsum(moved(
@@ -177,10 +171,7 @@ def decays_of_gates(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SUM: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, SUM: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates nobody has summed yet, and [BK]: how many bits all
     rows but the first forget. SUM: G's last row is put there, too."""
@@ -214,9 +205,7 @@ def decays_of_sums(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates are summed."""
     b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
@@ -232,8 +221,7 @@ def decays_from(
     b_R,  # [BT, BK]: those that count where a row reads
     begin,  # [BK]: the first row's
     total,  # [BK]: the last row's
-    BT: tl.constexpr,
-    BEFORE: tl.constexpr,
+    BT: tl.constexpr, BEFORE: tl.constexpr,
 ):
     """[BT, BK] three times: what stands at the rows that read, with BEFORE before they decay, at those that
     are written, and what is left of the state that enters when a row reads it; [BK] twice: what is left of a
@@ -272,8 +260,7 @@ def scored(
     scores,  # [BT, BT], fp32
     X,  # [BT, BK], fp32: rows that read
     Y,  # [BT, BK], fp32: rows that are written
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """scores and what these channels add to them."""
     x = X.to(DTYPE)

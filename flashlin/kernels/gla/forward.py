@@ -55,16 +55,13 @@ halving = False
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def gla_sums(
-    g,  # [rows, C]
-    G,  # [rows, C]
+    g, G,  # [rows, C]
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     C,  # channels of all heads
     S,  # programs to a sequence
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    VARLEN: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S
     programs share a sequence.
@@ -95,8 +92,7 @@ def halves(level, BT: tl.constexpr):
 def decay_to_meeting(
     b_G,  # [BT, BK]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    half,  # [BT]: see halves
-    level,  # [BT]: see halves
+    half, level,  # [BT]: see halves
     last,  # the chunk's last row
     first,  # the sequence's first row
     t0,  # the chunk's first token
@@ -104,8 +100,7 @@ def decay_to_meeting(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr = False,
+    BK: tl.constexpr, BEFORE: tl.constexpr = False,
 ):
     """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold
     G_L, so all is at most 1. With BEFORE second halves read one row earlier, which is no earlier than the
@@ -119,24 +114,18 @@ def decay_to_meeting(
 
 @triton.jit
 def scores_of_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     u,  # [H, K] or None
     G,  # [rows, H, K], fp32: sums of a chunk's decays
     A,  # [rows, H, BT]
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     scale,
     first,  # the sequence's first row
     t0,  # the chunk's first token
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
@@ -172,24 +161,18 @@ def scores_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_scores(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     u,  # [H, K] or None
     G,  # [rows, H, K], fp32: sums of a chunk's decays
     A,  # [rows, H, BT]
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk;
@@ -215,14 +198,12 @@ def gla_scores(
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
 def gla_scores_rest(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, which are made here
     A,  # [rows, H, BT]
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
@@ -230,11 +211,7 @@ def gla_scores_rest(
     N,  # sequences
     H,  # heads
     shares,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``gla_scores`` of the chunks that ``gla_scores_one`` has left."""
@@ -256,8 +233,7 @@ def gla_scores_rest(
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
 def gla_scan(
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     v,  # [rows, H, V]
     A,  # [rows, H, BT]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
@@ -270,17 +246,9 @@ def gla_scan(
     N,  # sequences
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
     chunk."""

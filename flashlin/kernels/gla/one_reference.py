@@ -33,14 +33,12 @@ from flashlin.kernels.pieces import first_slot, put, sequence_of, state_offsets,
 
 @triton.jit
 def scores_from_reference(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
     A,  # [rows, H, BT]
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
     scale,
     n,  # the chunk's sequence
@@ -49,11 +47,7 @@ def scores_from_reference(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As ``scores_of_chunk`` of a chunk, and whether one reference serves it, stored: what is stored of one
@@ -85,14 +79,12 @@ def scores_from_reference(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_scores_one(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
     A,  # [rows, H, BT]
-    q_in,  # [rows, H, K]
-    k_out,  # [rows, H, K]
+    q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
@@ -100,13 +92,8 @@ def gla_scores_one(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BEFORE: tl.constexpr,
-    ONE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, ONE: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``gla_scores``, of the chunks that one reference serves. served [slots, H]: which those are."""
     program = tl.program_id(0)
@@ -129,17 +116,14 @@ def gla_scores_one(
 
 @triton.jit
 def grads_from_reference(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     served,  # [slots, H], int32
@@ -150,13 +134,8 @@ def grads_from_reference(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
     rows = tl.arange(0, BT)
@@ -237,17 +216,14 @@ def grads_from_reference(
 
 @triton.jit(do_not_specialize=["T", "N", "S", "scale"])
 def gla_grads_one(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     served,  # [slots, H], int32
@@ -257,14 +233,8 @@ def gla_grads_one(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BEFORE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BEFORE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``gla_grads``, of the chunks that one reference serves."""
     program = tl.program_id(0)

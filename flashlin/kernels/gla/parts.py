@@ -37,15 +37,8 @@ def gla_alone(
     N,  # sequences
     H,  # heads
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    REVERSE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """alone: the state that each part but a sequence's last would leave if it began with zeros or, with
     REVERSE, the gradient that each but the first would hand on; kept: the part's decay, to base 2."""

@@ -17,25 +17,17 @@ from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def hgrn_backward(
-    do,  # [rows, D]
-    g,  # [rows, D]
-    decays,  # [N, S - 1, D], fp32
-    ends,  # [N, S - 1, D], fp32
+    do, g,  # [rows, D]
+    decays, ends,  # [N, S - 1, D], fp32
     o,  # [rows, D]
-    h0,  # [N, D] or None
-    dht,  # [N, D] or None
-    dx,  # [rows, D]
-    dg,  # [rows, D]
+    h0, dht,  # [N, D] or None
+    dx, dg,  # [rows, D]
     dh0,  # [N, D], fp32, or None
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
     S,  # segments of a sequence
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
     """dx, dg [rows, D] and dh0. A program: BD channels of a segment of a sequence, walked from its end."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD

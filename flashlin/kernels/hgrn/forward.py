@@ -43,9 +43,7 @@ def walked(
     high,  # end of the tokens that count
     cols,  # [BD]
     other,  # for the others
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    STEP: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
     """[BT, BD]: tokens i0 .. i0 + BT of a walk, ``other`` for those outside low .. high."""
     i = tl.arange(0, BT)
@@ -62,9 +60,7 @@ def put_walked(
     i0,  # number of the first token here
     high,  # end of the tokens that count
     cols,  # [BD]
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    STEP: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
     """Store a walk's results [BT, BD] for its tokens i0 .. i0 + BT."""
     i = tl.arange(0, BT)
@@ -89,18 +85,12 @@ def segment_of(s, S, length, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S"])
 def hgrn_ends(
-    x,  # [rows, D]
-    g,  # [rows, D]
-    decays,  # [N, S - 1, D], fp32
-    ends,  # [N, S - 1, D], fp32
+    x, g,  # [rows, D]
+    decays, ends,  # [N, S - 1, D], fp32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     S,  # segments of a sequence
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    STEP: tl.constexpr,
-    VARLEN: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: segments of the backward
     walk, x being the gradient of o. A program: BD channels of a segment."""
@@ -132,14 +122,12 @@ def hgrn_ends(
 @triton.jit
 def carried(
     h,  # [BD]
-    decays,  # [N, S - 1, D], fp32
-    ends,  # [N, S - 1, D], fp32
+    decays, ends,  # [N, S - 1, D], fp32
     n,  # this sequence
     s,  # this segment
     S,  # segments of a sequence
     cols,  # [BD]: columns
-    D: tl.constexpr,
-    BT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr,
 ):
     """h after the first s segments of sequence n."""
     origin = n.to(tl.int64) * (S - 1)
@@ -153,10 +141,8 @@ def carried(
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
 def hgrn_forward(
-    x,  # [rows, D]
-    g,  # [rows, D]
-    decays,  # [N, S - 1, D], fp32
-    ends,  # [N, S - 1, D], fp32
+    x, g,  # [rows, D]
+    decays, ends,  # [N, S - 1, D], fp32
     h0,  # [N, D] or None
     o,  # [rows, D]
     ht,  # [N, D], fp32, or None
@@ -164,11 +150,7 @@ def hgrn_forward(
     T,  # tokens of a sequence
     N,  # sequences
     S,  # segments of a sequence
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
     """o [rows, D] and ht. A program: BD channels of a segment of a sequence."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD

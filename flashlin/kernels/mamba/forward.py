@@ -29,12 +29,10 @@ def spread(t, BD: tl.constexpr):
 @triton.jit(do_not_specialize=["pool"])
 def state_update(
     state,  # [pool, H, P, N]
-    x,  # [n, H, P]
-    dt,  # [n, H, P]
+    x, dt,  # [n, H, P]
     dt_bias,  # [H, P] or None
     A,  # [H, P, N]
-    B,  # [n, H // heads, N]
-    C,  # [n, H // heads, N]
+    B, C,  # [n, H // heads, N]
     D,  # [H, P] or None
     z,  # [n, H, P] or None
     y,  # [n, H, P]
@@ -60,11 +58,7 @@ def state_update(
     D_h,  # of D: by head
     D_p,  # by row
     z_n,  # of z: by sequence
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BP: tl.constexpr,
-    BN: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
     """y [n, H, P] of one token, and the state in place. TIED: a head has one dt and one A. heads: how many
@@ -133,8 +127,7 @@ def conv_window(
     bias,  # [D] or None
     state,  # [pool, D, L]
     y,  # [n, D, T]
-    seqlens,  # [n] or None
-    indices,  # [n] or None
+    seqlens, indices,  # [n] or None
     T,  # tokens
     pool,  # states in all
     x_n,  # strides of x: by sequence
@@ -143,11 +136,7 @@ def conv_window(
     state_n,  # of the state: by state
     state_d,  # by channel
     state_l,  # by slot
-    D: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    BD: tl.constexpr,
-    SILU: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):
     """y [n, D, T] of T tokens, and the state [pool, D, L] in place: the newest token last, or with seqlens
     [n] token t in slot (seqlens + t) mod L. A program: a sequence and BD channels."""

@@ -50,22 +50,13 @@ def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
 
 @triton.jit
 def before_gate(
-    u,  # [BT, BD]
-    n,  # [BT, BD]
-    w,  # [BT, BD]
-    b,  # [BT, BD]
-    gate,  # [rows, D]
-    dgate,  # [rows, D]
+    u, n, w, b,  # [BT, BD]
+    gate, dgate,  # [rows, D]
     first,  # the program's first row
     rows,  # rows in all
     d0,  # first column
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVICT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
 ):
     """The gradient [BT, BD] of what the gate multiplied; stores the gate's own gradient."""
     factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, EVICT), GATE)
@@ -89,32 +80,16 @@ def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.co
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward(
     s,  # [rows, D]
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
+    weight, bias,  # [GROUPS, D]
     gate,  # [rows, D]
-    mean,  # [rows], fp32
-    rstd,  # [rows], fp32
-    dy,  # [rows, D]
-    dtotal,  # [rows, D]
-    dx,  # [rows, D]
-    dresidual,  # [rows, D]
-    dgate,  # [rows, D]
+    mean, rstd,  # [rows], fp32
+    dy, dtotal, dx, dresidual, dgate,  # [rows, D]
     dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
     dbias,  # like dweight
     rows,  # rows in all
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMED: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
+    GATE: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
     """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows that fit into registers; shares of
@@ -163,28 +138,14 @@ def norm_backward(
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_rows(
     s,  # [rows, D]
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
+    weight, bias,  # [GROUPS, D]
     gate,  # [rows, D]
-    mean,  # [rows], fp32
-    rstd,  # [rows], fp32
-    dy,  # [rows, D]
-    dtotal,  # [rows, D]
-    dx,  # [rows, D]
-    dresidual,  # [rows, D]
-    dgate,  # [rows, D]
+    mean, rstd,  # [rows], fp32
+    dy, dtotal, dx, dresidual, dgate,  # [rows, D]
     rows,  # rows in all
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMED: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
+    GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
 ):
     """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows of any length. A program: BT
     rows."""
@@ -232,23 +193,14 @@ def norm_backward_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_columns(
-    s,  # [rows, D]
-    gate,  # [rows, D]
-    mean,  # [rows], fp32
-    rstd,  # [rows], fp32
+    s, gate,  # [rows, D]
+    mean, rstd,  # [rows], fp32
     dy,  # [rows, D]
     dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
     dbias,  # like dweight
     rows,  # rows in all
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMED: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
-    HAS_DBIAS: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
+    GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
 ):
     """Shares of dw and db. A program: BD columns of every so many-th BT rows."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD

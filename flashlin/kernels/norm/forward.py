@@ -52,16 +52,11 @@ def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROU
 
 @triton.jit
 def summed(
-    x,  # [rows, D]
-    residual,  # [rows, D]
+    x, residual,  # [rows, D]
     first,  # the program's first row
     rows,  # rows in all
     d0,  # first column
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    EVICT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr,
 ):
     """s = x + residual [BT, BD], fp32."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -72,15 +67,10 @@ def summed(
 
 @triton.jit
 def lines(
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
+    weight, bias,  # [GROUPS, D]
     first,  # the program's first row
     d0,  # first column
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """(w, b), each a ``line``; a number stands for one that there is not."""
@@ -119,28 +109,15 @@ def opened(gate, GATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def norm_forward(
-    x,  # [rows, D]
-    residual,  # [rows, D]
-    weight,  # [GROUPS, D]
-    bias,  # [GROUPS, D]
-    gate,  # [rows, D]
-    y,  # [rows, D]
-    total,  # [rows, D]
-    mean,  # [rows], fp32
-    rstd,  # [rows], fp32
+    x, residual,  # [rows, D]
+    weight, bias,  # [GROUPS, D]
+    gate, y, total,  # [rows, D]
+    mean, rstd,  # [rows], fp32
     eps,
     rows,  # rows in all
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    KIND: tl.constexpr,
-    GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_TOTAL: tl.constexpr,
-    HAS_STATS: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr,
 ):
     """y [rows, D], and where asked for total = s [rows, D] and the statistics mean and rstd [rows]. A
     program: BT rows."""

@@ -56,18 +56,12 @@ def pointwise_gate_backward(
     g,  # [rows, D]
     A_log,  # [D // K]
     dt_bias,  # [D]
-    dy,  # [rows, D]
-    dg,  # [rows, D]
+    dy, dg,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
     bound,
     rows,  # rows in all
-    D: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    SUMS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BOUNDED: tl.constexpr, SUMS: tl.constexpr,
 ):
     """dg [rows, D], and with SUMS shares of the gradients of A and b."""
     share, count, cols, there = strip_of(D, W, BD)
@@ -96,16 +90,12 @@ def pointwise_gate_backward(
 def unmixed(
     dy,  # [rows, D]
     x,  # [D]
-    delta,  # [BT, BD]
-    dh,  # [BT, BD]
-    ddelta,  # [BT, BD]
-    total,  # [BT, BD]
+    delta, dh, ddelta, total,  # [BT, BD]
     first,  # the program's first row
     rows,  # rows in all
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
-    D: tl.constexpr,
-    BT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr,
 ):
     """(dh, ddelta, gradient of x), each with what one output adds to it."""
     b_dy = tile(dy, first, rows, cols, there, D, BT)
@@ -115,27 +105,11 @@ def unmixed(
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_mix_backward(
     delta,  # [rows, D]
-    xr,  # [D]
-    xw,  # [D]
-    xk,  # [D]
-    xv,  # [D]
-    xa,  # [D]
-    xg,  # [D]
-    dyr,  # [rows, D]
-    dyw,  # [rows, D]
-    dyk,  # [rows, D]
-    dyv,  # [rows, D]
-    dya,  # [rows, D]
-    dyg,  # [rows, D]
-    dh,  # [rows, D]
-    ddelta,  # [rows, D]
+    xr, xw, xk, xv, xa, xg,  # [D]
+    dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    SUMS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """dh and ddelta [rows, D], and with SUMS shares of the gradients of the five or six x."""
     share, count, cols, there = strip_of(D, W, BD)
@@ -185,19 +159,12 @@ def pointwise_mix_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_key_backward(
-    k,  # [rows, D]
-    a,  # [rows, D]
+    k, a,  # [rows, D]
     c,  # [D]
-    dy,  # [rows, D]
-    dk,  # [rows, D]
-    da,  # [rows, D]
+    dy, dk, da,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    SUMS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """dk and da [rows, D], and with SUMS a share of the gradient of c."""
     share, count, cols, there = strip_of(D, W, BD)
@@ -219,25 +186,12 @@ def pointwise_key_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_correction_backward(
-    o,  # [rows, D]
-    r,  # [rows, D]
-    k,  # [rows, D]
+    o, r, k,  # [rows, D]
     u,  # [D]
-    v,  # [rows, D]
-    g,  # [rows, D]
-    dy,  # [rows, D]
-    do,  # [rows, D]
-    dr,  # [rows, D]
-    dk,  # [rows, D]
-    dv,  # [rows, D]
-    dg,  # [rows, D]
+    v, g, dy, do, dr, dk, dv, dg,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    SUMS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """do, dr, dk, dv and dg [rows, D], and with SUMS a share of the gradient of u."""
     share, count, cols, there = strip_of(D, W, BD)
@@ -274,10 +228,7 @@ def pointwise_scale_backward(
     ds,  # [rows, D // W]
     x_n,  # elements from one row of x to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """dx [rows, D] and ds [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -297,26 +248,17 @@ def pointwise_scale_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_skip_backward(
-    dy,  # [rows, D]
-    o,  # [rows, D]
-    x,  # [rows, D]
+    dy, o, x,  # [rows, D]
     skip,  # [D // K] or None
     z,  # [rows, D] or None
     marks,  # [rows], fp32, or None
-    do,  # [rows, D]
-    dx,  # [rows, D]
-    dz,  # [rows, D]
+    do, dx, dz,  # [rows, D]
     dmarks,  # [rows], fp32, or None
     shares,  # [parameters, programs, D], fp32, or None
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    SUMS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """do (unless without z and marks, where it is dy), dx and dz [rows, D], NaN in dmarks, which comes as
     zeros, and with SUMS a share of the gradient of D."""
@@ -353,9 +295,7 @@ def pointwise_skip_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_read_backward(
-    dy,  # [rows, D]
-    o,  # [rows, D]
-    x,  # [rows, D]
+    dy, o, x,  # [rows, D]
     c,  # [rows, D // W]
     z,  # [rows, D] or None
     d,  # [rows, D // W]
@@ -367,10 +307,7 @@ def pointwise_read_backward(
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a
     strip of W columns."""

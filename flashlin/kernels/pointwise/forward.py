@@ -72,10 +72,7 @@ def opened(
     rows,  # rows in all
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
-    D: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """g + b [BT, BD] and e^A [1, BD]; a head of K columns has one A."""
     z = tile(g, first, rows, cols, there, D, BT)
@@ -95,11 +92,7 @@ def pointwise_gate(
     y,  # [rows, D]
     bound,
     rows,  # rows in all
-    D: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     """y [rows, D]; a head of K columns has one A."""
@@ -115,16 +108,14 @@ def pointwise_gate(
 
 @triton.jit
 def mixed(
-    h,  # [BT, BD]
-    delta,  # [BT, BD]
+    h, delta,  # [BT, BD]
     x,  # [D]
     y,  # [rows, D]
     first,  # the program's first row
     rows,  # rows in all
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
-    D: tl.constexpr,
-    BT: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr,
 ):
     """Store one output of a mix, h + delta x."""
     put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
@@ -132,25 +123,11 @@ def mixed(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_mix(
-    h,  # [rows, D]
-    delta,  # [rows, D]
-    xr,  # [D]
-    xw,  # [D]
-    xk,  # [D]
-    xv,  # [D]
-    xa,  # [D]
-    xg,  # [D]
-    yr,  # [rows, D]
-    yw,  # [rows, D]
-    yk,  # [rows, D]
-    yv,  # [rows, D]
-    ya,  # [rows, D]
-    yg,  # [rows, D]
+    h, delta,  # [rows, D]
+    xr, xw, xk, xv, xa, xg,  # [D]
+    yr, yw, yk, yv, ya, yg,  # [rows, D]
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Five or six y [rows, D]."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -168,15 +145,11 @@ def pointwise_mix(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_key(
-    k,  # [rows, D]
-    a,  # [rows, D]
+    k, a,  # [rows, D]
     c,  # [D]
     y,  # [rows, D]
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -188,18 +161,11 @@ def pointwise_key(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_correction(
-    o,  # [rows, D]
-    r,  # [rows, D]
-    k,  # [rows, D]
+    o, r, k,  # [rows, D]
     u,  # [D]
-    v,  # [rows, D]
-    g,  # [rows, D]
-    y,  # [rows, D]
+    v, g, y,  # [rows, D]
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]. A strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -245,10 +211,7 @@ def pointwise_scale(
     y,  # [rows, D]
     x_n,  # elements from one row of x to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; a strip of W columns is a head. With marks, rows that are not finite are marked."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -263,8 +226,7 @@ def pointwise_scale(
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_skip(
-    o,  # [rows, D]
-    x,  # [rows, D]
+    o, x,  # [rows, D]
     skip,  # [D // K] or None
     z,  # [rows, D] or None
     marks,  # [rows], fp32, or None
@@ -272,11 +234,7 @@ def pointwise_skip(
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; K columns share an element of skip."""
     block, _, cols, there = strip_of(D, W, BD)
@@ -303,8 +261,7 @@ def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def pointwise_read(
-    o,  # [rows, D]
-    x,  # [rows, D]
+    o, x,  # [rows, D]
     c,  # [rows, D // W]
     z,  # [rows, D] or None
     d,  # [rows, D // W]
@@ -312,10 +269,7 @@ def pointwise_read(
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,  # rows in all
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; a strip of W columns is a head."""
     block, _, cols, there = strip_of(D, W, BD)

@@ -45,8 +45,7 @@ SCRATCH = 2**30
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "R", "TS"])
 def recurrent_backward(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
     beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
@@ -54,22 +53,19 @@ def recurrent_backward(
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
     bonus,  # [HV, K]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
     states,  # [kept, HV, K, V], fp32
     do,  # [rows, HV, V]
     dht,  # like h0
-    dq,  # [NV, R, HV, K], fp32
-    dk,  # [NV, R, HV, K], fp32
+    dq, dk,  # [NV, R, HV, K], fp32
     dv,  # [rows, HV, V]
     dbeta,  # [NV, R, HV], fp32, or, PER_CHANNEL, [R, HV, V]
     dg,  # [NV, R, HV], fp32
     dgk,  # [NV, R, HV, K], fp32
     dgv,  # [R, HV, V], fp32
     dbonus,  # [NV, N, HV, K], fp32
-    da,  # [NV, R, HV, K], fp32
-    db,  # [NV, R, HV, K], fp32
+    da, db,  # [NV, R, HV, K], fp32
     dh0,  # like h0, fp32
     scratch,  # [programs, TS, BK, BV], fp32
     bounds,  # [N + 1]
@@ -80,18 +76,9 @@ def recurrent_backward(
     HV,  # heads of v
     R,  # rows in all
     TS,  # tokens of a segment
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DELTA: tl.constexpr,
-    BEFORE: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N,
     HV, K]; fp32. scratch [programs, TS, BK, BV] fp32."""

@@ -60,9 +60,7 @@ def decayed(
     i_h,  # the head
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BOUND: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr,
 ):
     """S after the decays of one token. row: token and value head."""
     if g is not None:
@@ -102,31 +100,22 @@ def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOI
 @triton.jit
 def updated(
     S,  # [BK, BV]
-    b_k,  # [BK]
-    b_p,  # [BK]
+    b_k, b_p,  # [BK]
     b_v,  # [BV]
     beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
     gamma,  # [HV]
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
-    a,  # [rows, HV, K]
-    b,  # [rows, HV, K]
+    a, b,  # [rows, HV, K]
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
     row,  # token and value head
     i_h,  # the head
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
-    K: tl.constexpr,
-    V: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RATE: tl.constexpr,
-    BOUND: tl.constexpr,
-    ERASE: tl.constexpr,
-    UNDECAYED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
+    RATE: tl.constexpr, BOUND: tl.constexpr, ERASE: tl.constexpr, UNDECAYED: tl.constexpr,
 ):
     """The state after one token. b_p: what DELTA's prediction reads the state with, UNDECAYED before it
     decays. RATE: what multiplies a is -a b. ERASE: beta multiplies v alone."""
@@ -189,8 +178,7 @@ def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "q_row", "k_row", "v_row"])
 def recurrent_forward(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
     beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
@@ -214,28 +202,12 @@ def recurrent_forward(
     H,  # heads of q and k
     HV,  # heads of v
     P,  # states of the pool
-    q_row,  # elements from one token to the next
-    k_row,  # elements from one token to the next
-    v_row,  # elements from one token to the next
+    q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state of h0 and ht to the next
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DELTA: tl.constexpr,
-    BEFORE: tl.constexpr,
-    REVERSE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RATE: tl.constexpr,
-    BOUND: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    ERASE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, L2NORM: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, ERASE: tl.constexpr,
     UNDECAYED: tl.constexpr,
 ):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the

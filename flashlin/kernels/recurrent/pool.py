@@ -26,8 +26,7 @@ from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "columns", "packed", "gaps", "counted",
                                "q_row", "k_row", "v_row"])
 def recurrent_pool(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
+    q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
     beta,  # [rows, HV]
     g,  # [rows, HV] or None
@@ -49,18 +48,10 @@ def recurrent_pool(
     packed,  # whether bounds tell where sequences lie
     gaps,  # whether rows outside of them have to be zeroed
     counted,  # whether accepted tells where to begin
-    q_row,  # elements from one token to the next
-    k_row,  # elements from one token to the next
-    v_row,  # elements from one token to the next
+    q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state to the next
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BOUND: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, BOUND: tl.constexpr,
 ):
     """Sequence n begins with the state at indices[n, accepted[n] - 1], or with zeros if that is column -1,
     and the states after its last ``columns`` tokens go to indices[n]. One that begins outside the pool is

@@ -34,8 +34,7 @@ def sequences_of(bounds, token, inside, N, steps):
 @triton.jit(do_not_specialize=["offset", "T", "N", "steps", "rows", "TR"])
 def rotary(
     x,  # [B, T, H, D]
-    cos,  # [TR, R]
-    sin,  # [TR, R]
+    cos, sin,  # [TR, R]
     offsets,  # [N] or None
     bounds,  # [N + 1] or None
     y,  # [B, T, H, D]
@@ -49,13 +48,8 @@ def rotary(
     along_h,  # by head
     onto_t,  # strides of y: by token
     onto_h,  # by head
-    H: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BACK: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):
     """y [B, T, H, D]; BACK turns the other way. A program: BT rows, each a head of a token, and BR pairs
     of channels."""

@@ -66,25 +66,18 @@ def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constex
 
 @triton.jit(do_not_specialize=["T", "b_count", "u_t", "s_t", "z_t", "y_t", "o_t"])
 def selective_backward(
-    dy,  # [b, D, T]
-    u,  # [b, D, T]
-    delta,  # [b, D, T]
+    dy, u, delta,  # [b, D, T]
     A,  # [D, W]
-    B,  # [b, G, N, T]
-    C,  # [b, G, N, T]
+    B, C,  # [b, G, N, T]
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
     states,  # [b, kept, D, W], fp32
     dlast,  # [b, D, W], fp32, or None
-    du,  # [b, D, T]
-    ddelta,  # [b, D, T]
-    dz,  # [b, D, T]
+    du, ddelta, dz,  # [b, D, T]
     dA,  # [b, D, W], fp32
-    dB,  # [strips, b, G, T, N], fp32
-    dC,  # [strips, b, G, T, N], fp32
-    dskip,  # [b, D], fp32
-    dbias,  # [b, D], fp32
+    dB, dC,  # [strips, b, G, T, N], fp32
+    dskip, dbias,  # [b, D], fp32
     scratch,  # [programs, SEGMENT / 2, BD, BN], fp32
     T,  # tokens
     b_count,  # rows of the batch
@@ -111,20 +104,9 @@ def selective_backward(
     o_b,  # of du, ddelta and dz: by row
     o_d,  # by channel
     o_t,  # by token
-    D: tl.constexpr,
-    N: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    U_TOGETHER: tl.constexpr,
-    S_TOGETHER: tl.constexpr,
-    Z_TOGETHER: tl.constexpr,
-    Y_TOGETHER: tl.constexpr,
-    O_TOGETHER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, G: tl.constexpr, U_TOGETHER: tl.constexpr,
+    S_TOGETHER: tl.constexpr, Z_TOGETHER: tl.constexpr, Y_TOGETHER: tl.constexpr, O_TOGETHER: tl.constexpr,
+    WHOLE: tl.constexpr, SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):
     """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, W], dskip and dbias [b, D]; for each
     strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,

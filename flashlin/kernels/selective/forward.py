@@ -187,11 +187,9 @@ def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl
 
 @triton.jit(do_not_specialize=["T", "u_t", "s_t", "z_t", "y_t"])
 def selective_forward(
-    u,  # [b, D, T]
-    delta,  # [b, D, T]
+    u, delta,  # [b, D, T]
     A,  # [D, W]
-    B,  # [b, G, N, T]
-    C,  # [b, G, N, T]
+    B, C,  # [b, G, N, T]
     skip,  # [D] or None
     z,  # [b, D, T] or None
     bias,  # [D] or None
@@ -219,19 +217,9 @@ def selective_forward(
     y_b,  # of y: by row
     y_d,  # by channel
     y_t,  # by token
-    D: tl.constexpr,
-    N: tl.constexpr,
-    W: tl.constexpr,
-    G: tl.constexpr,
-    U_TOGETHER: tl.constexpr,
-    S_TOGETHER: tl.constexpr,
-    Z_TOGETHER: tl.constexpr,
-    Y_TOGETHER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, G: tl.constexpr, U_TOGETHER: tl.constexpr,
+    S_TOGETHER: tl.constexpr, Z_TOGETHER: tl.constexpr, Y_TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
+    SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):
     """y, and states [b, kept, D, W] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
     BD channels of a row of the batch, with all their states."""

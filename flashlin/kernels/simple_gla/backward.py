@@ -62,8 +62,7 @@ from flashlin.kernels.splitting import by_decays, part_of
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dq(
     k,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
     h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
@@ -75,19 +74,9 @@ def simple_gla_dq(
     H,  # heads
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, where no gate wants its gradient."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -131,8 +120,7 @@ def simple_gla_dq(
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dk(
     q,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
     dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
@@ -144,19 +132,9 @@ def simple_gla_dk(
     H,  # heads
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dk, where no gate wants its gradient, walking the chunks backwards."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -213,11 +191,7 @@ def dstate_at(
     H,  # heads
     k0,  # first row of the tile, a multiple of SIDE
     v0,  # first column, a multiple of BV
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """Pointers to, and mask of, a [BK, BV] tile of the gradient of the state that leaves a chunk.
@@ -247,8 +221,7 @@ def dstate_at(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_dv(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
+    q, k,  # [rows, H // GROUP, K]
     do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
@@ -256,8 +229,7 @@ def simple_gla_dv(
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     dstates,  # see dstate_at, or None
-    rest,  # see dstate_at
-    tails,  # see dstate_at
+    rest, tails,  # see dstate_at
     bounds,  # [N + 1] or None
     scale,
     T,  # tokens of a sequence
@@ -265,20 +237,9 @@ def simple_gla_dv(
     H,  # heads
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SIDE: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    HAS_DH0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIDE: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+    V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dv [rows, H, V] and dh0, walking the chunks backwards with BV columns of the gradient of one head's
@@ -343,18 +304,9 @@ def simple_gla_states(
     H,  # heads
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """states [slots, H, K, V]: the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -382,17 +334,12 @@ def simple_gla_states(
 
 @triton.jit
 def grads_of_chunk(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    q, k,  # [rows, H, K]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one for each chunk
-    dstates,  # see dstate_at
-    rest,  # see dstate_at
-    tails,  # see dstate_at
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    dstates, rest, tails,  # see dstate_at
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
     scale,
     n,  # the chunk's sequence
@@ -402,14 +349,8 @@ def grads_of_chunk(
     i_h,  # the head
     H,  # heads
     R,  # elements of a line
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk [BT, K] and dg [BT] of one chunk and head, stored."""
     rows = tl.arange(0, BT)
@@ -461,17 +402,12 @@ def grads_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def simple_gla_grads(
-    q,  # [rows, H, K]
-    k,  # [rows, H, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    q, k,  # [rows, H, K]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one for each chunk
-    dstates,  # see dstate_at
-    rest,  # see dstate_at
-    tails,  # see dstate_at
-    dq,  # [rows, H, K]
-    dk,  # [rows, H, K]
+    dstates, rest, tails,  # see dstate_at
+    dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
     bounds,  # [N + 1] or None
     scale,
@@ -480,15 +416,8 @@ def simple_gla_grads(
     H,  # heads
     R,  # elements of a line
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk [rows, H, K] and dg [rows, H] of a chunk. S programs share a sequence."""
@@ -518,17 +447,13 @@ def simple_gla_grads(
 
 @triton.jit
 def grads_of_head(
-    b_q,  # [BT, BK]
-    b_k,  # [BT, BK]
+    b_q, b_k,  # [BT, BK]
     scores,  # [BT, BT]: of pairs i > j q_i . k_j
-    b_dq,  # [BT, BK], fp32
-    b_dk,  # [BT, BK], fp32
+    b_dq, b_dk,  # [BT, BK], fp32
     b_ds,  # [BT, BT], fp32
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
+    states, dstates,  # [slots, H, K, V], one for each chunk
     dg,  # [rows, H, NK], fp32
     scale,
     n,  # the chunk's sequence
@@ -539,13 +464,8 @@ def grads_of_head(
     H,  # heads
     R,  # elements of a line
     i_k,  # number of the channels
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The sums so far of dq and dk [BT, BK] of a chunk beyond the pairs in it, and of ds [BT, BT] of those
     pairs, one head further; stored is what these channels add to dg [BT]."""
@@ -585,15 +505,11 @@ def grads_of_head(
 
 @triton.jit
 def grads_of_share(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    q, k,  # [rows, H // GROUP, K]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, shares, K]
-    dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, shares, K]
     dg,  # [rows, H, NK], fp32
     scale,
     n,  # the chunk's sequence
@@ -604,15 +520,8 @@ def grads_of_share(
     H,  # heads
     R,  # elements of a line
     i_k,  # number of the channels
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk [BT, BK] of one chunk, summed over a share of a group's heads, and what these channels add to dg
     of each, stored."""
@@ -644,15 +553,11 @@ def grads_of_share(
 
 @triton.jit(do_not_specialize=["T", "N", "R", "S", "scale"])
 def simple_gla_shared(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
-    v,  # [rows, H, V]
-    do,  # [rows, H, V]
+    q, k,  # [rows, H // GROUP, K]
+    v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, shares, K]
-    dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, shares, K]
     dg,  # [rows, H, NK], fp32
     bounds,  # [N + 1] or None
     scale,
@@ -661,16 +566,8 @@ def simple_gla_shared(
     H,  # heads
     R,  # elements of a line
     S,  # programs to a sequence
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk [rows, shares, K] and dg [rows, H, NK] of a chunk, by BK channels. GROUP heads with one q and k

@@ -41,8 +41,7 @@ from flashlin.kernels.splitting import by_decays, part_of
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
 def simple_gla_scan(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
+    q, k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
@@ -56,19 +55,9 @@ def simple_gla_scan(
     H,  # heads
     R,  # elements of a line
     L,  # tokens of a part
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DECAY: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_HT: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GAPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to

@@ -134,8 +134,7 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, e
     o=lambda x: (x["H"] * x["V"], x["BT"], x["BV"]))
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "scale"])
 def simple_gla_overlapped(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
+    q, k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
@@ -148,16 +147,9 @@ def simple_gla_overlapped(
     R,  # elements of a line
     L,  # tokens of a part
     rows,  # of the batch
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # see compat/described.py
-    DECAY: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    HAS_HT: gl.constexpr,
-    V_FIRST: gl.constexpr,
+    DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """o and ht, as simple_gla_scan; BK is K. A program: BV columns of one head's state."""

@@ -162,8 +162,7 @@ def _leaving(x):
     rest=_leaving)
 @gluon.jit(do_not_specialize=["T", "R", "L", "rows", "slots", "scale"])
 def simple_gla_overlapped_back(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
+    q, k,  # [rows, H // GROUP, K]
     do,  # [rows, H, V], of q's dtype
     G,  # [H, R], fp32
     gamma,  # [H]
@@ -179,20 +178,11 @@ def simple_gla_overlapped_back(
     L,  # tokens of a part
     rows,  # of the batch
     slots,  # of dstates without SIDE
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    GROUPS: gl.constexpr,
+    V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # see compat/described.py
-    SIDE: gl.constexpr,
-    STATES: gl.constexpr,
-    DECAY: gl.constexpr,
-    HAS_DHT: gl.constexpr,
-    HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr,
-    GROUP: gl.constexpr,
+    SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
+    HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):
     """dv, dh0 and with STATES the gradients of the states that leave chunks, as simple_gla_dv; BK is K. A
     program: GROUPS, one or two, times BV columns of one head's state; with SIDE all of them."""

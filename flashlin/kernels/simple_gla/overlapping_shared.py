@@ -144,15 +144,12 @@ def _states(x):
 @described(q=_of_heads, k=_of_heads, v=_of_values, do=_of_values, states=_states, dstates=_states)
 @gluon.jit(do_not_specialize=["T", "R", "S", "rows", "slots", "scale"])
 def simple_gla_overlapped_shared(
-    q,  # [rows, H // GROUP, K]
-    k,  # [rows, H // GROUP, K]
+    q, k,  # [rows, H // GROUP, K]
     v,  # [rows, H, V]
     do,  # [rows, H, V], of q's dtype
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
-    dstates,  # [slots, H, K, V], one for each chunk
-    dq,  # [rows, shares, K]
-    dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one for each chunk
+    dq, dk,  # [rows, shares, K]
     dg,  # [rows, H, 2], fp32
     scale,
     T,  # tokens of a sequence, a multiple of BT
@@ -161,11 +158,7 @@ def simple_gla_overlapped_shared(
     S,  # chunks of a sequence
     rows,  # of the batch
     slots,  # of the states
-    BT: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    BH: gl.constexpr,
-    STAGES: gl.constexpr,
+    BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """dq, dk [rows, shares, K], shares of a group's heads of BH at most, and dg [rows, H, 2] of a chunk, as

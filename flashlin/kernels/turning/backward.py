@@ -41,16 +41,12 @@ def columns_of(even, odd, BR: tl.constexpr):
 
 @triton.jit
 def with_line(
-    even,  # [BT, BR]
-    odd,  # [BT, BR]
+    even, odd,  # [BT, BR]
     d,  # [N, H, K] or None
     at,  # n H + head
     row,  # the row of d, of the chunk
-    c,  # [BT, BR]
-    s,  # [BT, BR]
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
+    c, s,  # [BT, BR]
+    K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
     """Of a turned row's gradient, turned back, added to that of the row."""
     if d is not None:
@@ -78,24 +74,19 @@ def heads_of(G, H, S, shares):
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
 def turn_back(
-    q,  # [rows, G, K]
-    k,  # [rows, G, K]
-    q_bias,  # [H, K]
-    k_bias,  # [H, K]
+    q, k,  # [rows, G, K]
+    q_bias, k_bias,  # [H, K]
     weight,  # [rows, H]
     angle,  # [rows, H, R], fp32
     dq_turned,  # [rows, H, K]: of the q of the token behind
     dk_turned,  # [rows, H, K]
-    dq_first,  # [N, H, K] or None
-    dk_last,  # [N, H, K] or None
+    dq_first, dk_last,  # [N, H, K] or None
     dalike,  # [rows, H] or None
     dangle,  # [rows, H, R] or None
-    dq,  # [shares, rows, G, K], fp32
-    dk,  # [shares, rows, G, K], fp32
+    dq, dk,  # [shares, rows, G, K], fp32
     dweight,  # [rows, H], fp32
     dtheta,  # [rows, H, R], fp32
-    dq_bias,  # [slots, H, K], fp32
-    dk_bias,  # [slots, H, K], fp32
+    dq_bias, dk_bias,  # [slots, H, K], fp32
     table,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
@@ -105,11 +96,7 @@ def turn_back(
     S,  # programs to a sequence, group and share
     shares,  # of a group's heads
     rows,  # rows in all
-    K: tl.constexpr,
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Of the channels that are turned: the gradients of q and k, of a chunk's biases and angles, what the
     latter add up to, and the channels' part of the weights' gradients. A program: chunks of one group, with a
@@ -192,21 +179,16 @@ def with_rest(x, d, at, row, K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S", "shares", "rows"])
 def turn_back_rest(
-    q,  # [rows, G, K]
-    k,  # [rows, G, K]
-    q_bias,  # [H, K]
-    k_bias,  # [H, K]
+    q, k,  # [rows, G, K]
+    q_bias, k_bias,  # [H, K]
     weight,  # [rows, H]
     dq_turned,  # [rows, H, K]: of the q of the token behind
     dk_turned,  # [rows, H, K]
-    dq_first,  # [N, H, K] or None
-    dk_last,  # [N, H, K] or None
+    dq_first, dk_last,  # [N, H, K] or None
     dalike,  # [rows, H] or None
-    dq,  # [shares, rows, G, K], fp32
-    dk,  # [shares, rows, G, K], fp32
+    dq, dk,  # [shares, rows, G, K], fp32
     dweight_rest,  # [rows, H], fp32
-    dq_bias,  # [slots, H, K], fp32
-    dk_bias,  # [slots, H, K], fp32
+    dq_bias, dk_bias,  # [slots, H, K], fp32
     bounds,  # [N + 1] or None
     T,  # tokens of a sequence
     N,  # sequences
@@ -215,11 +197,7 @@ def turn_back_rest(
     S,  # programs to a sequence, group and share
     shares,  # of a group's heads
     rows,  # rows in all
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BX: tl.constexpr,
-    VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """As turn_back, of the channels that are not turned."""
     n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
@@ -270,10 +248,7 @@ def turn_finish(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence and head
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    VARLEN: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """The gradients of angles and steps, and of where sequences begin."""
     program = tl.program_id(0)

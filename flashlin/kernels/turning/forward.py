@@ -32,9 +32,7 @@ def turns(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
     """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the
     end."""
@@ -55,10 +53,7 @@ def turn_totals(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence and head
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    VARLEN: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """By how many turns each chunk turns."""
     program = tl.program_id(0)
@@ -82,11 +77,7 @@ def turn_carry(
     T,  # tokens of a sequence
     N,  # sequences
     H,  # heads
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BS: tl.constexpr,
-    BR: tl.constexpr,
-    BACK: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """What the chunks before each add up to, began, in radians, included; BACK those behind it. A program: a
@@ -129,9 +120,7 @@ def thetas(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
+    R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
     """[BT, BR] angles in 0 .. 2 pi; NaN from where one is not finite."""
     pairs = tl.arange(0, BR)
@@ -157,11 +146,7 @@ def loaded(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    D: tl.constexpr,
-    d0: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    ABOVE: tl.constexpr,
+    D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ABOVE: tl.constexpr,
 ):
     """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the
     first."""
@@ -186,10 +171,7 @@ def stored(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    D: tl.constexpr,
-    d0: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store [BT, BD] into a [rows, H, D] tensor, from column d0 on."""
     rows = tl.arange(0, BT)
@@ -238,10 +220,7 @@ def put_q(
     i_h,  # the head
     n,  # the sequence
     H,  # heads
-    K: tl.constexpr,
-    d0: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store the q of tokens a row earlier, and a zero for the last of the sequence before."""
     is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
@@ -262,10 +241,7 @@ def put_k(
     i_h,  # the head
     n,  # the sequence
     H,  # heads
-    K: tl.constexpr,
-    d0: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store the k of tokens times their weights, and the sequence's last without."""
     stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
@@ -276,18 +252,14 @@ def put_k(
 
 @triton.jit(do_not_specialize=["T", "N", "G", "H", "S"])
 def turn(
-    q,  # [rows, G, K]
-    k,  # [rows, G, K]
-    q_bias,  # [H, K]
-    k_bias,  # [H, K]
+    q, k,  # [rows, G, K]
+    q_bias, k_bias,  # [H, K]
     angles,  # [rows, H, R]
-    step,  # [rows, H]
-    weight,  # [rows, H]
+    step, weight,  # [rows, H]
     carried,  # [slots, H, R], fp64
     q_turned,  # [1 + rows, H, K]
     k_turned,  # [rows, H, K]
-    q_first,  # [N, H, K]
-    k_last,  # [N, H, K]
+    q_first, k_last,  # [N, H, K]
     alike,  # [rows, H], fp32
     angle,  # [rows, H, R], fp32
     bounds,  # [N + 1] or None
@@ -296,11 +268,7 @@ def turn(
     G,  # groups
     H,  # heads
     S,  # programs to a sequence and head
-    K: tl.constexpr,
-    R: tl.constexpr,
-    BT: tl.constexpr,
-    BR: tl.constexpr,
-    BX: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """q of each head, turned, a token earlier; k, turned, times its weight; q . k; and the angle. The first 2
