@@ -158,18 +158,11 @@ def conv_backward_state(
 
 def run(
     plan: Plan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    h0: Tensor | None,
-    bounds: Tensor | None,
+    x: Tensor, weight: Tensor,
+    bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
     dy: Tensor,
     dht: Tensor | None,
-    silu: bool,
-    needs_dx: bool,
-    needs_dweight: bool,
-    needs_dbias: bool,
-    needs_dh0: bool,
+    silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
     as their tensors. What forward.run got, and the contiguous gradients of what it gave."""

@@ -243,14 +243,9 @@ def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
 
 def run(
     plan: Plan,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    h0: Tensor | None,
-    bounds: Tensor | None,
-    silu: bool,
-    has_ht: bool,
+    x: Tensor, weight: Tensor,
+    bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
+    silu: bool, has_ht: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows

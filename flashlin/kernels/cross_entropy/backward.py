@@ -56,14 +56,10 @@ def cross_entropy_backward(
 
 def run(
     plan: Plan,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor,
     scale: float,
     cap: float | None,
-    smoothing: float,
-    squares: float,
+    smoothing: float, squares: float,
     ignore_index: int,
     in_place: bool,
 ) -> Tensor:

@@ -23,14 +23,10 @@ def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothi
 
 
 def gradients(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor,
     scale: float,
     cap: float | None,
-    smoothing: float,
-    squares: float,
+    smoothing: float, squares: float,
     ignore_index: int,
 ) -> Tensor:
     """dlogits in logits' dtype, by the formula in backward.py: for where there is no autograd."""

@@ -27,13 +27,8 @@ def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows(
-    h: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g: torch.Tensor | None,
-    p: torch.Tensor | None,
+    h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
+    g: torch.Tensor | None, p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     T, length = q.shape[1], chunk_length(q.shape[1])
     before = p is not None

@@ -25,14 +25,8 @@ def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows(
-    h: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    beta: torch.Tensor | None,
+    h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    a: torch.Tensor | None, b: torch.Tensor | None, beta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     T, length = q.shape[1], chunk_length(q.shape[1])
     q, k, v, g = (chunks(x, length) for x in (q, k, v, g))

@@ -186,16 +186,8 @@ def conv_window(
 
 def update(
     plan: Plan,
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    indices: Tensor | None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, indices: Tensor | None,
     softplus: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -220,12 +212,8 @@ def update(
 
 def convolve(
     plan: Plan,
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seqlens: Tensor | None,
-    indices: Tensor | None,
+    x: Tensor, state: Tensor, weight: Tensor,
+    bias: Tensor | None, seqlens: Tensor | None, indices: Tensor | None,
     silu: bool,
     dtype: torch.dtype,
 ) -> Tensor:

@@ -9,15 +9,8 @@ from flashlin.kernels.plain import wide
 
 
 def step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as

@@ -10,14 +10,9 @@ from flashlin.kernels.plain import widest
 
 def run(
     x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
+    residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
     eps: float,
-    kind: int,
-    activation: int = NO_GATE,
-    groups: int = 1,
+    kind: int, activation: int = NO_GATE, groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """(y, x + residual), both in fp32, or in float64 if any tensor is. Arguments as forward.run."""
     compute = widest(x, residual, weight, bias, gate)

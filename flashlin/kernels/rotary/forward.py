@@ -105,15 +105,10 @@ def rotary(
 
 def run(
     plan: Plan,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    x: Tensor, cos: Tensor, sin: Tensor,
     offset: int,
-    offsets: Tensor | None,
-    bounds: Tensor | None,
-    interleaved: bool,
-    back: bool,
-    in_place: bool,
+    offsets: Tensor | None, bounds: Tensor | None,
+    interleaved: bool, back: bool, in_place: bool,
 ) -> Tensor:
     """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens
     and contiguous channels; cos, sin [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1]

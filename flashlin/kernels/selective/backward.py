@@ -248,14 +248,8 @@ def selective_backward(
 
 def run(
     plan: Plan,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     states: Tensor,
     softplus: bool,
     dy: Tensor,

@@ -281,14 +281,8 @@ def selective_forward(
 
 def run(
     plan: Plan,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments
@@ -312,15 +306,10 @@ def run(
 
 
 def arguments(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None,
     *,
-    z: Tensor | None,
-    bias: Tensor | None,
+    z: Tensor | None, bias: Tensor | None,
     softplus: bool,
     like_y: Tensor,
 ) -> dict[str, Any]:

@@ -13,14 +13,8 @@ BLOCK = 64  # tokens whose states are there at once: with b, D and N they are wh
 
 
 def run(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) in float32, or float64 if a tensor is. u, delta, z [b, D, T], A
