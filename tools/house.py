@@ -1,17 +1,22 @@
 """The figures this project's order is judged by, of one checkout.
 
-Standard library only; nothing of the checkout is imported or run.
+Standard library only. Nothing of the checkout is imported or run, except in the child process of ``--steps``.
 """
 from __future__ import annotations
 
 import argparse
 import ast
 import json
+import os
 import re
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ABOUT = """Counts, over a checkout, what makes a project of this kind hard to enter and to change:
 hand-written copies, calls that tell their arguments apart by position only, long lines, and how many files
@@ -25,14 +30,27 @@ An old commit's figures, and today's:
 A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files and folders that its second
 column names, which are edited by hand. A place is a path in backticks, from the root of the checkout or from
 flashlin/, and must exist. The third column, commands to run afterwards and what they write, is not counted.
+
+--steps runs one call of chunk_simple_gla in a child process that imports the checkout, and lists the functions
+of flashlin/ between the op and its first kernel. The call is planned for an H100 and starts no kernel; torch
+has to be installed. A step is a function, however often it runs: comprehensions and generator expressions are
+no functions. The path begins with the op and ends with `start` of compat/launch.py, both included. Of
+backward, which is a row of its own, the path begins where autograd enters flashlin/. Two calls that differ
+from the counted one in `scale` alone come first. So imports, plans and caches are warm, but no replay of an
+earlier call can take the place of the path.
 """
 EXAMPLES = """examples:
   python tools/house.py                        this checkout
   python tools/house.py --where positional     the calls that are counted, each with its line
   python tools/house.py --json | jq .figures   for a script
+  python tools/house.py --steps FOLDER         the steps of a call in another checkout
+  python tools/house.py --steps --json | jq -r '.forward.path[]'
 """
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
+# Of --steps: the machine that the call is planned for, and names of code that is no function.
+TARGET = "H100,triton=3.6.0"
+EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
 RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
 # Where releases belong: the table of them, and what is known of single ones, with its proofs.
@@ -46,6 +64,10 @@ class Source(NamedTuple):
     name: str
     lines: list[str]
     nodes: list[ast.AST]
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     def at(self, node: ast.AST) -> str:
         return f"{self.name}:{getattr(node, 'lineno', 1)}"
@@ -125,7 +147,38 @@ class House:
                           and side[:1] in ((2,), (3,)) and "release" in ast.unparse(node)]
         return found
 
+    def run_files(self) -> list[str]:
+        """Files of flashlin/ with a top-level function named run."""
+        return [source.name for source, node in self.nodes("flashlin") if isinstance(node, ast.Module)
+                and any(isinstance(one, ast.FunctionDef) and one.name == "run" for one in node.body)]
+
+    def import_cycles(self) -> list[str]:
+        """Groups of modules of flashlin/ that import each other, also late or for type checkers."""
+        graph = {source.module: set[str]() for source in self.sources if source.name.startswith("flashlin/")}
+        for source, node in self.nodes("flashlin"):
+            names = [one.name for one in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            for name in names:
+                whole = f"{node.module}.{name}" if isinstance(node, ast.ImportFrom) else name
+                imported = whole if whole in graph else whole.rpartition(".")[0]
+                graph[source.module] |= {imported} & graph.keys()
+        groups = {frozenset(there for there in reached(graph, module) if module in reached(graph, there))
+                  for module in graph}
+        return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)
+
     # --- figures of another kind ---
+
+    def code_lines(self) -> int:
+        """Lines of flashlin/ without docstrings and comment lines; blank lines count."""
+        dropped = set[tuple[str, int]]()
+        for source, node in self.nodes("flashlin"):
+            if (isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                    and ast.get_docstring(node, clean=False) is not None):
+                first = node.body[0]
+                dropped |= {(source.name, at) for at in range(first.lineno, (first.end_lineno or 0) + 1)}
+        ours = [source for source in self.sources if source.name.startswith("flashlin/")]
+        dropped |= {(source.name, at) for source in ours for at, line in enumerate(source.lines, 1)
+                    if line.lstrip().startswith("#")}
+        return sum(len(source.lines) for source in ours) - len(dropped)
 
     def width(self) -> float:
         """Of all lines of Python, the percentage over 110 columns."""
@@ -146,6 +199,17 @@ class House:
         return Walk(thing, named, missing)
 
 
+def reached(graph: dict[str, set[str]], module: str) -> set[str]:
+    """Modules that can be reached by one import or more."""
+    found, waiting = set[str](), [*graph[module]]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += graph[one]
+    return found
+
+
 def last_name(node: ast.AST) -> str:
     """``c`` of ``a.b.c``, also called."""
     if isinstance(node, ast.Call):
@@ -163,8 +227,8 @@ def value(node: ast.expr) -> object:
 
 PLACES = {"root files": House.root_files, "custom ops": House.custom_ops, "positional": House.positional,
           "undocumented": House.undocumented, "fp32": House.fp32, "releases": House.releases,
-          "wide": House.wide}
-NUMBERS = {"width": House.width}
+          "wide": House.wide, "run files": House.run_files, "import cycles": House.import_cycles}
+NUMBERS: dict[str, Callable[[House], float]] = {"width": House.width, "code lines": House.code_lines}
 
 
 def figures(house: House) -> dict[str, float]:
@@ -174,12 +238,98 @@ def figures(house: House) -> dict[str, float]:
 
 def text(house: House) -> str:
     about = {name: function.__doc__ for name, function in {**PLACES, **NUMBERS}.items()}
-    lines = [f"{number:>10}  {name:<13} {about[name]}" for name, number in figures(house).items()]
+    lines = [f"{number:>10}  {name:<14} {about[name]}" for name, number in figures(house).items()]
     lines += ["", "walks: the files and folders that a new thing touches"]
     for walk in house.walks():
         lines.append(f"{len(walk.places):>10}  {walk.thing}: {', '.join(walk.places)}")
         lines += [f"{'':>12}not there: {name}" for name in walk.missing]
     return "\n".join(lines)
+
+
+# --- the steps of a call ---
+
+
+class Frame(NamedTuple):
+    """A call of a function: the file from flashlin/, the function's name and its first line."""
+    file: str
+    function: str
+    line: int
+
+
+def steps(checkout: Path) -> dict[str, dict[str, Any]]:
+    """Count the steps of a chunked call in a child process; see ``ABOUT``."""
+    with tempfile.TemporaryDirectory() as home:  # no verdicts of this machine, and no compiled kernels
+        variables = {"TRITON_INTERPRET": "0", "FLASHLIN_HOME": home, "TRITON_CACHE_DIR": home}
+        done = subprocess.run([sys.executable, __file__, "--watch", str(checkout)], text=True, check=False,
+                              capture_output=True, cwd=checkout, env={**os.environ, **variables})
+    if done.returncode:
+        raise SystemExit(f"house: the call in {checkout} failed: {done.stderr.strip()[-2000:]}")
+    paths = json.loads(done.stdout.splitlines()[-1])
+    return {row: counted([Frame(*one) for one in path]) for row, path in paths.items()}
+
+
+def counted(path: list[Frame]) -> dict[str, Any]:
+    files = {frame.file for frame in path}
+    return {"steps": len(set(path)), "calls": len(path), "files": len(files),
+            "folders": len({Path(file).parent for file in files}),
+            "path": [f"flashlin/{file}:{line} {function}" for file, function, line in dict.fromkeys(path)]}
+
+
+def watch(checkout: Path) -> dict[str, list[Frame]]:
+    """In the child: return the calls of each path, in order."""
+    sys.path[0] = str(checkout)
+    import torch
+
+    import flashlin
+    from flashlin.compat.target import parse
+    from flashlin.testing.record import recording
+    home = os.path.join(os.path.dirname(os.path.realpath(str(flashlin.__file__))), "")
+    if Path(home).parent != checkout:
+        raise SystemExit(f"imported {home}, need {checkout}")
+    frames: list[Frame] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        file = os.path.realpath(code.co_filename)
+        if event == "call" and file.startswith(home) and code.co_name not in EXPRESSIONS:
+            frames.append(Frame(Path(file).relative_to(home).as_posix(), code.co_name, code.co_firstlineno))
+
+    def to_start(function: Callable[[], Any]) -> tuple[Any, list[Frame]]:
+        frames.clear()
+        sys.setprofile(note)
+        try:
+            result = function()
+        finally:
+            sys.setprofile(None)
+        ends = [at for at, frame in enumerate(frames) if frame[:2] == ("compat/launch.py", "start")]
+        if not ends:
+            raise SystemExit("no function `start` of compat/launch.py was called")
+        return result, frames[:ends[0] + 1]
+
+    def call(scale: float, gradients: bool) -> Any:
+        q, k, v = (torch.zeros(2, 256, 4, 128, dtype=torch.bfloat16, requires_grad=gradients) for _ in "qkv")
+        g = torch.zeros(2, 256, 4, requires_grad=gradients)
+        return flashlin.chunk_simple_gla(q, k, v, g, scale=scale)[0]
+
+    paths = {}
+    with recording(parse(TARGET)):
+        for gradients in (False, True):
+            for scale in (0.25, 0.5):
+                o = call(scale, gradients)
+                if gradients:
+                    o.sum().backward()
+            o, path = to_start(partial(call, 0.75, gradients))
+            paths["forward with gradients" if gradients else "forward"] = path
+        total = o.sum()
+        _, paths["backward"] = to_start(total.backward)
+    return paths
+
+
+def table_of_steps(rows: dict[str, dict[str, Any]]) -> str:
+    names = ("steps", "calls", "files", "folders")
+    lines = ["".join(f"{name:>8}" for name in names) + "  from the op, or backward, to the first kernel"]
+    return "\n".join([*lines, *("".join(f"{row[name]:>8}" for name in names) + f"  {about}"
+                                for about, row in rows.items())])
 
 
 def main() -> None:
@@ -191,9 +341,17 @@ def main() -> None:
     style.add_argument("--json", action="store_true", help="figures and walks as JSON on stdout")
     style.add_argument("--where", choices=sorted(PLACES), metavar="FIGURE",
                        help=f"list what is counted: {', '.join(PLACES)}")
+    parser.add_argument("--steps", action="store_true", help="count the steps of a call instead")
+    parser.add_argument("--watch", action="store_true", help=argparse.SUPPRESS)  # the child of --steps
     given = parser.parse_args()
+    if given.watch:
+        print(json.dumps(watch(given.checkout)))
+        return
     house = House(given.checkout.resolve())
-    if given.where:
+    if given.steps:
+        rows = steps(house.root)
+        print(json.dumps(rows, indent=2) if given.json else table_of_steps(rows))
+    elif given.where:
         print(*PLACES[given.where](house), sep="\n")
     elif given.json:
         walks = {walk.thing: {"places": walk.places, "missing": walk.missing} for walk in house.walks()}
