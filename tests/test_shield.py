@@ -16,6 +16,7 @@ import triton
 import flashlin
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
+from flashlin.compat.traits import HALVES, with_operands
 from flashlin.guards import limits
 from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.shield import source
@@ -272,13 +273,22 @@ def test_all_remedies_at_once() -> None:
 def test_traits_are_read_from_the_source_and_from_what_it_calls() -> None:
     helper, scan, product, precise = (source.of(getattr(foreign, name))
                                       for name in ("through_a_helper", "states", "product", "precise"))
-    assert helper.dot and not helper.state and scan.dot and scan.state and product.dot and not product.state
-    assert precise.wide and not precise.any_precision and not scan.wide and scan.any_precision
-    assert not source.of(foreign.scaled).dot
-    assert source.traits(scan, frozenset({"bfloat16"}), 256) >= {"dot", "half_dot", "bf16", "rmw_acc",
-                                                                 "tall_state"}
-    assert source.traits(product, frozenset({"float32"}), 64) == {"dot", "fp32_dot", "tf32_dot",
-                                                                  "any_precision"}
+    assert helper.traits == product.traits == {"dot", "any_precision"}
+    assert scan.traits == {"dot", "any_precision", "rmw_acc", "fresh_acc"}
+    assert precise.wide and "any_precision" not in precise.traits and not scan.wide
+    assert "dot" not in source.of(foreign.scaled).traits
+
+
+def test_traits_of_operands_follow_from_their_types_and_the_tile() -> None:
+    scan, product = (source.of(getattr(foreign, name)).traits for name in ("states", "product"))
+    halves = frozenset({"bfloat16"})
+    assert with_operands(scan, halves, tile=(("K", 256),)) == scan | {"half_dot", "bf16", "tall_state"}
+    assert with_operands(product, frozenset({"float32"}), tile=(("K", 64),)) == product | {"fp32_dot", "tf32_dot"}
+    assert with_operands(product, HALVES) == product | {"half_dot", "bf16", "both_halves"}
+    # on fp32 copies, and where the kernel itself makes 16-bit operands
+    copied = with_operands(with_operands(product, HALVES), frozenset({"float32"}))
+    assert copied == product | {"fp32_dot", "tf32_dot"}
+    assert with_operands(product, frozenset(), half=True) == product | {"half_dot"}
 
 
 @pytest.mark.parametrize(("loop", "state"), [
@@ -287,7 +297,7 @@ def test_traits_are_read_from_the_source_and_from_what_it_calls() -> None:
     ("o = o * a\n    o = tl.dot(p, v, o)", False), ("o += tl.dot(q, k)", False),
     ("h = d * h\n    o = tl.dot(input=h, other=q)", True)])
 def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, state: bool) -> None:
-    assert source.read(f"def f():\n  for i in range(3):\n    {loop}").state is state
+    assert ("rmw_acc" in source.read(f"def f():\n  for i in range(3):\n    {loop}").traits) is state
 
 
 @pytest.mark.parametrize(("loop", "summed", "peeked"), [
@@ -306,8 +316,8 @@ def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, sta
     # that of the loop inside begins with what is no constant
     ("for j in range(3):\n      o += tl.sum(tl.load(x), 1)\n    tl.store(p, o)", True, False)])
 def test_sums_of_rows_that_a_loop_adds_up(loop: str, summed: bool, peeked: bool) -> None:
-    found = source.read(f"def f():\n  for i in range(3):\n    {loop}")
-    assert (found.summed, found.peeked) == (summed, peeked)
+    found = source.read(f"def f():\n  for i in range(3):\n    {loop}").traits
+    assert ("row_sums" in found, "read_row_sums" in found) == (summed, peeked)
 
 
 def test_a_sum_that_its_loop_reads_is_refused_where_it_would_be_wrong() -> None:

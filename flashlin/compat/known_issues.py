@@ -12,14 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flashlin.compat.target import USUAL_CARD, Target
+from flashlin.compat.traits import trait_set
 from flashlin.compat.versions import affected, between
 
-# Traits that are facts of a tile, not of what is computed: recipes have candidates without them. All are
-# about chunks of 64 tokens.
-# narrow_state: a program's part of the state has fewer than 64 rows or columns.
-# narrow_scores: a program multiplies fewer than 64 channels at a time.
-# narrow_grads: a program takes fewer than 32 channels at a time, or fewer than 64 and more than 32 columns.
-TILE_FACTS = frozenset({"narrow_state", "narrow_scores", "narrow_grads"})
 PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
     (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
 PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLACKWELL, SM11)
@@ -102,10 +97,10 @@ _PROVEN_HERE_ONLY = _PROVEN + "; no public thread known"
 _NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
 _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
-_TUNED = frozenset({"autotuned"})  # of no launch: tuning comes before it
-_DOT, _HALF_DOT = frozenset({"dot"}), frozenset({"half_dot"})
+_TUNED = trait_set("autotuned")  # of no launch: tuning comes before it
+_DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
 # of other packages' kernels only
-_FOREIGN, _FOREIGN_DOT = frozenset({"foreign"}), frozenset({"foreign", "half_dot"})
+_FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
 ILLEGAL = "an illegal memory access was encountered"
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
 
@@ -122,7 +117,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "sm_75",
         symptoms=("Feature '.bf16' requires .target sm_80 or higher",
                   "Feature 'cvt.bf16.f32' requires .target sm_80 or higher", "IndexError: map::at"),
-        fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=frozenset({"bf16"}),
+        fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=trait_set("bf16"),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
         proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16",
@@ -138,7 +133,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="mma-to-mma-volta",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
         symptoms=("mma -> mma layout conversion is only supported on Ampere",),
-        fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "mixed_sum"}),
+        fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=trait_set("half_dot", "mixed_sum"),
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_TRITON + "4492",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
@@ -147,7 +142,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "state stored [V, K]",
         symptoms=("Unsupported Shared -> DotOperand[MMAv1] conversion",
                   "LLVM ERROR: Failed to emit transfer from register to shared"),
-        fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=frozenset({"half_dot", "v_first"}),
+        fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=trait_set("half_dot", "v_first"),
         need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(
@@ -171,7 +166,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="tf32-dot-turing-32",
         effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
         symptoms=("IndexError: map::at",),
-        fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=frozenset({"tf32_dot"}),
+        fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=trait_set("tf32_dot"),
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
         remedies=("torch_path",), url=_FLA + "75", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
@@ -200,7 +195,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "(3.0, 3.1)",
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
-        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"tall_state", "half_dot"}),
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("tall_state", "half_dot"),
         min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
         remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known",
@@ -212,7 +207,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "3.1); beside fewer columns it compiles, and nobody has run it",
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
-        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"),
         min_warps=4, need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
@@ -221,7 +216,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "columns, with one stage, or rows, with two; or columns with any, where a tensor does not "
                "begin at a multiple of 16 bytes, since nothing is on its way then (the chunk ops copy these)",
         symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_state"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"),
         min_warps=4,
         need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with "
              "one, but not with two; nobody has run another release)",
@@ -231,7 +226,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
                "channels at a time",
         symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_scores"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_scores"),
         min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
@@ -239,7 +234,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
                "channels at a time, or fewer than 64 beside more than 32 columns",
         symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=frozenset({"half_dot", "narrow_grads"}),
+        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_grads"),
         min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
         remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
@@ -303,21 +298,21 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="Failed to hoist tmem_store: a state that takes the difference of two products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
-        traits=frozenset({"half_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
+        traits=trait_set("half_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
-        traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, need="at most 2 warps, or Triton 3.5",
+        traits=trait_set("tf32_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
         remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
         symptoms=("Pipeline failed while executing [`TritonGPUAssignLatencies`",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
-        traits=frozenset({"tf32_dot", "rmw_acc"}), min_warps=4, min_stages=2,
+        traits=trait_set("tf32_dot", "rmw_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",),
         proof=_PROVEN_HERE_ONLY, confidence="compiled"),
     KnownIssue(
@@ -326,7 +321,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "loop has made",
         symptoms=("operand #2 does not dominate this use",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
-        traits=frozenset({"dot", "fresh_acc"}), min_warps=4, min_stages=2,
+        traits=trait_set("dot", "fresh_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
         url=_FLA + "638", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
@@ -334,14 +329,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results: two products a turn into one accumulator, which also take a third "
                "buffer",
         since="3.4.0", fixed_in="3.9.0", capabilities=(BLACKWELL, SM12),
-        traits=frozenset({"dot", "chained_acc"}), min_warps=4, min_stages=2,
+        traits=trait_set("dot", "chained_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
         url=_TRITON + "10821",
         proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5"),
     KnownIssue(
         id="blackwell-tcgen05-state",
         effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
-        since="3.3.0", capabilities=(BLACKWELL, SM12), traits=frozenset({"dot", "rmw_acc"}), min_warps=4,
+        since="3.3.0", capabilities=(BLACKWELL, SM12), traits=trait_set("dot", "rmw_acc"), min_warps=4,
         min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",),
         url=_TRITON + "10993",
         proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand"),
@@ -393,7 +388,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-dot-trans-dot-32",
         effect="silently wrong values: a product whose operand is a transposed product",
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER,
-        traits=frozenset({"foreign", "dot"}), min_warps=4, need="at most 2 warps, or another Triton",
+        traits=trait_set("foreign", "dot"), min_warps=4, need="at most 2 warps, or another Triton",
         url=_TRITON + "6124", proof="the thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
@@ -418,7 +413,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
         symptoms=("Feature '.bf16' requires .target sm_80 or higher",),
-        since="3.9.0", capabilities=PRE_AMPERE, traits=frozenset({"both_halves"}),
+        since="3.9.0", capabilities=PRE_AMPERE, traits=trait_set("both_halves"),
         need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
         confidence="compiled"),
     KnownIssue(
@@ -427,14 +422,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "sums, or maxima, of a tile's rows, as the tile was loaded, where what it ends with is not "
                "read exactly once",
         symptoms=("Assertion `loopResult.hasOneUse()' failed",),
-        fixed_in="3.8.0", traits=frozenset({"foreign", "row_sums"}),
+        fixed_in="3.8.0", traits=trait_set("foreign", "row_sums"),
         need="tiles that are added up in the loop and summed after it, or Triton 3.8",
         url="https://github.com/triton-lang/triton/pull/11682", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="row-sums-read-inside",
         effect="silently wrong values: a loop that adds up the sums, or maxima, of a tile's rows, as the "
                "tile was loaded, and reads them in between, which gives what it began with",
-        fixed_in="3.9.0", traits=frozenset({"foreign", "read_row_sums"}),
+        fixed_in="3.9.0", traits=trait_set("foreign", "read_row_sums"),
         need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
         remedies=("torch_path",), url=_TRITON + "11836",
         proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant"),
@@ -451,29 +446,29 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
-        since="3.9.0", traits=frozenset({"make_block_ptr"}), need="pointers and masks, or Triton 3.8",
+        since="3.9.0", traits=trait_set("make_block_ptr"), need="pointers and masks, or Triton 3.8",
         url=_TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
         confidence="compiled"),
     KnownIssue(
         id="gather-32", effect="AttributeError: triton.language has no gather",
         symptoms=("module 'triton.language' has no attribute 'gather'",),
-        fixed_in="3.3.0", traits=frozenset({"gather"}), need="Triton 3.3", url=_FLA + "329", proof=_PROVEN,
+        fixed_in="3.3.0", traits=trait_set("gather"), need="Triton 3.3", url=_FLA + "329", proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
         id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
         symptoms=("module 'triton.language' has no attribute 'make_tensor_descriptor'",),
-        fixed_in="3.4.0", traits=frozenset({"make_tensor_descriptor"}), need="Triton 3.4", url=_FLA + "550",
+        fixed_in="3.4.0", traits=trait_set("make_tensor_descriptor"), need="Triton 3.4", url=_FLA + "550",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="descriptors-allocator",
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
         symptoms=("Kernel requires a runtime memory allocation, but no allocator was set",),
-        since="3.4.0", capabilities=(HOPPER, END), traits=frozenset({"make_tensor_descriptor"}),
+        since="3.4.0", capabilities=(HOPPER, END), traits=trait_set("make_tensor_descriptor"),
         need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread"),
     KnownIssue(
         id="bf16-atomics-33", effect="atomic_add does not support bf16",
         symptoms=("ValueError: atomic_add does not support bf16",),
-        fixed_in="3.4.0", traits=frozenset({"atomic_add", "bf16"}), need="sums in fp32, or Triton 3.4",
+        fixed_in="3.4.0", traits=trait_set("atomic_add", "bf16"), need="sums in fp32, or Triton 3.4",
         url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
@@ -495,14 +490,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="illegal access, an aperture violation or a hang: a pipelined loop over block pointers",
         symptoms=("HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION",
                   "pipeliner doesn't know how to predicate this op"),
-        since="3.5.0", fixed_in="3.9.0", amd=("gfx942", "gfx950"), traits=frozenset({"make_block_ptr"}),
+        since="3.5.0", fixed_in="3.9.0", amd=("gfx942", "gfx950"), traits=trait_set("make_block_ptr"),
         min_stages=2, need="one stage, or pointers and masks",
         url="https://github.com/ROCm/triton/issues/937",
         proof="the thread, of chunk_delta_h as vllm has it; 3.9 has no block pointers"),
     KnownIssue(
         id="amd-pingpong",
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
-        amd=("gfx942",), traits=frozenset({"dot", "foreign"}), min_warps=8, min_stages=2,
+        amd=("gfx942",), traits=trait_set("dot", "foreign"), min_warps=8, min_stages=2,
         need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
         url=_TRITON + "11696", proof="the thread"),
     KnownIssue(

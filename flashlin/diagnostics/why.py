@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 from flashlin.compat.known_failures import KNOWN_FAILURES, Failure
 from flashlin.compat.known_flaws import KNOWN_FLAWS, Flaw
 from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
-from flashlin.kernels.shield.source import LACKING
+from flashlin.compat.traits import LACKING
 from flashlin.kernels.variants import VARIANTS
 
 BLOCK = 1 << 20  # characters or bytes that are read at once

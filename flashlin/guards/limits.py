@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flashlin.compat.known_issues import TILE_FACTS, KnownIssue, issues_here
+from flashlin.compat.known_issues import KnownIssue, issues_here
 from flashlin.compat.target import GPUS, Target
+from flashlin.compat.traits import TILE_FACTS
 from flashlin.compat.versions import release
 from flashlin.guards.family import Family
 from flashlin.guards.problem import PARTS, Launch, Problem, Reason

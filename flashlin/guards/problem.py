@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flashlin.compat.target import Target
+from flashlin.compat.traits import trait_set, with_operands
 
 # The dtypes of the ops by torch's names, each with its usual short ones.
 DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"),
@@ -23,7 +24,6 @@ def dtype_name(given: object) -> str:
 
 
 PARTS = "parts"  # in Problem.avoid: sequences stay whole
-OVERLAPPED = "overlapped"  # a trait: loads, products and stores run beside each other
 
 
 class Problem(NamedTuple):
@@ -78,10 +78,20 @@ class Problem(NamedTuple):
                          f"path={self.path}"])
 
 
+def operands_of(problem: Problem) -> str:
+    """The dtype of what our kernels load: of fp32 copies or of the call's own tensors."""
+    return "float32" if problem.dot == "fp32" else problem.dtype
+
+
+def traits_of(problem: Problem, *names: str) -> frozenset[str]:
+    """These traits and those that follow from the operands of our kernels."""
+    return with_operands(trait_set(*names), frozenset({operands_of(problem)}))
+
+
 class Launch(NamedTuple):
     """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the
-    largest offset that the kernel computes in 32 bits, in elements. traits: what known issues look for
-    (``dot``, ``half_dot``, ``rmw_acc`` ...). part: tokens of the parts that sequences are split into, 0 where
+    largest offset that the kernel computes in 32 bits, in elements. traits: what known issues look for,
+    see compat/traits.py. part: tokens of the parts that sequences are split into, 0 where
     they are not."""
     kernel: str
     grid: tuple[int, ...]

@@ -3,7 +3,7 @@ torch, no triton."""
 from __future__ import annotations
 
 from flashlin.guards.family import Sizes
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, traits_of
 
 
 def cdiv(x: int, y: int) -> int:
@@ -22,8 +22,8 @@ def moving(kernel: str, problem: Problem, programs: int, tile: dict[str, int], *
     # Limits on warps are about matrix instructions, of which there are none here: 8, where every problem
     # starts, is none.
     warps = num_warps if problem.max_warps >= 8 else min(num_warps, problem.max_warps)
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
-    return Launch(kernel, (programs,), warps, num_stages, tuple(tile.items()), shared, span, traits)
+    return Launch(kernel, (programs,), warps, num_stages, tuple(tile.items()), shared, span,
+                  traits_of(problem))
 
 
 def rows_of_heads(sizes: Sizes) -> Sizes:

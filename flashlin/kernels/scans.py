@@ -7,10 +7,11 @@ from math import isqrt
 
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, lanes
+from flashlin.compat.traits import OVERLAPPED, of_tile, trait_set
 from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Recipe
-from flashlin.guards.problem import OVERLAPPED, PARTS, Launch, Problem
+from flashlin.guards.problem import PARTS, Launch, Problem, operands_of, traits_of
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements, of a row that changes its layout
@@ -41,7 +42,7 @@ forced_parts = 0
 
 def operand_bytes(problem: Problem) -> int:
     """Size in bytes of a dot operand."""
-    return 4 if problem.dot == "fp32" or problem.dtype == "float32" else 2
+    return 4 if operands_of(problem) == "float32" else 2
 
 
 def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
@@ -135,12 +136,12 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
     deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), each * deep, span,
-                  frozenset({"dot", "fp32_dot"}), part)
+                  trait_set("dot", "fp32_dot"), part)
 
 
 def narrow_state(config: Config) -> frozenset[str]:
-    """Facts of a scan's tile, see ``TILE_FACTS``."""
-    return frozenset({"narrow_state"} if config.BT >= 64 > min(config.BK, config.BV) else ())
+    """The fact of a scan's tile, see compat/traits.py."""
+    return of_tile("narrow_state", config.BT, config.BK, config.BV)
 
 
 def calm(recipe: Recipe) -> Recipe:
@@ -185,7 +186,7 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         if not own or any("narrow_state" not in launch.traits for launch in own):
             return whole
         # what is suspected of such tiles is so with one stage, and none is taken that has not run
-        sure = {launch: launch._replace(traits=launch.traits - {"narrow_state"}) for launch in own}
+        sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
                    and (problem.trial or proven.has_run(launch.config, (problem.op,), problem.dtype, target))
                    for launch in sure.values())
@@ -268,7 +269,7 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
     """A program per sequence, or part of one, head and tile of the state. tall: whether a state taller than
     its chunks crashes compilers (tall-state-32)."""
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
-        traits = traits | {"tall_state"}
+        traits = traits | trait_set("tall_state")
     if "dot" in traits:
         traits = traits | narrow_state(config)
     strips = -(-problem.K // config.BK) * -(-problem.V // config.BV)
@@ -291,14 +292,6 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
     grid, span = numbered(problem, part) * problem.H * (problem.V // columns), tile["BT"] * problem.H
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared,
                     span * max(problem.K, problem.V),
-                    frozenset({OVERLAPPED}) | dot_traits(problem) & {"bf16"}, part)
+                    traits_of(problem, OVERLAPPED), part)
     good = problem.T >= BUSY and proven.has_run(launch.config, (problem.op,), problem.dtype, target)
     return launch if good or problem.trial else None
-
-
-def dot_traits(problem: Problem) -> frozenset[str]:
-    """The traits of a scan with products of the problem's operands."""
-    kinds = {"dot", "rmw_acc", "half_dot" if operand_bytes(problem) == 2 else "fp32_dot"}
-    if problem.dtype == "bfloat16" and problem.dot == "native":
-        kinds.add("bf16")
-    return frozenset(kinds)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import proof_kernels
 
+from flashlin.compat.traits import trait_set, with_operands
 from flashlin.kernels.shield import source
 from flashlin.testing.compile import Result
 from flashlin.testing.record import Recorded
@@ -60,9 +61,9 @@ def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages:
     kinds = iter([pointers] * len(names) if isinstance(pointers, str) else pointers)
     arguments = tuple((name, "i32" if name == "T" else next(kinds)) for name in names)
     dtypes = frozenset(NAMES[kind[1:].partition(":")[0]] for _, kind in arguments if kind != "i32")
-    traits = source.traits(source.of(jit), dtypes, max(constants.values(), default=0))
-    return Recorded("proof_kernels", kernel, arguments, tuple(constants.items()), warps, stages, 0,
-                    tuple(sorted({*traits, *more})))
+    read, sizes = source.of(jit), tuple(constants.items())
+    traits = with_operands(read.traits, dtypes, read.half, sizes) | trait_set(*more)
+    return Recorded("proof_kernels", kernel, arguments, sizes, warps, stages, 0, tuple(sorted(traits)))
 
 
 COPY = launch("cast", FP32)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, KnownIssue, issues_here
+import flashlin
+from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
 from flashlin.compat.target import USUAL_AMD, Target, parse
+from flashlin.compat.traits import CALL, OVERLAPPED, TILE_FACTS, TRAITS, of_tile, trait_set
 from flashlin.guards import limits
-from flashlin.guards.problem import Launch, Plan
+from flashlin.guards.problem import Launch, Plan, traits_of
 from flashlin.kernels import families
 from flashlin.kernels.configs import Config
 from flashlin.kernels.dplr.recipe import Strip, narrow_grads, narrow_scores
@@ -108,14 +111,39 @@ def test_a_known_issue_spares_what_it_says() -> None:
     assert not any(issue.spared & issue.traits for issue in KNOWN_ISSUES)
 
 
+def constants(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)}
+
+
 def test_every_trait_is_one_that_some_launch_can_have() -> None:
-    """A misspelt trait makes an issue that never hits. Recipes and the reader of sources name them all."""
+    """Traits without a rule are named by recipes or by the reader of sources, called functions apart."""
     kernels = Path(families.__file__).parent
-    named = {node.value for path in kernels.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    for issue in KNOWN_ISSUES:
-        unknown = (issue.traits | issue.spared) - named - {"autotuned"}  # of no launch: tuned before it
-        assert not unknown, f"{issue.id}: nothing in flashlin/kernels gives a launch {', '.join(unknown)}"
+    named = set().union(*(constants(ast.parse(path.read_text())) for path in kernels.rglob("*.py")))
+    given = {trait.name for trait in TRAITS.values() if trait.rule is None and trait.found != CALL}
+    assert given - named == {"autotuned", OVERLAPPED}  # of no launch: tuned before it; named by the constant
+    assert not {name for on in targets("3.6.0") for asked in few()
+                for launch in FAMILIES[asked.family].launches(asked, on) for name in launch.traits} - {*TRAITS}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: trait_set("dot", "half_dott"), lambda: traits_of(few()[0], "half_dott"),
+    lambda: of_tile("half_dott", 64, 64, 64),
+], ids=["known issue", "recipe", "tile"])
+def test_a_misspelt_trait_is_an_error_that_names_the_others(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"trait: got half_dott, need one of .*half_dot, "):
+        make()
+
+
+def test_what_asks_for_a_trait_asks_for_one_that_there_is() -> None:
+    """``"dot" in launch.traits`` cannot raise, so the text is read."""
+    asked = set[str]()
+    for path in Path(flashlin.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(ast.unparse(side).endswith("traits")
+                                                     for side in (node.left, *node.comparators)):
+                asked |= constants(node)
+    assert asked >= {"dot", "half_dot", "bf16", "narrow_state"} and not asked - {*TRAITS}
 
 
 def test_facts_of_a_tile_and_other_tile_come_together() -> None:

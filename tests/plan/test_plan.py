@@ -17,8 +17,9 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat import releases
-from flashlin.compat.known_issues import KNOWN_ISSUES, TILE_FACTS, issues_here
+from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
+from flashlin.compat.traits import TILE_FACTS
 from flashlin.compat.versions import release
 from flashlin.guards import limits
 from flashlin.guards.family import Sizes, problem_of

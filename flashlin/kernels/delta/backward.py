@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import OVERLAPPED, Launch, Plan
+from flashlin.compat.traits import OVERLAPPED
+from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs

@@ -3,9 +3,10 @@ counts value heads."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.compat.traits import trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, traits_of
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -17,7 +18,6 @@ from flashlin.kernels.scans import (
     carry_launch,
     cumsum_launch,
     deepest,
-    dot_traits,
     fitting,
     least_spilled,
     narrow_where_idle,
@@ -40,7 +40,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
     before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem) | ({"before"} if before else set())
+    bytes_each, per_chunk = operand_bytes(problem), traits_of(problem, "dot", *["before"] * before)
+    dots = per_chunk | trait_set("rmw_acc")
     size = tf32_copies(bytes_each, target) * bytes_each
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
@@ -65,7 +66,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     states = deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
     # a warp waits at no barriers; two have the registers
     inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                            dots - {"rmw_acc"}, num_warps=warps) for warps in (1, 2)]
+                            per_chunk, num_warps=warps) for warps in (1, 2)]
     kernels.append(least_spilled(inverses, target))
     if part:
         kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
@@ -92,7 +93,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
             return dict(BT=BT, BK=min(max(16, strip // 2) if slim else strip, padded(problem.K)),
                         BV=min(strip, padded(problem.V)))
         grads = [over_tokens("delta_grads", problem, tile(strip), problem.H, finishing(strip, num_stages),
-                             dots - {"rmw_acc"} | {"mixed_sum"}, num_stages) for strip, num_stages in ways]
+                             per_chunk | trait_set("mixed_sum"), num_stages) for strip, num_stages in ways]
         fits = [launch for launch in grads if launch.shared <= target.shared]
         back = _overlapped(problem, target, part, back=True)
         kernels.append(state_launch("delta_states", states, problem, shared(states), dots, part=part))

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlin.compat.target import Target, lanes
+from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, traits_of
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS, halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -20,7 +21,6 @@ from flashlin.kernels.scans import (
     can_be_narrow,
     carry_launch,
     deepest,
-    dot_traits,
     fitting,
     least_spilled,
     narrow_state,
@@ -66,7 +66,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     and the chunk's gradients."""
     if not halves_all(problem, target):
         # what it leaves to halving needs no tile that Hopper's known issue rules out
-        wide = problem._replace(avoid=problem.avoid | {"narrow_grads"})
+        wide = problem._replace(avoid=problem.avoid | trait_set("narrow_grads"))
         by_one = planned(wide, target, narrow, one=True)
         # with gradients, chunks of 64 take 4 % more memory than the halves' of 32 where heads have 64
         # channels
@@ -79,9 +79,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[Launch, ...]:
     """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    bytes_each, dots = operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = tf32_copies(bytes_each, target) * bytes_each
-    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"}
+    per_chunk = traits_of(problem, "dot", "mixed_sum")
     # where nothing is said, as of a traced call, the kernels that may need more
     two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
 
@@ -176,14 +176,13 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
 
 def narrow_scores(BT: int, wide: int) -> frozenset[str]:
-    """Facts of a tile, see ``TILE_FACTS``."""
-    return frozenset({"narrow_scores"} if BT >= 64 > wide else ())
+    """The fact of a tile of scores, see compat/traits.py."""
+    return of_tile("narrow_scores", BT, wide)
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
-    """Facts of a tile, see ``TILE_FACTS``."""
-    narrow = strip.K < 32 or (strip.K < 64 and strip.V > 32)
-    return frozenset({"narrow_grads"} if BT >= 64 and narrow else ())
+    """The fact of a tile of gradients, see compat/traits.py."""
+    return of_tile("narrow_grads", BT, strip.K, strip.V)
 
 
 SPECS = (over_heads(

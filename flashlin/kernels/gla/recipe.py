@@ -6,7 +6,7 @@ from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards import proven
 from flashlin.guards.family import Op, over_heads
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, operands_of, traits_of
 from flashlin.kernels.configs import Config, is_hopper, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
@@ -14,7 +14,6 @@ from flashlin.kernels.scans import (
     PADDING,
     calm,
     carry_launch,
-    dot_traits,
     fitting,
     moves,
     operand_bytes,
@@ -47,10 +46,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem)
+    bytes_each, dots = operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
-    per_chunk = dots - {"rmw_acc"} | {"mixed_sum"} | ({"before"} if "u" in problem.options else set())
+    per_chunk = traits_of(problem, "dot", "mixed_sum", *["before"] * ("u" in problem.options))
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
     # once, but of 16 tokens, unpadded, 3.8 moves k from one layout to another beside more than 16 columns of v
@@ -94,7 +93,7 @@ def halves_all(problem: Problem, target: Target) -> bool:
     bits round by more than halving loses, 4e-6 of a gradient for 2e-7 (the interpreter, which knows no
     bfloat16, does not); where a prefix has to have the same bits, since one reference depends on a chunk's last
     token; and on cards but Hopper, where nobody has timed it."""
-    if problem.invariant or (problem.dtype == "float16" and problem.dot == "native"):
+    if problem.invariant or operands_of(problem) == "float16":
         return True
     return target.backend != "interpreter" and not (is_hopper(target) and operand_bytes(problem) == 2)
 

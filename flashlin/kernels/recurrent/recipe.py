@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Recipe, over_heads
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, traits_of
 from flashlin.kernels.configs import Config, is_hopper, padded, token
 from flashlin.kernels.scans import state_launch
 
@@ -59,10 +59,8 @@ def forward(problem: Problem, target: Target) -> Launch:
 
 
 def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
-    # no dots
-    traits = frozenset({"bf16"}) if problem.dtype == "bfloat16" and problem.dot == "native" else frozenset()
     # shared: a tile that changes its layout (states of [V, K]), and the sums that warps exchange
-    return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits)
+    return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits_of(problem))
 
 
 def kept(T: int, N: int, packed: bool) -> int:

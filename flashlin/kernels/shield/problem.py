@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flashlin.compat.traits import trait_set, with_operands
 from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
 from flashlin.guards.problem import Given, Launch, Problem
-from flashlin.kernels.shield import source
 from flashlin.kernels.shield.source import Source
 
 
@@ -29,9 +29,7 @@ def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, A
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     half = read.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
-    # foreign: of a kernel whose configurations we have never run
-    traits = source.traits(read._replace(half=half), dtypes,
-                           max((size for _, size in tile), default=0)) | {"foreign"}
+    traits = with_operands(read.traits | trait_set("foreign"), dtypes, half, tile)
     size = batch_of(declared, named)
     # A kernel that computes offsets in 64 bits anywhere is trusted with long tensors.
     reach = () if read.wide else tuple(

@@ -3,6 +3,7 @@ torch, no triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
+from flashlin.compat.traits import with_operands
 from flashlin.guards.family import Family
 from flashlin.guards.problem import Launch, Problem
 
@@ -17,9 +18,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                  for axis, size in enumerate(launch.grid))
     traits = launch.traits
     if problem.dot == "fp32":
-        traits -= {"bf16", "both_halves", *(() if given.half else ("half_dot",))}
-        if {"dot", "any_precision"} <= traits and not given.half:
-            traits |= {"tf32_dot"}
+        traits = with_operands(traits, frozenset({"float32"}), given.half, launch.tile)
     span = max((base + part * step for base, step in given.reach), default=launch.span)
     return (launch._replace(grid=grid, num_warps=min(launch.num_warps, problem.max_warps), traits=traits,
                             span=span),)

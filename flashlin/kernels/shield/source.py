@@ -14,30 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
+from flashlin.compat.traits import HALVES, LACKING, trait_set
+
 DOTS = ("dot", "dot_scaled")
-HALVES = ("float16", "bfloat16")
 SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")  # of a tile's rows; of two tiles
-# Functions of triton.language that some release lacks or refuses; a kernel that calls one has its name as a
-# trait.
-LACKING = frozenset({"atomic_add", "gather", "make_block_ptr", "make_tensor_descriptor"})
 
 
 class Source(NamedTuple):
-    """dot: multiplies matrices. state: inside a loop, scales a value and multiplies by it, as a recurrence
-    does. any_precision: a dot may use tf32. half: names a 16-bit type itself. wide: computes some offset in
-    64 bits, so its author thought of long tensors. fresh: inside a loop, adds a product to what the same turn
-    has made. chained: inside a loop, adds two products to one accumulator. summed: inside a loop, adds up the
-    sums of a loaded tile's rows; peeked: and reads what there is of them in the loop, too. calls: names of
-    functions that it calls."""
-    dot: bool
-    state: bool
-    any_precision: bool
+    """traits: those that the text tells, see compat/traits.py. half: the text names a 16-bit type itself.
+    wide: it computes some offset in 64 bits, so its author thought of long tensors. calls: names of functions
+    that it calls."""
+    traits: frozenset[str]
     half: bool
     wide: bool
-    fresh: bool
-    chained: bool
-    summed: bool
-    peeked: bool
     calls: frozenset[str]
 
 
@@ -57,11 +46,10 @@ def read(text: str) -> Source:
     nodes, dots = list(ast.walk(tree)), _dots(tree)
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | _names(tree)
     loops = [node for node in nodes if isinstance(node, (ast.For, ast.While))]
-    return Source(
-        dot=bool(dots), state=any(map(_carries_state, loops)), any_precision=not all(map(_ieee, dots)),
-        half=bool(names & set(HALVES)), wide="int64" in names, fresh=any(map(_adds_to_fresh, loops)),
-        chained=any(map(_chains, loops)), summed=any(map(_row_sums, loops)), peeked=any(map(_peeks, loops)),
-        calls=frozenset(_called(node) for node in nodes if isinstance(node, ast.Call)))
+    calls = frozenset(_called(node) for node in nodes if isinstance(node, ast.Call))
+    found = [name for name, has_it in OF_A_LOOP.items() if any(map(has_it, loops))]
+    found += ["dot"] * bool(dots) + ["any_precision"] * (not all(map(_ieee, dots)))
+    return Source(trait_set(*found) | calls & LACKING, bool(names & HALVES), "int64" in names, calls)
 
 
 def of(kernel: Any) -> Source:
@@ -82,22 +70,8 @@ def of(kernel: Any) -> Source:
 def merged(sources: Iterable[Source]) -> Source:
     """A kernel and the functions it calls as one. A helper that multiplies may be called from any loop; a
     state is looked for in each."""
-    *facts, calls = zip(*sources, strict=True)
-    return Source._make((*map(any, facts), frozenset[str]().union(*calls)))
-
-
-def traits(source: Source, dtypes: frozenset[str], tallest: int) -> frozenset[str]:
-    """dtypes: torch's names of the tensors' types; tallest: the largest tile size among the constants."""
-    halves = dtypes & set(HALVES)
-    half = bool(halves) or source.half
-    answers = {
-        "bf16": "bfloat16" in dtypes, "both_halves": halves == set(HALVES),
-        "dot": source.dot, "half_dot": source.dot and half, "fp32_dot": source.dot and not half,
-        "any_precision": source.any_precision, "tf32_dot": source.any_precision and not half,
-        "rmw_acc": source.state, "tall_state": source.state and tallest >= 256,
-        "fresh_acc": source.fresh, "chained_acc": source.chained,
-        "row_sums": source.summed, "read_row_sums": source.peeked}
-    return source.calls & LACKING | {trait for trait, there in answers.items() if there}
+    traits, half, wide, calls = zip(*sources, strict=True)
+    return Source(frozenset[str]().union(*traits), any(half), any(wide), frozenset[str]().union(*calls))
 
 
 def _called(call: ast.Call) -> str:
@@ -246,3 +220,9 @@ def _scales(node: ast.AST, name: str) -> bool:
 
 def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+# By trait: whether a loop is one that gives it.
+OF_A_LOOP: dict[str, Callable[[ast.For | ast.While], object]] = {
+    "rmw_acc": _carries_state, "fresh_acc": _adds_to_fresh, "chained_acc": _chains, "row_sums": _row_sums,
+    "read_row_sums": _peeks}

@@ -36,7 +36,8 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import OVERLAPPED, Launch, Plan
+from flashlin.compat.traits import OVERLAPPED
+from flashlin.guards.problem import Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.problem import Launch, Problem, traits_of
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
@@ -18,7 +18,6 @@ from flashlin.kernels.scans import (
     carry_launch,
     cumsum_launch,
     deepest,
-    dot_traits,
     fitting,
     least_spilled,
     narrow_where_idle,
@@ -69,7 +68,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     backward of the token kernel is the chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
-    bytes_each, dots = operand_bytes(problem), dot_traits(problem) | {"v_first"} & set(problem.options)
+    bytes_each = operand_bytes(problem)
+    dots = traits_of(problem, "dot", "rmw_acc", *{"v_first"} & set(problem.options))
 
     gated = "g" in problem.options
 
@@ -105,7 +105,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                                for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
         dv = state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
         grads = _overlapped_shared(problem, target) or _grads(
-            problem, target, wide.BT, dot_traits(problem) - {"rmw_acc"} | {"mixed_sum"})
+            problem, target, wide.BT, traits_of(problem, "dot", "mixed_sum"))
         dv, grads = _without_table(problem, target, dv, grads)
         kernels += [scan("simple_gla_states", wide), _overlapped_back(problem, target, dv, part) or dv, grads]
     elif problem.needs_grad:
