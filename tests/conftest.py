@@ -18,6 +18,7 @@ import flashlin
 from flashlin import dispatch, policy
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
+from flashlin.compat.installed_triton import interpreting
 from flashlin.diagnostics import surroundings
 from flashlin.guards import limits, proven, verdicts
 from flashlin.ops._common import ahead, planned, repeated, seen
@@ -75,7 +76,7 @@ def fresh() -> Iterator[Callable[[], None]]:
 @pytest.fixture(scope="module", autouse=True)
 def interpreter(request: pytest.FixtureRequest) -> None:
     """Triton decides when it is imported, so without the variable everything in tests/interpret fails."""
-    if request.path.parent.name == "interpret" and not machine.interpreting():
+    if request.path.parent.name == "interpret" and not interpreting():
         pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
 

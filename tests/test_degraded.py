@@ -9,8 +9,8 @@ import pytest
 
 import flashlin
 from flashlin.compat import target as targets
+from flashlin.diagnostics import checks
 from flashlin.diagnostics import doctor as diagnosis
-from flashlin.diagnostics import machine
 from flashlin.diagnostics.driver import Driver, Seen
 from flashlin.diagnostics.report import Check, Report
 from flashlin.guards import verdicts
@@ -108,7 +108,7 @@ def test_a_triton_whose_import_fails_is_not_ok(text: str, said: str, tmp_path: P
     monkeypatch.syspath_prepend(tmp_path)
     version, error = targets.triton_state.__wrapped__()
     assert (version, error) == ("", f"import fails: {said}")
-    (one,) = machine.check_triton(made(torch="2.10.0", triton="", triton_error=error))
+    (one,) = checks.check_triton(made(torch="2.10.0", triton="", triton_error=error))
     assert one.status == "degraded" and said in one.detail
 
 
@@ -150,18 +150,18 @@ def test_kernels_that_cannot_be_imported_are_a_problem_of_their_ops_on_a_gpu(mod
 
 
 def test_a_public_module_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not list(machine.check_modules(made(H200)))
+    assert not list(checks.check_modules(made(H200)))
     monkeypatch.setitem(sys.modules, "flashlin.modules.rotary", None)
     monkeypatch.delitem(vars(flashlin), "RotaryEmbedding")
-    (one,) = machine.check_modules(made(H200))
+    (one,) = checks.check_modules(made(H200))
     assert one.status == "problem" and one.detail.startswith(
         "RotaryEmbedding cannot be imported: ModuleNotFoundError")
-    assert one.fix == "pip install --force-reinstall --no-deps flashlin" and one in machine.checkup(
-        made(H200), machine.CHECKS)
+    assert one.fix == "pip install --force-reinstall --no-deps flashlin" and one in checks.checkup(
+        made(H200), checks.CHECKS)
 
 
 def test_without_torch_the_modules_are_not_blamed() -> None:
-    assert not list(machine.check_modules(made(torch_error="ImportError: libcudart")._replace(torch=None)))
+    assert not list(checks.check_modules(made(torch_error="ImportError: libcudart")._replace(torch=None)))
 
 
 # --- settings and folders ---
@@ -169,8 +169,8 @@ def test_without_torch_the_modules_are_not_blamed() -> None:
 def test_the_folders_are_settings_like_any_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("HOME", "CACHE"):
         monkeypatch.setenv(f"FLASHLIN_{name}", str(tmp_path / name))
-    assert [one.status for one in machine.check_policy(made(H200))] == ["ok"]
-    home, cache = machine.check_folders(made(H200))
+    assert [one.status for one in checks.check_policy(made(H200))] == ["ok"]
+    home, cache = checks.check_folders(made(H200))
     assert (home.name, cache.name, home.status, cache.status) == ("FLASHLIN_HOME", "FLASHLIN_CACHE", "ok",
                                                                   "ok")
     assert home.detail.startswith(f"{tmp_path / 'HOME'} can be written") and cache.detail.startswith(
@@ -183,11 +183,11 @@ def test_the_folders_are_settings_like_any_other(monkeypatch: pytest.MonkeyPatch
 def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "CACHE"):
         monkeypatch.setenv(f"FLASHLIN_{name}", f"/dev/null/{name}")
-    for one, name in zip(machine.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
+    for one, name in zip(checks.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
         assert one.fix == f"set FLASHLIN_{name} to a folder that you can write"
     monkeypatch.setattr(verdicts, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
-    assert next(machine.check_folders(made(H200))).detail.startswith(
+    assert next(checks.check_folders(made(H200))).detail.startswith(
         "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
 
 
@@ -198,7 +198,7 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
 def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name: str, meant: str,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    _, one = machine.check_policy(made(H200))
+    _, one = checks.check_policy(made(H200))
     assert (one.status, one.fix) == ("worked around",
                                      f"unset {name}") and one.detail.startswith(
                                          f"{name} means nothing; {meant}")
@@ -207,7 +207,7 @@ def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name:
 def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None:
     where, here = "cuda:0", made(H200)
     assert [one.detail for one
-            in machine.check_tried(here)] == [
+            in checks.check_tried(here)] == [
                 f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
     noon = 1_700_000_000.0
     verdicts.keep(verdicts.Table(
@@ -215,7 +215,7 @@ def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None
          "b 8": verdicts.Verdict("hang", noon, "chunk_kda bfloat16 64", "no answer")},
         {"chunk_gla float32 64": verdicts.Verdict("not tried", noon, "chunk_gla float32 64",
                                                   "CUDA out of memory")}), here.targets[where])
-    ran, bad, untried = machine.check_tried(here)
+    ran, bad, untried = checks.check_tried(here)
     assert (ran.status, ran.detail) == ("ok",
                                         f"{where}: 1 configurations of kernels ran, 2023-11-14 to 2023-11-14")
     assert (bad.status, bad.fix) == ("worked around", "flashlin warmup --forget --op chunk_kda")

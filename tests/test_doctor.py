@@ -17,11 +17,12 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
+from flashlin.diagnostics import checks, machine, outlook, quick, report, surroundings
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import driver as drivers
-from flashlin.diagnostics import machine, outlook, quick, report, surroundings
+from flashlin.diagnostics.checks import CHECKS, checkup
 from flashlin.diagnostics.driver import Seen
-from flashlin.diagnostics.machine import CHECKS, Machine, checkup
+from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Report
 from flashlin.dispatch import OPS
 from flashlin.guards.family import USES
@@ -153,7 +154,7 @@ def test_every_check_may_fail_and_the_others_still_answer() -> None:
 def test_two_tritons_in_one_folder_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(installed(tmp_path, "triton", "3.6.0"), "pytorch-triton", "3.2.0")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (both,) = machine.check_copies(made(H200, dists=machine.distributions()))
+    (both,) = checks.check_copies(made(H200, dists=machine.distributions()))
     assert both.status == "problem" and "overwrite each other" in both.detail
 
 
@@ -161,16 +162,16 @@ def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(installed(tmp_path, "triton", "3.7.1"))])
     dists = machine.distributions()
-    (one,) = machine.check_copies(made(H200, dists=dists))
+    (one,) = checks.check_copies(made(H200, dists=dists))
     assert one.status == "worked around" and "loaded is 3.6.0" in one.detail and "installed is 3.7.1" in one.detail
-    assert not list(machine.check_copies(made("triton=3.7.1,sm=90", dists=dists)))
+    assert not list(checks.check_copies(made("triton=3.7.1,sm=90", dists=dists)))
 
 
 @pytest.mark.parametrize(("torch", "triton", "status"), [
     ("2.10.0+cu128", "3.6.0", "ok"), ("2.8.0", "3.6.0", "worked around"), ("2.14.1", "3.8.3", "ok"),
     ("2.15.0", "3.8.0", "worked around"), ("2.99.0", "3.6.0", None)])
 def test_the_pair_of_torch_and_triton(torch: str, triton: str, status: str | None) -> None:
-    pairs = [one.status for one in machine.check_triton(made(f"triton={triton},sm=90", torch=torch))
+    pairs = [one.status for one in checks.check_triton(made(f"triton={triton},sm=90", torch=torch))
              if one.name == "pair"]
     assert pairs == ([] if status is None else [status])
 
@@ -182,7 +183,7 @@ def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Pa
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
     (cache,) = surroundings.check_cache(made(on))
-    ptxas, *_ = machine.check_ptxas(made(on))
+    ptxas, *_ = checks.check_ptxas(made(on))
     assert (cache.status, ptxas.status, ptxas.fix) == (status, status, "unset TRITON_PTXAS_PATH")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "to" / "be" / "made"))
     assert [one.status for one in surroundings.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
@@ -193,7 +194,7 @@ def test_which_ptxas_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     program.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(program))
-    (one,) = machine.check_ptxas(made(H200))
+    (one,) = checks.check_ptxas(made(H200))
     assert one.status == "ok" and "by TRITON_PTXAS_PATH" in one.detail
 
 
@@ -222,7 +223,7 @@ def test_the_driver(found: Machine, script: str | None, status: str, said: str, 
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + (":/bin:/usr/bin" if script else ""))
     monkeypatch.setattr(drivers, "PROC", tmp_path / "nothing")
-    (one,) = machine.check_driver(found._replace(driver=drivers.ask()))
+    (one,) = checks.check_driver(found._replace(driver=drivers.ask()))
     assert one.status == status and said in one.detail
 
 
@@ -255,14 +256,14 @@ def test_a_driver_that_hangs_or_is_not_ours_to_ask_could_not_be_checked(
     monkeypatch.setattr(drivers, "PROC", tmp_path)
     monkeypatch.setattr(drivers.shutil, "which", lambda name: name)
     monkeypatch.setattr(drivers.subprocess, "run", fails)
-    (one,) = machine.check_driver(made(H200, driver=drivers.ask()))
+    (one,) = checks.check_driver(made(H200, driver=drivers.ask()))
     assert one.status == "could not check" and said in one.detail
 
 
 def test_a_misspelt_setting_is_told_and_a_wrong_value_stops_everything(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIN_POLCY", "off")
-    assert [one.status for one in machine.check_policy(made(H200))] == ["ok", "worked around"]
+    assert [one.status for one in checks.check_policy(made(H200))] == ["ok", "worked around"]
     monkeypatch.setenv("FLASHLIN_PATH", "cuda")
     found = flashlin.doctor(target=H200)
     assert found.exit_code == 1 and {row.path

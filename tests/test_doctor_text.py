@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flashlin.__main__ import coloured
+from flashlin.diagnostics import checks, surroundings
 from flashlin.diagnostics import doctor as diagnosis
-from flashlin.diagnostics import machine, surroundings
 from flashlin.diagnostics.report import Flaw, Ran, Report
 from tests.simulated import World
 
@@ -37,10 +37,10 @@ MACHINES = {
 }
 # What depends on nothing but the machine that is simulated.
 CHECKS = (
-    machine.check_torch,
-    machine.check_triton,
-    machine.check_copies,
-    machine.check_driver,
+    checks.check_torch,
+    checks.check_triton,
+    checks.check_copies,
+    checks.check_driver,
     surroundings.check_card,
 )
 

@@ -18,7 +18,7 @@ from flashlin.compat import releases
 from flashlin.compat.releases import RELEASES, Release, in_full, nearest, supported
 from flashlin.compat.target import OLDEST_TRITON, bundled_ptxas, parse, ptxas_path
 from flashlin.compat.versions import release
-from flashlin.diagnostics import machine
+from flashlin.diagnostics import checks, machine
 from flashlin.guards import proven
 from flashlin.testing import environments
 from matrix import cells, workflow
@@ -95,7 +95,7 @@ def test_what_is_no_release_is_refused_with_what_there_is(asked: str) -> None:
 # --- a release more ---
 
 def test_a_new_release_is_known_to_plans(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in machine.PTXAS_VARIABLES:
+    for variable in checks.PTXAS_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     assert [bundled_ptxas("3.98.0", card) for card in ((8, 9), (9, 0))] == ["13.6.1", "13.7.2"]
     assert parse("triton=3.98.1,sm=100").ptxas == "13.7.2"
@@ -113,7 +113,7 @@ def test_from_which_card_on_a_new_release_takes_its_second_assembler(monkeypatch
 def test_doctor_advises_a_new_release_and_knows_its_torch(one_more: Release) -> None:
     report = flashlin.doctor(op="chunk_simple_gla", target="triton=3.3.0,sm=120,torch=2.98.0")
     assert report.advice is not None and report.advice.command == 'pip install "triton~=3.98.0"'
-    found = machine.check_triton(made("triton=3.9.0,sm=90", torch="2.98.0+cu130"))
+    found = checks.check_triton(made("triton=3.9.0,sm=90", torch="2.98.0+cu130"))
     assert [one.status for one in found if one.name == "pair"] == ["worked around"]
 
 

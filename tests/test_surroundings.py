@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from flashlin.diagnostics import surroundings
+from flashlin.diagnostics.checks import checkup
 from flashlin.diagnostics.driver import Driver, Seen
-from flashlin.diagnostics.machine import Machine, checkup
+from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check
 from tests.machines import H200, ROOT, made
 

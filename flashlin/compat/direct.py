@@ -14,21 +14,15 @@ What is not plain goes Triton's way each time: launches that hooks watch, argume
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import cache, reduce
-from importlib import import_module
+from functools import reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 
 from flashlin.compat.described import Described
-from flashlin.compat.locks import ThreadLock
-from flashlin.compat.releases import nearest
-from flashlin.compat.target import interpreting
-from flashlin.compat.versions import is_unreleased, release
+from flashlin.compat.installed_triton import interpreting, possible, triton_module
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (*TENSORS, int, float, bool, type(None))
@@ -153,17 +147,6 @@ class Kernel:
                             if kind is int and parameter.do_not_specialize), {})
 
 
-@cache
-def triton_module() -> Any:
-    """Triton, which is imported when it is needed."""
-    return import_module("triton")
-
-
-def possible() -> bool:
-    """Whether kernels may be started directly on this release."""
-    return _compared(triton_module().__version__)
-
-
 def _unchecked() -> dict[str, bool]:
     """More options of a start with TRITON_DEBUG=1: integers may run over, as sums of turns do on purpose
     (kernels/turning), which Triton would call an error then. The option came with tl.add, in 3.2."""
@@ -171,29 +154,6 @@ def _unchecked() -> dict[str, bool]:
     debug = triton.knobs.runtime.debug if hasattr(triton, "knobs") else os.environ.get("TRITON_DEBUG") == "1"
     checked = debug and not interpreting() and hasattr(triton.language, "add")
     return {"sanitize_overflow": False} if checked else {}
-
-
-def make_key() -> None:
-    """The key of Triton's cache: it reads all of its library for that, once in a process."""
-    with _keyed:
-        triton_module().runtime.cache.triton_key()
-
-
-def expect_kernels() -> None:
-    """A thread makes the key while a first call is planned and its modules are imported."""
-    if possible():
-        with suppress(RuntimeError):  # the process ends, or may have no more threads
-            threading.Thread(target=make_key, daemon=True).start()
-
-
-_keyed = ThreadLock()
-
-
-@cache
-def _compared(version: str) -> bool:
-    known = nearest(version)
-    return (known.direct and release(known.version)[:2] == release(version)[:2] and not is_unreleased(version)
-            and not interpreting())
 
 
 def current(compiled: Iterable[Compiled], device: int) -> bool:

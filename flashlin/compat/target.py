@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashlin.compat.installed_triton import expect_kernels, interpreting
 from flashlin.compat.releases import RELEASES, nearest, planned_as, triton_for
 from flashlin.compat.releases import pairs as torch_pairs
 from flashlin.compat.versions import release
@@ -193,11 +194,6 @@ def bundled_ptxas(triton: str, capability: tuple[int, int]) -> str:
     return known.blackwell if known.blackwell and capability >= known.blackwell_from else known.ptxas
 
 
-def interpreting() -> bool:
-    """Whether Triton was told to run kernels on the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
 def lanes(arch: str) -> int:
     """Of a warp on an AMD architecture: 64 on CDNA (gfx9), 32 on RDNA, as everywhere on NVIDIA."""
     return 64 if arch.startswith("gfx9") else 32
@@ -247,7 +243,6 @@ def _ask(device: torch.device) -> Target:
         shared = int(getattr(properties, "shared_memory_per_block_optin", 0)) or shared_per_block(capability)
         ptxas = ""
         if triton:
-            from flashlin.compat.direct import expect_kernels  # which imports this module
             expect_kernels()
             ptxas = ptxas_version(ptxas_path(triton, capability))
         return Target(triton, ptxas, torch.__version__, "cuda", capability, properties.name, shared,

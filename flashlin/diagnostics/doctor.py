@@ -19,7 +19,8 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, outlook, quick
 from flashlin.diagnostics.advice import advise
-from flashlin.diagnostics.machine import CHECKS, Machine, attempt, check_policy, checkup, examine
+from flashlin.diagnostics.checks import CHECKS, check_policy, checkup
+from flashlin.diagnostics.machine import Machine, attempt, examine
 from flashlin.diagnostics.packages import section
 from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS

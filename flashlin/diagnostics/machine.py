@@ -1,32 +1,22 @@
-"""This machine as facts, and doctor's checks on it. Each probe is guarded: what it raises is a result and
-never the end of the report.
-
-Offline and read-only: whether a folder can be written is asked of the system, not tried. A new check is a
-function that is named in ``CHECKS``, or with what Triton needs around it in ``surroundings.py``.
-"""
+"""This machine as facts. Each probe is guarded: an exception in it is one more fact and ends no report."""
 from __future__ import annotations
 
 import os
-import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flashlin
 from flashlin import policy
 from flashlin.compat import releases
-from flashlin.compat.releases import is_that, triton_for
+from flashlin.compat.releases import triton_for
 from flashlin.compat.target import (
     Target,
     bundled_ptxas,
-    interpreting,
     probe,
-    ptxas_path,
     ptxas_variable,
     shared_per_block,
     triton_state,
@@ -34,16 +24,11 @@ from flashlin.compat.target import (
 from flashlin.compat.versions import release
 from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.driver import Driver
-from flashlin.diagnostics.report import Check
-from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write, unset
-from flashlin.guards import verdicts
-from flashlin.testing import environments
 
 OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
 # Names under which Triton's files have been published: two of them in one folder overwrite each other.
 TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm",
                 "pytorch-triton-xpu")
-PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
 class Dist(NamedTuple):
@@ -245,60 +230,6 @@ def _devices(torch: Any) -> list[str]:
             for index in range(module.device_count())]
 
 
-def check_python(machine: Machine) -> Iterator[Check]:
-    yield Check(name="flashlin", status="ok",
-                detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
-
-
-def check_torch(machine: Machine) -> Iterator[Check]:
-    if machine.torch is None:
-        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}")
-        return
-    yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {machine.build}")
-    if machine.uncovered:
-        yield Check(name="torch", status="problem",
-                    detail=f"has no code for {', '.join(machine.uncovered)}: all but Triton's kernels fails")
-    for name, error in machine.lost.items():
-        yield Check(name=name, status="problem", detail=f"cannot be used: {error}")
-
-
-def check_triton(machine: Machine) -> Iterator[Check]:
-    wanted = machine.triton_of_torch
-    if machine.triton_error:
-        gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
-        where = f"not by kernels on your {machine.card_names}: " if gpu else ""
-        yield Check(name="triton", status="degraded" if gpu or not missing else "ok",
-                    detail=f"{where}{machine.triton_state}")
-        return
-    yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
-    if not wanted:
-        return
-    pair = f"torch {machine.torch.__version__} was made with triton {wanted}"
-    if is_that(machine.triton, wanted):
-        yield Check(name="pair", status="ok", detail=pair)
-    else:
-        yield Check(name="pair", status="worked around",
-                    detail=f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may "
-                           "not")
-
-
-def check_copies(machine: Machine) -> Iterator[Check]:
-    """Two Tritons on the path, and a loaded one that is not the installed one."""
-    copies = sorted({(one.name, one.version, one.folder) for one in machine.dists
-                     if one.name in TRITON_NAMES})
-    if len(copies) > 1:
-        listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in copies)
-        what = ("their files overwrite each other" if machine.mixed
-                else f"the first on the path wins, which is {machine.triton or 'unusable'}")
-        yield Check(name="two Tritons", status="problem" if machine.mixed else "worked around",
-                    detail=f"{listed}: {what}")
-    elif shadowed(machine):
-        [(_, version, folder)] = copies
-        yield Check(name="loaded Triton", status="worked around", detail=(
-            f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
-            "another folder shadows it (PYTHONPATH?), or it was replaced while this process ran"))
-
-
 def shadowed(machine: Machine) -> bool:
     """Whether the Triton that is loaded is not the one that pip would replace."""
     copies = {(one.version, one.folder) for one in machine.dists if one.name in TRITON_NAMES}
@@ -310,158 +241,3 @@ def overriding(triton: str, capability: tuple[int, int]) -> str:
     """The variable by which the environment names the assembler for a card, ``""`` if it does not."""
     variable = ptxas_variable(triton, capability)
     return variable if os.environ.get(variable) else ""
-
-
-def check_ptxas(machine: Machine) -> Iterator[Check]:
-    cards = machine.known_cards
-    asked = {ptxas_variable(target.triton, target.capability) for target in cards}
-    for variable in filter(os.environ.get, PTXAS_VARIABLES):
-        path = os.environ[variable]
-        if not (Path(path).is_file() and os.access(path, os.X_OK)):
-            needed = variable in asked
-            yield Check(name="ptxas", status="problem" if needed else "worked around",
-                        fix=unset(variable),
-                        detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
-                               "takes its own ptxas instead")
-        if cards and variable not in asked:
-            yield Check(name="ptxas", status="worked around", fix=unset(variable),
-                        detail=f"{variable} has no effect on {machine.card_names} "
-                               f"under triton {machine.triton or 'none'}")
-    for where, target in machine.cards:
-        if target.triton:
-            path = ptxas_path(target.triton, target.capability)
-            variable = overriding(target.triton, target.capability)
-            source = f"by {variable}" if variable else "Triton's own"
-            yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
-                        detail=f"{where}: {target.ptxas or 'version unknown'}, "
-                               f"{source}, "
-                               f"{path or 'not found'}")
-
-
-def check_driver(machine: Machine) -> Iterator[Check]:
-    """A card that torch does not see is found by its driver."""
-    driver = machine.driver
-    if not driver.cards:
-        yield Check(name="driver", status="could not check" if machine.on_gpu else "ok",
-                    detail=driver.failed or "no NVIDIA driver")
-        return
-    built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if machine.torch is None and hidden is not None and not re.match(r"\s*(\d|GPU|MIG)", hidden):
-        yield Check(name="driver", status="degraded", fix=unset("CUDA_VISIBLE_DEVICES"),
-                    detail=f"{driver}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}")
-        return
-    if not machine.unseen:
-        old = machine.driver_too_old
-        yield Check(name="driver", status="could not check" if old else "ok",
-                    detail=f"{driver}" + (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer"
-                                          if old else ""))
-        return
-    why = (f"is a {machine.build.removesuffix(' build')} build" if not built
-           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
-           else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
-           if machine.driver_too_old
-           else f"(CUDA {built}) finds none: the driver does not let this user or container in")
-    yield Check(name="driver", status="degraded", fix="" if hidden is None else unset("CUDA_VISIBLE_DEVICES"),
-                detail=f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
-                       f"{machine.torch.__version__} {why}")
-
-
-def check_policy(machine: Machine) -> Iterator[Check]:
-    if machine.policy_error:
-        named = re.search(r"FLASHLIN_[A-Z]+", machine.policy_error)
-        yield Check(name="policy", status="problem", detail=machine.policy_error,
-                    fix=unset(named[0]) if named else "")
-        return
-    values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
-    yield Check(name="policy", status="ok",
-                detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.ELSEWHERE))
-    for given in sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid):
-        meant = get_close_matches(given.removeprefix("FLASHLIN_"),
-                                  [name.removeprefix("FLASHLIN_") for name in valid], 1)
-        instead = f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(valid)}"
-        yield Check(name="policy", status="worked around", fix=unset(given),
-                    detail=f"{given} means nothing; {instead}")
-
-
-def check_interpreter(machine: Machine) -> Iterator[Check]:
-    if interpreting():
-        yield Check(name="interpreter", status="worked around", fix=unset("TRITON_INTERPRET"),
-                    detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times "
-                           "slower")
-
-
-def check_folders(machine: Machine) -> Iterator[Check]:
-    """Where flashlin keeps something."""
-    home, why = verdicts.place(warn=False)
-    cache, unsafe = environments.place()
-    for variable, folder, no_folder, what, without in (
-            ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here",
-             "each process finds it out anew"),
-            ("FLASHLIN_CACHE", cache, unsafe, "releases of Triton for the version matrix",
-             "no other release can be fetched")):
-        if folder is not None and can_write(folder):
-            yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
-        else:
-            yield Check(name=variable, status="worked around",
-                        fix=f"set {variable} to a folder that you can write",
-                        detail=f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}")
-
-
-def check_tried(machine: Machine) -> Iterator[Check]:
-    """What was found out about kernels on this machine, and when."""
-    for target, names in machine.names.items():
-        if target.backend not in ("cuda", "hip"):
-            continue
-        where, here = names[-1], verdicts.local(target)
-        ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
-        when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
-        yield Check(name="tried here", status="ok",
-                    detail=f"{where}: {len(ran)} configurations of kernels ran{when}")
-        for config, one in here.kernels.items():
-            if one.word in verdicts.BAD:
-                yield Check(name="tried here", status="worked around",
-                            fix=f"flashlin warmup --forget --op {one.op}",
-                            detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "
-                                   "it is planned otherwise")
-        for trial, one in here.trials.items():
-            if one.word == "not tried":
-                yield Check(name="tried here", status="could not check",
-                            detail=f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is "
-                                   "used as planned")
-
-
-def check_modules(machine: Machine) -> Iterator[Check]:
-    """Whether everything public can be imported; without torch nothing can, which is told already."""
-    if machine.torch is None:
-        return
-    errors: dict[str, list[str]] = {}
-    for name in flashlin.__all__:
-        _, error = attempt(getattr, flashlin, name)
-        if error and error != machine.policy_error:  # which is told already
-            errors.setdefault(error, []).append(name)
-    for error, names in errors.items():
-        yield Check(name="modules", status="problem",
-                    detail=f"{', '.join(names)} cannot be imported: {error}",
-                    fix="pip install --force-reinstall --no-deps flashlin")
-
-
-CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
-    check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, *SURROUNDINGS, check_folders, check_tried, check_modules)
-
-
-def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
-    """What the checks say; one that fails is a line of its own."""
-    said: list[Check] = []
-    for check in checks:
-        lines, error = attempt(lambda check=check: list(check(machine)))
-        said += lines if lines is not None else [
-            Check(name=check.__name__.removeprefix("check_"), status="could not check",
-                  detail=f"could not check: {error}")]
-    return said
-
-
-def _folder_of(package: str) -> str:
-    return str(Path(sys.modules[package].__file__ or "").parent) if package in sys.modules else "nowhere"

@@ -2,7 +2,7 @@
 headers, libcuda, a cache, variables that mean well, room on the card.
 
 What Triton does is read off its ``runtime/build.py`` and ``backends/nvidia/driver.py``. A check that cannot
-be made says so (``machine.checkup``): a tool that is missing, forbidden or slow is no verdict.
+be made says so (``checks.checkup``): a tool that is missing, forbidden or slow is no verdict.
 """
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check, Status
-
-if TYPE_CHECKING:
-    from flashlin.diagnostics.machine import Machine
 
 LDCONFIG = "/sbin/ldconfig"  # by this path only, as Triton calls it
 LIMIT = 10.0

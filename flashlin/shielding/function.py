@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.locks import ThreadLock
-from flashlin.compat.target import interpreting
 from flashlin.guards.problem import UnsupportedError
 from flashlin.kernels.shield.problem import lengths
 from flashlin.shielding import autotune as tuning

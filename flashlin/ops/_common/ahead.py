@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Kernel, make_key
+from flashlin.compat.direct import Kernel
+from flashlin.compat.installed_triton import make_key
 from flashlin.guards.problem import Plan
 
 MOST = 16  # threads that compile at a time: no call has many more kernels

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashlin.compat import launch, tf32
-from flashlin.compat.direct import TENSORS, Compiled, current, possible, triton_module, watched
+from flashlin.compat.direct import TENSORS, Compiled, current, watched
+from flashlin.compat.installed_triton import possible, triton_module
 from flashlin.guards.problem import Plan
 from flashlin.ops._common import ahead
 from flashlin.ops._common.ahead import MAKING

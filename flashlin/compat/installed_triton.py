@@ -1,0 +1,51 @@
+"""The installed Triton: its module, the key of its cache, and what it can do. It is imported on first use."""
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from flashlin.compat.locks import ThreadLock
+from flashlin.compat.releases import nearest
+from flashlin.compat.versions import is_unreleased, release
+
+_keyed = ThreadLock()
+
+
+@cache
+def triton_module() -> Any:
+    """Import Triton."""
+    return import_module("triton")
+
+
+def interpreting() -> bool:
+    """Return True if Triton was told to run kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def possible() -> bool:
+    """Return True if kernels may be started directly on this release, see direct.py."""
+    return _compared(triton_module().__version__)
+
+
+@cache
+def _compared(version: str) -> bool:
+    known = nearest(version)
+    return (known.direct and release(known.version)[:2] == release(version)[:2] and not is_unreleased(version)
+            and not interpreting())
+
+
+def make_key() -> None:
+    """Make the key of Triton's cache, for which Triton reads its whole library once in a process."""
+    with _keyed:
+        triton_module().runtime.cache.triton_key()
+
+
+def expect_kernels() -> None:
+    """Make the key in a thread while a first call is planned and its modules are imported."""
+    if possible():
+        with suppress(RuntimeError):  # the process ends, or may have no more threads
+            threading.Thread(target=make_key, daemon=True).start()
