@@ -7,7 +7,7 @@ In microseconds and in *bare launches*: one Triton launch of a kernel with eight
 the calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
 (benchmarks/pretended.py), on which starting what is compiled takes no time, for calls and bare launches
 alike, so there the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out
-(ops/_common/seen.py, ops/_common/repeated.py, compat/direct.py). profile: so many lines of where a call's time goes.
+(ops/_common/replay.py, compat/direct.py). profile: so many lines of where a call's time goes.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from benchmarks.calls import Shape, find, runs
 from benchmarks.pretended import Driver, pretended
 from flashlin.compat import direct, launch
 from flashlin.compat import target as machine
-from flashlin.ops._common import chunked, recurrent, repeated
+from flashlin.ops._common import chunked, recurrent, replay
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_simple_gla",
        "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
@@ -73,9 +73,9 @@ def alone(v: torch.Tensor, **others: torch.Tensor) -> Any:
 @contextmanager
 def ordinary() -> Iterator[None]:
     """Every call is checked, planned and started as the first one."""
-    with (mock.patch.object(chunked, "facts_of", lambda *call: None),
-          mock.patch.object(recurrent, "facts_of", lambda *call: None),
-          mock.patch.object(repeated, "_facts", lambda *call: None),
+    with (mock.patch.object(chunked, "key_of", lambda *call: None),
+          mock.patch.object(recurrent, "key_of", lambda *call: None),
+          mock.patch.object(replay, "_key_of_run", lambda *call: None),
           mock.patch.object(direct, "possible", lambda: False),
           mock.patch.object(launch, "_kernels", {})):
         yield

@@ -33,7 +33,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import norm, simple_gla
 from flashlin.ops._common import chunked
-from flashlin.ops._common.planned import planned, wants_grad
+from flashlin.ops._common.casting import wants_grad
+from flashlin.ops._common.pipeline import planned
 
 LIMIT = 5.0  # microseconds that planning may add to a call
 RUNS, CALLS = 101, 1000
@@ -47,15 +48,14 @@ def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
 
 def rows() -> dict[str, float]:
     q = torch.zeros(2, 128, 4, 64, dtype=torch.bfloat16, requires_grad=True)
-    call = norm._call_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5), q.dtype)
+    of_norm, how = norm.Tensors(q), norm.scalars_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5))
 
     def gla() -> Problem:
         return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None,
                                   wants_grad(q, q, q, None, None))
 
     def rms() -> Problem:
-        return norm.problem_of(norm._call_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5), q.dtype), q,
-                               1, wants_grad(q, None, None, None))
+        return norm.problem_of(of_norm, norm.scalars_of(of_norm, norm.Asked("rms_norm", RMS, 1e-5)))
 
     here, now, problem = probe(q.device), policy.current(), gla()
     # more than the cache holds: always a miss
@@ -69,7 +69,7 @@ def rows() -> dict[str, float]:
                                                                           "chunk_simple_gla", (q, q, q, q,
                                                                                                None), None,
                                                                           True)),
-        "problem_of, norm": microseconds(lambda: norm.problem_of(call, q, 1, True)),
+        "problem_of, norm": microseconds(lambda: norm.problem_of(of_norm, how)),
         "probe": microseconds(lambda: probe(q.device)),
         "policy.current": microseconds(policy.current),
         "dispatch.plan, hit": microseconds(lambda: dispatch.plan(problem, here, now))}

@@ -21,7 +21,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.installed_triton import interpreting
 from flashlin.diagnostics import surroundings
 from flashlin.guards import limits, proven, verdicts
-from flashlin.ops._common import ahead, planned, repeated, seen
+from flashlin.ops._common import ahead, pipeline, replay
 from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
@@ -57,8 +57,8 @@ def forget() -> None:
     policy._current = None
     for cached in (dispatch.plan, proven._shipped, proven.slow_on, verdicts.local, verdicts._tell):
         cached.cache_clear()
-    for kept in (machine._probed, planned._told, verdicts._unwritten, canary._done, canary._settled,
-                 seen._seen, repeated._recipes, door._kernels, ahead._compiling, ahead._foreseen):
+    for kept in (machine._probed, pipeline._told, verdicts._unwritten, canary._done, canary._settled,
+                 replay._calls, replay._recipes, door._kernels, ahead._compiling, ahead._foreseen):
         kept.clear()
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()
@@ -226,4 +226,4 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The recipes of runs that were made again."""
-    return noted(monkeypatch, repeated, "_again")
+    return noted(monkeypatch, replay, "_replay")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flashlin.compat.tracing import transient
-from flashlin.ops._common.planned import constant_while_tracing
+from flashlin.ops._common.pipeline import constant_while_tracing
 
 MARKS = ("cu_seq_lens_q", "seq_idx")
 Tokens = tuple[int, int] | None  # [B, T] of a call

@@ -2,7 +2,7 @@
 None where it cannot help: that is why planning ends.
 
 Nothing wraps a call: the rewritten Problem is the instruction. Recipes read it (warps, parts of the batch),
-and ops/_common/planned.py what it says of operands. Adding a remedy is a function and its line in VARIANTS.
+and ops/_common/casting.py what it says of operands. Adding a remedy is a function and its line in VARIANTS.
 """
 from __future__ import annotations
 

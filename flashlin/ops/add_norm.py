@@ -14,9 +14,9 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.plain import widest
-from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.arguments import check_optional
 from flashlin.ops._common.entry import entry
-from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run
+from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run_norm
 
 
 @entry
@@ -135,13 +135,13 @@ def _run(given: Added, asked: Asked, dropout_p: Any, return_dropout_mask: bool) 
         tensors = tensors._replace(x=total)
     asked = asked._replace(output_dtype=x.dtype)
     if weight1 is None:
-        found = run(tensors, asked)
+        found = run_norm(tensors, asked)
         parts: list[Any] = [found] if isinstance(found, Tensor) else list(found)
     else:  # both of the sum as it is in fp32, which is what prenorm gives
         total = tensors.x.to(widest(*tensors))
         total = total if residual is None else total + residual.to(total.dtype)
         of_total = asked._replace(prenorm=False)
-        parts = [run(Tensors(total, None, *pair), of_total) for pair in ((weight, bias), (weight1, bias1))]
+        parts = [run_norm(Tensors(total, None, *pair), of_total) for pair in ((weight, bias), (weight1, bias1))]
         parts += [total][:asked.prenorm]
     if asked.prenorm:
         parts[-1] = parts[-1].to(residual.dtype if residual is not None

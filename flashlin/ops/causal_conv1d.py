@@ -5,7 +5,7 @@ of ``flashlin.causal_conv1d``.
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.problem import Problem
+from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import (
     check_cu_seqlens,
     check_dense,
@@ -24,18 +24,11 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
-from flashlin.ops._common.calls import (
-    call_of,
-    check_nonempty,
-    check_optional,
-    check_written,
-    contiguous,
-    parsed,
-    route,
-)
+from flashlin.ops._common.arguments import check_nonempty, check_optional, check_written
+from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, wants_grad
+from flashlin.ops._common.operator import Overwriting, kernels
+from flashlin.ops._common.pipeline import TracedCall
 from flashlin.ops._common.pool import put_back, taken
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
@@ -95,7 +88,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
     else:
         # ours have a slot more, which no token sees
         state = None if initial_states is None else F.pad(initial_states, (1, 0))
-        y, final = conv.planned_run(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
+        y, final = conv.convolve(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
                                     return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
@@ -153,7 +146,8 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
         if given is not None:
             check_integers(name, given, (b,), "[b]", x.device, "x")  # kernels skip values outside of the pool
     tensors = Tensors(rows, conv_state, weight, bias, cache_seqlens, conv_state_indices)
-    y = (_in_parts if wants_grad(*tensors) else _run)(tensors, conv.Activation(silu))
+    how = conv.Activation(silu)
+    y = _in_parts(tensors, how) if wants_grad(*tensors) else WINDOW_UPDATE.run_planned(tensors, how)
     return y if x.ndim == 3 else y.squeeze(-1)
 
 
@@ -200,7 +194,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
     """y [b, T, D] of x [b, T, D], which have been checked."""
     if seq_idx is not None:
         return separated(x, weight, bias, seq_idx, None, silu)
-    return conv.planned_run(CONVOLUTION, conv.Tensors(x, weight, bias), silu)[0]
+    return conv.convolve(CONVOLUTION, conv.Tensors(x, weight, bias), silu)[0]
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
@@ -230,7 +224,7 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
         slot = torch.where(anew, anew.cumsum(0) - 1, rows)
         bounds = torch.full((rows + 1,), rows, device=x.device).scatter(0, slot,
                                                                         torch.where(anew, place, rows))
-    y, _ = conv.planned_run(CONVOLUTION, conv.Tensors(conv.evenly_spaced(x).reshape(1, rows, D), weight, bias,
+    y, _ = conv.convolve(CONVOLUTION, conv.Tensors(conv.evenly_spaced(x).reshape(1, rows, D), weight, bias,
                                                       bounds=bounds), silu)
     y = y.reshape(b, before + T, D)[:, before:]
     return torch.where((seq_idx < 0)[:, before:, None], 0, y)
@@ -248,7 +242,7 @@ def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
         slots = slots + seqlens.long()[:, None]
     slots = (slots % L)[:, None].expand(rows.states.shape)
     ordered = rows.states.gather(2, slots)
-    y, _ = conv.planned_run(CONVOLUTION, conv.Tensors(x.transpose(1, 2), weight, bias, initial_state=F.pad(
+    y, _ = conv.convolve(CONVOLUTION, conv.Tensors(x.transpose(1, 2), weight, bias, initial_state=F.pad(
         ordered[..., L - W + 1:], (1, 0))), how.silu)
     states = torch.cat([ordered, x.detach().to(pool.dtype)], 2)[..., T:]
     if seqlens is not None:
@@ -265,26 +259,24 @@ class Tensors(NamedTuple):
     indices: Tensor | None
 
 
-def _run(given: Tensors, how: conv.Activation) -> Tensor:
-    call = call_of(OP, {t.dtype for t in given if t is not None})
-    plan, path, dot = route(call, WINDOW, given.x.device, lambda: problem_of(given, call),
-                            V=conv.width_class(given.weight))
-    if path == "torch":
-        return _in_parts(given, how)
-    if plan is None:
-        return cast(Tensor, _library_op(*given, *how))
-    loaded, window, *others = as_planned(given, dot)
-    y: Tensor = kernels("mamba", "forward").convolve(plan, loaded, window, *contiguous(*others), how.silu,
-                                                     loaded.dtype)
-    if window is not given.state:
-        given.state.copy_(window)
+def problem_of(given: Tensors, how: conv.Activation) -> Problem:
+    (b, D, T), W = given.x.shape, given.weight.shape[1]
+    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=_dtype_of(given))
+
+
+def _dtype_of(given: Tensors) -> str:
+    return strictest({t.dtype for t in given if t is not None})
+
+
+def _update(plan: Plan, given: Tensors, how: conv.Activation) -> Tensor:
+    x, state, *others = as_planned(given, plan.problem.dot)
+    y: Tensor = kernels("mamba", "forward").convolve(plan, x, state, *contiguous(*others), how.silu, x.dtype)
+    if state is not given.state:
+        given.state.copy_(state)
     return y.to(given.x.dtype)
 
 
-def problem_of(given: Tensors, call: str) -> Problem:
-    (b, D, T), W = given.x.shape, given.weight.shape[1]
-    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=parsed(call)[1])
-
-
-_library_op = writing_operator("conv_window", Tensors, conv.Activation, "state", _run,
-                               lambda x, how: x.x.new_empty(x.x.shape))
+WINDOW_UPDATE = Overwriting(
+    "conv_window", Tensors, conv.Activation, "state", family=WINDOW, problem=problem_of, on_torch=_in_parts,
+    while_tracing=lambda x, how: TracedCall(f"{OP} {_dtype_of(x)}", V=conv.width_class(x.weight)),
+    launch=_update, empty=lambda x, how: x.x.new_empty(x.x.shape))

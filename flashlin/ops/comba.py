@@ -89,7 +89,7 @@ def chunk_comba(
     beta = v.new_ones(B, T, HV) if beta is None else beta
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
+    return chunked.run_chunked(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
 
 
 @entry
@@ -122,4 +122,4 @@ def fused_recurrent_comba(
     flags = recurrent.flags("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)
     called = {"g": "g"} if p is None else {"g": "g", "a": "p"}
-    return recurrent.run("fused_recurrent_comba", inputs, flags, scale, output_final_state, called=called)
+    return recurrent.run_recurrent("fused_recurrent_comba", inputs, flags, scale, output_final_state, called=called)

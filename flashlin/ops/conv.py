@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
@@ -16,21 +17,11 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
-from flashlin.ops._common.calls import (
-    call_of,
-    check_nonempty,
-    check_optional,
-    check_written,
-    contiguous,
-    count_of,
-    dense,
-    parsed,
-    route,
-    sequences,
-)
+from flashlin.ops._common.arguments import check_nonempty, check_optional, check_packed, check_written
+from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, wants_grad
+from flashlin.ops._common.operator import Gradients, Operator, Overwriting, Traced, kernels
+from flashlin.ops._common.pipeline import TracedCall, call_of, parsed
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "mix", "cuda")
@@ -105,13 +96,13 @@ def causal_conv1d(
                                output_final_state=output_final_state)
         bounds, N = shard.bounds, shard.total
     else:
-        bounds, N = sequences(x, cu_seqlens, cu_seqlens_cpu)
+        bounds, N = check_packed(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         _check_state("initial_state", initial_state, N, x, weight)
     if shard is not None:
         x, residual = shard.there(x), shard.there(residual)
         initial_state = shard.window(x, weight.shape[1], initial_state)
-    y, state = planned_run("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
+    y, state = convolve("causal_conv1d", Tensors(x, weight, bias, residual, initial_state, bounds), silu,
                            output_final_state)
     if shard is not None:
         y, state = shard.back(y), None if state is None else shard.share(state, x.shape[0])
@@ -154,7 +145,8 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     check_written("cache", cache, "causal_conv1d_update",
                   "updated in place. causal_conv1d with initial_state=cache has the gradient")
     given = Token(x.reshape(N, D), weight, bias, None if residual is None else residual.reshape(N, D), cache)
-    y = (_differentiable_update if wants_grad(*given) else _update)(given, Activation(silu))
+    y = _differentiable_update(given, silu) if wants_grad(*given) else UPDATE.run_planned(
+        given, Activation(silu))
     return y.reshape(x.shape), cache
 
 
@@ -179,19 +171,17 @@ def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> No
     need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", x.device, "x")
 
 
-def planned_run(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Every op that is a convolution: plan and run what has been checked."""
+def convolve(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return what an op that is a convolution makes of checked tensors."""
     dtype = given.x.dtype
-    call = _call_of(op, given, silu, has_ht)
-    how = Scalars(silu, has_ht, wants_grad(*given), call)
-    plan, path, dot = route(call, "conv", given.x.device, lambda: problem_of(given, how),
-                            V=width_class(given.weight))
-    if path == "torch":
-        y, ht = torch_path.run(*given, silu)
-    else:
-        x, *others = as_planned(given, dot)
-        y, ht = OPERATOR(plan, (x if plan is None else evenly_spaced(x), *contiguous(*others)), how)
+    y, ht = OPERATOR.run_planned(given, Scalars(silu, has_ht, wants_grad(*given),
+                                                _call_of(op, given, silu, has_ht)))
     return y.to(dtype), ht.to(dtype) if has_ht else None
+
+
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    x, *others = as_planned(given, dot)
+    return Tensors(x if torch.compiler.is_compiling() else evenly_spaced(x), *contiguous(*others)), how
 
 
 def _of_one_token(given: Token, state: Tensor) -> Tensors:
@@ -200,33 +190,33 @@ def _of_one_token(given: Token, state: Tensor) -> Tensors:
     return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
 
 
-def _differentiable_update(given: Token, how: Activation) -> Tensor:
-    y, state = planned_run("causal_conv1d", _of_one_token(given, given.cache.clone()), how.silu, True)
+def _differentiable_update(given: Token, silu: bool) -> Tensor:
+    y, state = convolve("causal_conv1d", _of_one_token(given, given.cache.clone()), silu, True)
     given.cache.copy_(cast(Tensor, state).detach())
     return y
 
 
-def _update(given: Token, how: Activation) -> Tensor:
-    x, cache = given.x, given.cache
-    call = _call_of("causal_conv1d_update", given, how.silu, False)
-    plan, path, dot = route(call, "conv_update", x.device, lambda: _problem_of_update(given, call),
-                            V=width_class(given.weight))
-    if path == "torch":
-        of_token, state = torch_path.run(*_of_one_token(given, cache), how.silu)
-        cache.copy_(state)
-        return of_token[:, 0].to(x.dtype)
-    if plan is None:
-        return cast(Tensor, _library_update(*given, *how))
-    loaded = as_planned(given, dot)
-    tensors = contiguous(loaded.x, loaded.weight, loaded.bias, loaded.residual)
-    y: Tensor = kernels("conv", "forward").update(plan, *tensors, loaded.cache, how.silu, loaded.x.dtype)
-    if loaded.cache is not cache:
-        cache.copy_(loaded.cache)
-    return y.to(x.dtype)
+def _update_on_torch(given: Token, how: Activation) -> Tensor:
+    of_token, state = torch_path.run(*_of_one_token(given, given.cache), how.silu)
+    given.cache.copy_(state)
+    return of_token[:, 0].to(given.x.dtype)
 
 
-def _problem_of_update(given: Token, call: str) -> Problem:
-    (op, dtype, options), (N, D) = parsed(call), given.x.shape
+def _update(plan: Plan, given: Token, how: Activation) -> Tensor:
+    x, weight, bias, residual, cache = as_planned(given, plan.problem.dot)
+    y: Tensor = kernels("conv", "forward").update(plan, *contiguous(x, weight, bias, residual), cache, how.silu,
+                                                  x.dtype)
+    if cache is not given.cache:
+        given.cache.copy_(cache)
+    return y.to(given.x.dtype)
+
+
+def _call_of_update(given: Token, how: Activation) -> str:
+    return _call_of("causal_conv1d_update", given, how.silu, False)
+
+
+def _problem_of_update(given: Token, how: Activation) -> Problem:
+    (op, dtype, options), (N, D) = parsed(_call_of_update(given, how)), given.x.shape
     return Problem(op, "conv_update", "", B=N, T=1, H=1, K=D, V=given.weight.shape[1], N=N, dtype=dtype,
                    options=options)
 
@@ -311,11 +301,15 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "conv", Tensors, Scalars, Outputs, 2,
+    "conv", Tensors, Scalars, Outputs, 2, family="conv", problem=problem_of,
+    on_torch=lambda x, how: torch_path.run(*x, how.silu), cast=_cast,
+    while_tracing=lambda x, how: TracedCall(how.call, V=width_class(x.weight)),
     forward=lambda plan, x, how: kernels("conv", "forward").run(
         plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
     kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
-    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.silu)),
-    same=lambda how: {"residual": "y"})
-_library_update = writing_operator("conv_update", Token, Activation, "cache", _update,
-                                   lambda x, how: x.x.new_empty(x.x.shape))
+    traced=Traced(_empty), same=lambda how: {"residual": "y"})
+UPDATE = Overwriting(
+    "conv_update", Token, Activation, "cache", family="conv_update", problem=_problem_of_update,
+    on_torch=_update_on_torch, launch=_update,
+    while_tracing=lambda x, how: TracedCall(_call_of_update(x, how), V=width_class(x.weight)),
+    empty=lambda x, how: x.x.new_empty(x.x.shape))

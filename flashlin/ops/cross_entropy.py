@@ -21,10 +21,11 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR
-from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, parsed, route
+from flashlin.ops._common.arguments import check_nonempty, check_optional
+from flashlin.ops._common.casting import as_planned, linear_dtype, wants_grad
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, linear_dtype, planned, wants_grad
+from flashlin.ops._common.pipeline import call_of, parsed, planned
 
 FAMILY = "cross_entropy"
 CHUNK = 64  # rows of logits come in multiples of so many
@@ -86,16 +87,8 @@ def cross_entropy_loss(
     check_nonempty("logits", logits, "[N, V]", (2,), "V")
     _check_target(target, logits, "logits")
     tokens.check("cross_entropy_loss", target, logits.shape[1], "target", ignore_index)
-    call, needs_grad = call_of("cross_entropy_loss", {logits.dtype}), wants_grad(logits)
-    plan, path, dot = route(call, FAMILY, logits.device, lambda: _problem(call, logits.shape, needs_grad))
-    if path == "torch":
-        loss, z_loss, _ = torch_path.run(logits, target, *terms)
-    else:
-        readable, = as_planned((logits,), dot)
-        rows = _rows(readable)
-        in_place = plan is not None and inplace_backward and rows is logits
-        how = Scalars(*terms, in_place, needs_grad, call)
-        loss, z_loss = OPERATOR(plan, (rows, target.contiguous()), how)
+    loss, z_loss, *_ = OPERATOR.run_planned(Tensors(logits, target), Scalars(
+        *terms, inplace_backward, wants_grad(logits), call_of("cross_entropy_loss", {logits.dtype})))
     return loss, z_loss.detach()
 
 
@@ -172,11 +165,9 @@ def fused_linear_cross_entropy_loss(
                         wide=accumulate_grad_in_fp32, dtype=dtype, wants_dx=wants_grad(x),
                         wants_dweight=wants_grad(weight), wants_dbias=wants_grad(bias), needs_grad=needs_grad,
                         call=call)
-    # The operator plans again, for its chunks; here the whole call hears of what stands against it.
     if not torch.compiler.is_compiling() and transformed():
         return _whole_linear_loss(given, how)
-    plan = None if torch.compiler.is_compiling() else planned(_problem_of_linear(given, how), x.device)
-    return cast(Tensor, LINEAR(plan, given, how)[0])
+    return cast(Tensor, LINEAR.run_planned(given, how)[0])
 
 
 def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
@@ -246,6 +237,18 @@ class Outputs(NamedTuple):
     lse: Tensor
 
 
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    """Backward writes over the logits only if they are not copied here, and not while torch.compile traces."""
+    readable, = as_planned((given.logits,), dot)
+    rows = _rows(readable)
+    in_place = how.in_place and rows is given.logits and not torch.compiler.is_compiling()
+    return Tensors(rows, given.target.contiguous()), how._replace(in_place=in_place)
+
+
+def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, ...]:
+    return torch_path.run(x.logits, x.target, *terms_of(how))
+
+
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
     return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *terms_of(how))
 
@@ -273,10 +276,10 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "cross_entropy", Tensors, Scalars, Outputs, 2, forward=_forward,
-    kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
-    traced=Traced(lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), _empty,
-                  lambda x, how: torch_path.run(x.logits, x.target, *terms_of(how)), _backward_on_torch))
+    "cross_entropy", Tensors, Scalars, Outputs, 2, family=FAMILY,
+    problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), on_torch=_on_torch, cast=_cast,
+    forward=_forward, kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
+    traced=Traced(_empty, backward_on_torch=_backward_on_torch))
 
 
 class LinearTensors(NamedTuple):
@@ -447,7 +450,8 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
 
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
-    forward=lambda plan, given, how: _linear_loss(given, how),
+    # the whole call is planned for its warnings and errors; each of its chunks is planned again
+    family=FAMILY, problem=_problem_of_linear, forward=lambda plan, given, how: _linear_loss(given, how),
     kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
-    traced=Traced(_problem_of_linear, _empty_linear, _linear_loss, plain_backward=True),
+    traced=Traced(_empty_linear, plain_backward=True),
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

@@ -74,7 +74,7 @@ def chunk_delta_rule(
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return delta.run(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
+    return delta.run_delta(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 
 @entry
@@ -108,7 +108,7 @@ def fused_recurrent_delta_rule(
     no_unknown(op, unknown)
     flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=state_v_first)
-    return recurrent.run(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    return recurrent.run_recurrent(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
 
 

@@ -89,7 +89,7 @@ def chunk_dplr_delta_rule(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
+    return chunked.run_chunked(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 
 @entry
@@ -139,6 +139,6 @@ def fused_recurrent_dplr_delta_rule(
     """
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
+    return recurrent.run_recurrent(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
                          recurrent.flags(reverse=reverse), scale, output_final_state,
                          called={"gk": "gk", "a": "a", "b": "b"})

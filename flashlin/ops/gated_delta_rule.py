@@ -110,7 +110,7 @@ def chunk_gated_delta_rule(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return delta.run(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
+    return delta.run_delta(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -198,7 +198,7 @@ def fused_recurrent_gated_delta_rule(
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state,
                     bounds=cu_seqlens)
-    return recurrent.run(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)
+    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dtype
+from flashlin.ops._common.arguments import check_parameter, check_rows
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.pointwise import check_parameter, check_rows, run
+from flashlin.ops._common.pointwise import run_pointwise
 
 
 @entry
@@ -45,7 +46,7 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
     HV = g.shape[-1]
     A_log = parameter("A_log", A_log, (HV,), "HV", g)
     dt_bias = None if dt_bias is None else parameter("dt_bias", dt_bias, (HV,), "HV", g)
-    y, = run("fused_gdn_gate", HV, 1, output_dtype, g, A_log, dt_bias)
+    y, = run_pointwise("fused_gdn_gate", HV, 1, output_dtype, g, A_log, dt_bias)
     return y
 
 
@@ -67,7 +68,7 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
     if lower_bound is not None:
         lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
                                      need="a number below 0, or None")
-    y, = run("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=lower_bound)
+    y, = run_pointwise("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=lower_bound)
     return y
 
 

@@ -18,9 +18,9 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import chunked, recurrent
+from flashlin.ops._common.casting import common_dtype
 from flashlin.ops._common.chunked import Request, check_options
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.planned import common_dtype
 from flashlin.ops._common.preprocess import exact, wide
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
@@ -131,7 +131,7 @@ def chunk_gdn2(
     tensors = (q, k, (w * v).to(v.dtype), g, b.to(common_dtype(q, k, v)), None, None)
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run(FAMILY, request, tensors, grouped=True, called={"a": "b"})
+    return chunked.run_chunked(FAMILY, request, tensors, grouped=True, called={"a": "b"})
 
 
 @entry
@@ -176,7 +176,7 @@ def fused_recurrent_gdn2(
     flags = recurrent.flags("delta", "erase", *bounded, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, w, gk=g, a=b, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, inputs, flags, scale, output_final_state,
+    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state,
                          called={"gk": "g", "a": "b", "beta": "w"})
 
 

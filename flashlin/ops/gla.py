@@ -77,7 +77,7 @@ def chunk_gla(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return chunked.run(FAMILY, request, (q, k, v, g, None))
+    return chunked.run_chunked(FAMILY, request, (q, k, v, g, None))
 
 
 @entry
@@ -112,7 +112,7 @@ def fused_recurrent_gla(
     check_qkv(q, k, v)
     flags = recurrent.flags(reverse=reverse,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
-    return recurrent.run(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    return recurrent.run_recurrent(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state)
 
 

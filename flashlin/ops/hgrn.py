@@ -14,11 +14,12 @@ from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
-from flashlin.ops._common.calls import contiguous, count_of, dense, route, sequences
+from flashlin.ops._common.arguments import check_packed
+from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, name_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, exporting, name_of, wants_grad
+from flashlin.ops._common.pipeline import TracedCall, call_of, exporting
 
 Found = tuple[Tensor, "Tensor | None"]
 
@@ -53,7 +54,7 @@ def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output
     dropped, without a word; here both are right, packed sequences are taken, and shapes and cu_seqlens are
     checked.
     """
-    return _run("chunk_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
+    return _scan("chunk_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
 @entry
@@ -61,29 +62,20 @@ def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = No
                          output_final_state: bool = False, cu_seqlens: Tensor | None = None) -> Found:
     """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. All as ``chunk_hgrn``: one token
     is one launch there, too."""
-    return _run("fused_recurrent_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
+    return _scan("fused_recurrent_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
-def _run(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seqlens: Tensor | None) -> Found:
+def _scan(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seqlens: Tensor | None) -> Found:
     has_ht = scalars.flag("output_final_state", has_ht)
     check_floats("x", x, "[B, T, D]", 3)
     if x.shape[2] == 0:
         raise ValueError(f"x: got shape {shown(x.shape)}, need [B, T, D] with D of at least 1")
     need_tensor("g", g, x.shape, "[B, T, D]", x.device, "x")
-    bounds, N = sequences(x, cu_seqlens)
+    bounds, N = check_packed(x, cu_seqlens)
     if h0 is not None:
         need_tensor("initial_state", h0, (N, x.shape[2]), "[N, D]", x.device, "x")
-    given, how, out_dtype = Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op), x.dtype
-    plan, path, dot = route(f"{op} {name_of(x.dtype)}", "hgrn", x.device, lambda: problem_of(given, how),
-                            64, 64)
-    if path == "torch" and not exporting():
-        o, ht = torch_path.run(*given)
-    else:
-        x, g, h0, bounds = as_planned(given, dot)
-        g = g if g.dtype in (x.dtype, torch.float32) else g.float()
-        h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-        o, ht = OPERATOR(plan, (x.contiguous(), g.contiguous(), h0, bounds), how)
-    return o.to(out_dtype), ht if has_ht else None
+    o, ht = OPERATOR.run_planned(Tensors(x, g, h0, bounds), Scalars(has_ht, wants_grad(x, g, h0), op))
+    return o.to(x.dtype), ht if has_ht else None
 
 
 class Tensors(NamedTuple):
@@ -111,6 +103,13 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
                    dtype=name_of(x.x.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad)
 
 
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    x, g, h0, bounds = as_planned(given, dot)
+    g = g if g.dtype in (x.dtype, torch.float32) else g.float()
+    h0 = None if h0 is None else h0.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    return Tensors(x.contiguous(), g.contiguous(), h0, bounds), how
+
+
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
     N = count_of(x.x, x.bounds)
     wide = torch.promote_types(x.x.dtype, torch.float32)
@@ -136,7 +135,8 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "hgrn", Tensors, Scalars, Outputs, 2,
+    "hgrn", Tensors, Scalars, Outputs, 2, family="hgrn", problem=problem_of,
+    on_torch=lambda x, how: torch_path.run(*x), cast=_cast,
+    while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64), inside=lambda x: exporting(),
     forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
-    backward=_backward,
-    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x), _backward_on_torch))
+    backward=_backward, traced=Traced(_empty, backward_on_torch=_backward_on_torch))

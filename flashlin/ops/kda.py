@@ -137,7 +137,7 @@ def chunk_kda(
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run(FAMILY, request, tensors, grouped=True)
+    return chunked.run_chunked(FAMILY, request, tensors, grouped=True)
 
 
 def with_states(request: Request, tensors: tuple[Tensor | None, ...],
@@ -148,7 +148,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
     assert q is not None and k is not None and v is not None
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
     # what a whole call would refuse, this one refuses too
-    o, _ = chunked.run(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
+    o, _ = chunked.run_chunked(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
     packed = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
     edges = range(0, B * T + 1, max(T, 1)) if packed is None else numbers(packed)
     chunks = [torch.arange(first, end, device=q.device).split(size) if first < end else ()
@@ -166,7 +166,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
         at = [chunks[n][c] for n in alive]
         bounds = torch.tensor([0, *itertools.accumulate(map(len, at))], dtype=torch.int32)
         here = tuple(None if x is None else x[:, torch.cat(at)] for x in rows)
-        _, after = chunked.run(FAMILY, request._replace(h0=state[alive], has_ht=True, cu_seqlens_cpu=bounds,
+        _, after = chunked.run_chunked(FAMILY, request._replace(h0=state[alive], has_ht=True, cu_seqlens_cpu=bounds,
                                                         cu_seqlens=bounds.to(q.device)), here, grouped=True)
         assert after is not None
         state[alive] = after
@@ -256,7 +256,7 @@ def fused_recurrent_kda(
                             allow_neg_eigval=allow_neg_eigval,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, gk=g, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
+    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
                          called={"gk": "g", "beta": "beta"})
 
 

@@ -42,7 +42,7 @@ def chunk_lightning_attn(
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), chunk_size=chunk_size)
+    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), chunk_size=chunk_size)
 
 
 @entry
@@ -64,7 +64,7 @@ def fused_recurrent_lightning_attn(
     no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
-    return family.run(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
+    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
 
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:

@@ -112,7 +112,7 @@ def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run(request._replace(h0=initial_state), q, k, v)
+        return family.run_simple_gla(request._replace(h0=initial_state), q, k, v)
     check_qkv(q, k, v)
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
     compute = widest(q, k, v)
@@ -125,6 +125,6 @@ def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State
         raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z "
                         "[N, 1, H, K])")
     ones = torch.ones_like(v[..., :1])
-    both, ht = family.run(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
+    both, ht = family.run_simple_gla(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

@@ -19,17 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_cu_seqlens, check_values, need_tensor, shareable, shown
+from flashlin.guards.tensors import need_tensor, shareable, shown
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
-from flashlin.ops._common.calls import check_optional
+from flashlin.ops._common.arguments import check_optional, check_packed, check_rows
+from flashlin.ops._common.casting import common_dtype
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.planned import common_dtype
-from flashlin.ops._common.pointwise import check_rows, read
+from flashlin.ops._common.pointwise import read
 from flashlin.ops._common.turning import turned
 
 
@@ -102,13 +101,9 @@ def mamba3_siso_combined(
     return_final_states = scalars.flag("return_final_states", return_final_states)
     scalars.integer("chunk_size", chunk_size, 1, "an integer of at least 1")
     b, T, H, _ = _check(Q, K, V, ADT, DT, Trap, Q_bias, K_bias)
-    bounds = None
-    if cu_seqlens is not None:
-        bounds = check_cu_seqlens(cu_seqlens, None, Q.shape, Q.device, policy.current().debug, "Q")
-        check_values("cu_seqlens", bounds)
-        if bounds.shape[0] == 1:
-            raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
-    n = b if bounds is None else bounds.shape[0] - 1
+    bounds, n = check_packed(Q, cu_seqlens, None, "Q", values=True)
+    if bounds is not None and n == 0:
+        raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
     states = _check_others(Q, V, Angles, D, Z, Input_States, n)
 
     dtype, tensors = common_dtype(Q, K, V), (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
@@ -126,7 +121,7 @@ def mamba3_siso_combined(
 
     found = None if states is None else _found(states, torch_path.first(past, packed), dtype)
     request = chunked.Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
-    y, ssm = chunked.run(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
+    y, ssm = chunked.run_chunked(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
     del q, k
     kept, itself = torch_path.unless_first(decay.exp(), packed), own * alike
     y = read(op, y, V, itself if D is None else itself + D.to(wide), Z, kept, V.dtype)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor, shown
-from flashlin.ops._common.calls import check_linear, check_optional, linear
+from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
+from flashlin.ops._common.casting import linear_dtype
 from flashlin.ops._common.entry import linear_entry, without_autocast
-from flashlin.ops._common.planned import linear_dtype
-from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops.causal_conv1d import convolved
 from flashlin.ops.conv import check_filters
 from flashlin.ops.norm import rms_norm

@@ -19,11 +19,12 @@ from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
 from flashlin.kernels.plain import widest
-from flashlin.ops._common.calls import call_of, check_nonempty, check_optional, contiguous, parsed, route
+from flashlin.ops._common.arguments import check_nonempty, check_optional
+from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, wants_grad
+from flashlin.ops._common.pipeline import call_of, parsed
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 
@@ -57,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
     Differs from fla where fla fails: rows longer than 64 KB, no rows at all, CPU tensors; and a new number of
     rows never recompiles.
     """
-    return _run(Tensors(x, residual, weight, bias),
+    return _norm(Tensors(x, residual, weight, bias),
                 Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
 
 
@@ -70,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
 
     eps is added to the mean of the squares. The rest as ``layer_norm``.
     """
-    return _run(Tensors(x, residual, weight, bias), Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
+    return _norm(Tensors(x, residual, weight, bias), Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
 @entry
@@ -92,7 +93,7 @@ def group_norm(
     rest as ``layer_norm``. Unlike ``torch.nn.GroupNorm``, tokens are normalised one by one. Source: Wu and He
     2018, Sun et al. 2023.
     """
-    return _run(Tensors(x, residual, weight, bias),
+    return _norm(Tensors(x, residual, weight, bias),
                 Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
@@ -115,7 +116,7 @@ def rms_norm_gated(
     sigmoid(g), ``sigmoid`` by sigmoid(g). The gate comes after weight and bias. eps is smaller than
     ``rms_norm``'s, as in fla. The rest as ``layer_norm``.
     """
-    return _run(Tensors(x, residual, weight, bias, g),
+    return _norm(Tensors(x, residual, weight, bias, g),
                 Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
 
 
@@ -136,7 +137,7 @@ def layer_norm_gated(
 
     Arguments as ``rms_norm_gated``.
     """
-    return _run(Tensors(x, residual, weight, bias, g),
+    return _norm(Tensors(x, residual, weight, bias, g),
                 Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
 
 
@@ -150,7 +151,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     """
     if output_dtype is not None:
         check_dtype("output_dtype", output_dtype)
-    return cast(Tensor, _run(Tensors(x), Asked("l2norm", L2, eps, output_dtype=output_dtype)))
+    return cast(Tensor, _norm(Tensors(x), Asked("l2norm", L2, eps, output_dtype=output_dtype)))
 
 
 l2_norm = l2norm
@@ -213,7 +214,7 @@ def mamba_norm(
         else:
             wide = widest(x, z)
             x = x.to(wide) * F.silu(z.to(wide))
-    return cast(Tensor, run(Tensors(x, None, weight, bias, gate), asked._replace(groups=D // size)))
+    return cast(Tensor, run_norm(Tensors(x, None, weight, bias, gate), asked._replace(groups=D // size)))
 
 
 class Asked(NamedTuple):
@@ -233,43 +234,47 @@ def kind_of(is_rms_norm: bool) -> int:
     return RMS if scalars.flag("is_rms_norm", is_rms_norm) else LAYER
 
 
-def _run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
-    return run(given, checked(given, asked))
+def _norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+    return run_norm(given, checked(given, asked))
 
 
-def run(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
-    """Every op of the family, of what has been checked: plan, run."""
+def run_norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what an op of the family makes of checked tensors."""
     x, residual, weight, bias, gate = given
-    groups, shape = asked.groups, x.shape
-    y_dtype = asked.output_dtype or x.dtype
-    total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32
-                   else x.dtype)
-    returns_x = residual is None and total_dtype == x.dtype
-    call, needs_grad = _call_of(given, asked, y_dtype), wants_grad(*given)
-    activation = NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation]
+    groups, shape, how = asked.groups, x.shape, scalars_of(given, asked)
     if groups > 1:
         x = x.unflatten(-1, (groups, -1))
         residual, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (residual, gate))
-    plan, path, dot = route(call, "norm", x.device, lambda: problem_of(call, x, groups, needs_grad))
-    if path == "torch":
-        y, total = torch_path.run(x, residual, weight, bias, gate, asked.eps, asked.kind, activation, groups)
-    else:
-        x, residual, weight, bias, gate = as_planned(Tensors(x, residual, weight, bias, gate), dot)
-        kernel_total = dtype_as_planned(total_dtype, dot)
-        # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
-        if residual is not None:
-            kernel_total = torch.promote_types(x.dtype, residual.dtype)
-            residual = residual.to(kernel_total)
-        has_total = (asked.prenorm and not returns_x) or (needs_grad and residual is not None)
-        y, total = OPERATOR(plan, contiguous(x, residual, weight, bias, gate), Scalars(
-            asked.eps, asked.kind, activation, groups=groups, x_dtype=x.dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            y_dtype=dtype_as_planned(y_dtype, dot), total_dtype=kernel_total if has_total else None,
-            needs_grad=needs_grad, call=call))
-    y = y.to(y_dtype).reshape(shape)
+    y, total = OPERATOR.run_planned(Tensors(x, residual, weight, bias, gate), how)
+    normed: Tensor = y.to(how.y_dtype).reshape(shape)
     if not asked.prenorm:
-        return y
-    return y, given.x if returns_x else total.to(total_dtype).reshape(shape)
+        return normed
+    return normed, given.x if how.total_dtype is None else total.to(how.total_dtype).reshape(shape)
+
+
+def scalars_of(given: Tensors, asked: Asked) -> Scalars:
+    """Return what the kernels take beside the tensors."""
+    x, residual, *_ = given
+    y_dtype, needs_grad = asked.output_dtype or x.dtype, wants_grad(*given)
+    total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32
+                   else x.dtype)
+    returned = asked.prenorm and (residual is not None or total_dtype != x.dtype)  # else it is x itself
+    has_total = returned or (needs_grad and residual is not None)  # backward reads it
+    return Scalars(asked.eps, asked.kind, NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation],
+                   asked.groups, x.dtype, None if residual is None else residual.dtype, y_dtype,
+                   total_dtype if has_total else None, needs_grad, _call_of(given, asked, y_dtype))
+
+
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    x, residual, weight, bias, gate = as_planned(given, dot)
+    total_dtype = None if how.total_dtype is None else dtype_as_planned(how.total_dtype, dot)
+    # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
+    if residual is not None:
+        wide = torch.promote_types(x.dtype, residual.dtype)
+        residual, total_dtype = residual.to(wide), None if total_dtype is None else wide
+    return Tensors(*contiguous(x, residual, weight, bias, gate)), how._replace(
+        x_dtype=x.dtype, residual_dtype=None if residual is None else residual.dtype,
+        y_dtype=dtype_as_planned(how.y_dtype, dot), total_dtype=total_dtype)
 
 
 def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:
@@ -303,11 +308,10 @@ def _call_of(given: Tensors, asked: Asked, y_dtype: torch.dtype) -> str:
     return call_of(asked.op, dtypes, options)
 
 
-def problem_of(call: str, x: Tensor, groups: int, needs_grad: bool) -> Problem:
-    """For x [..., D], or with groups [..., groups, D]."""
-    (op, dtype, options), D = parsed(call), x.shape[-1]
-    return Problem(op, "norm", "", B=1, T=x.numel() // (groups * D), H=groups, K=D, V=D, N=1, dtype=dtype,
-                   varlen=False, needs_grad=needs_grad, options=options)
+def problem_of(x: Tensors, how: Scalars) -> Problem:
+    (op, dtype, options), D, groups = parsed(how.call), x.x.shape[-1], how.groups
+    return Problem(op, "norm", "", B=1, T=x.x.numel() // (groups * D), H=groups, K=D, V=D, N=1, dtype=dtype,
+                   varlen=False, needs_grad=how.needs_grad, options=options)
 
 
 class Tensors(NamedTuple):
@@ -347,8 +351,12 @@ def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
                                           how.total_dtype, how.needs_grad)
 
 
-def _on_torch(x: Tensors, how: Scalars) -> Any:
-    y, s = torch_path.run(*x, how.eps, how.kind, how.activation, how.groups)
+def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor]:
+    return torch_path.run(*x, how.eps, how.kind, how.activation, how.groups)
+
+
+def _all_on_torch(x: Tensors, how: Scalars) -> Any:
+    y, s = _on_torch(x, how)
     return y, s, *torch_path.statistics(s, how.eps, how.kind)[1:]
 
 
@@ -397,8 +405,7 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(),
                    weight=zeros + 1 if x.weight is None else x.weight.float(),
                    bias=zeros if x.bias is None else x.bias.float())
-    gradients = pulled_back(lambda s: torch_path.run(*s, how.eps, how.kind, how.activation, how.groups), s,
-                            wanted - {"residual"} | {"x"}, grads[:2])
+    gradients = pulled_back(lambda s: _on_torch(s, how), s, wanted - {"residual"} | {"x"}, grads[:2])
     return {**gradients, "residual": gradients["x"]}
 
 
@@ -411,6 +418,6 @@ def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
 
 
 OPERATOR = Operator(
-    "norm", Tensors, Scalars, Outputs, 2, forward=_forward, kept=_kept, backward=_backward, same=_same,
-    traced=Traced(lambda x, how: problem_of(how.call, x.x, how.groups, how.needs_grad), _empty, _on_torch,
-                  _backward_on_torch, _like))
+    "norm", Tensors, Scalars, Outputs, 2, family="norm", problem=problem_of, on_torch=_on_torch, cast=_cast,
+    forward=_forward, kept=_kept, backward=_backward, same=_same,
+    traced=Traced(_empty, on_torch=_all_on_torch, backward_on_torch=_backward_on_torch, like=_like))

@@ -20,8 +20,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
 from flashlin.ops import norm
+from flashlin.ops._common.casting import linear_dtype, wants_grad
 from flashlin.ops._common.entry import linear_entry, without_autocast
-from flashlin.ops._common.planned import linear_dtype, wants_grad
 from flashlin.ops.norm import Asked, Tensors, kind_of
 from flashlin.policy import Policy
 
@@ -193,7 +193,7 @@ def _both(asked: Asked, *tensors: Any) -> Found:
     layer's weight and bias."""
     *given, weight, bias = tensors
     dtype = asked.output_dtype
-    normed = norm.run(Tensors(*given), asked)
+    normed = norm.run_norm(Tensors(*given), asked)
     y, *total = normed if isinstance(normed, tuple) else (normed,)
     out = F.linear(y, weight.to(dtype), None if bias is None else bias.to(dtype))
     return (out, total[0]) if total else out

@@ -16,10 +16,10 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_apart, check_device, check_integers, shown
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
-from flashlin.ops._common.calls import check_nonempty, contiguous, sequences, strictest
+from flashlin.ops._common.arguments import check_nonempty, check_packed
+from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, kernels
-from flashlin.ops._common.planned import as_planned, planned, wants_grad
 
 
 @entry
@@ -66,24 +66,15 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
                              "of one; need False, or a copy of x: autograd keeps no history of a leaf that "
                              "is overwritten")
         check_apart("x", x, "inplace")
-    bounds, N = sequences(x, cu_seqlens)
+    bounds, N = check_packed(x, cu_seqlens)
     offset, offsets = _offsets(seqlen_offsets, N, x.device)
     readable = x.device.type == "cpu" or policy.current().debug
     if (readable and not torch.compiler.is_compiling()) or offsets is bounds is None:
         _check_places(x, cos.shape[0], offset, offsets, bounds)
     cos, sin = cos.detach(), sin.detach()
-    needs_grad = wants_grad(x)
-    plan = None
-    if not torch.compiler.is_compiling():
-        plan = planned(problem_of(x, cos, sin, bounds is not None, needs_grad), x.device)
-    if plan is None or plan.problem.path == "torch":
-        y = torch_path.run(x, cos, sin, offset, offsets, bounds, interleaved)
-        return x.copy_(y) if inplace else y
-    loaded, *tables = as_planned((x, cos, sin), plan.problem.dot)
-    even = _evenly(loaded)
-    y, = OPERATOR(plan, (even, *contiguous(*tables), offsets, bounds), Scalars(
-        offset, interleaved, inplace and even is x, needs_grad, "rotary_embedding"))
-    return y.to(x.dtype) if not inplace else y if even is x else x.copy_(y)
+    y, = OPERATOR.run_planned(Tensors(x, cos, sin, offsets, bounds), Scalars(
+        offset, interleaved, inplace, wants_grad(x), "rotary_embedding"))
+    return y.to(x.dtype) if not inplace else y if y is x else x.copy_(y)
 
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
@@ -135,11 +126,23 @@ def _evenly(x: Tensor) -> Tensor:
     return x if even else x.contiguous()
 
 
-def problem_of(x: Tensor, cos: Tensor, sin: Tensor, packed: bool, needs_grad: bool) -> Problem:
-    """The dtype is the strictest of the three."""
-    B, T, H, D = x.shape
-    return Problem("rotary_embedding", "rotary", "", B=1, T=B * T, H=H, K=D, V=cos.shape[1], N=1,
-                   dtype=strictest({x.dtype, cos.dtype, sin.dtype}), varlen=packed, needs_grad=needs_grad)
+def problem_of(x: Tensors, how: Scalars) -> Problem:
+    """The dtype is the strictest of x and the tables."""
+    B, T, H, D = x.x.shape
+    return Problem(how.call, "rotary", "", B=1, T=B * T, H=H, K=D, V=x.cos.shape[1], N=1,
+                   dtype=strictest({x.x.dtype, x.cos.dtype, x.sin.dtype}), varlen=x.bounds is not None,
+                   needs_grad=how.needs_grad)
+
+
+def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
+    return torch_path.run(*x[:3], how.offset, x.offsets, x.bounds, how.interleaved),
+
+
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    x, *tables = as_planned(given[:3], dot)
+    even = _evenly(x)
+    cos, sin = contiguous(*tables)
+    return given._replace(x=even, cos=cos, sin=sin), how._replace(in_place=how.in_place and even is given.x)
 
 
 class Tensors(NamedTuple):
@@ -175,6 +178,6 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "rotary", Tensors, Scalars, Outputs, 1,
+    "rotary", Tensors, Scalars, Outputs, 1, family="rotary", problem=problem_of, on_torch=_on_torch, cast=_cast,
     forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
     kept=lambda x, y, how: ((None, *x[1:]), (None,)), backward=_backward, in_place="x")

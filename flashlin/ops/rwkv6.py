@@ -74,7 +74,7 @@ def chunk_rwkv6(
     check_chunk_size(chunk_size)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
+    return chunked.run_chunked(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 
 
 @entry
@@ -123,7 +123,7 @@ def fused_recurrent_rwkv6(
     """
     op = "fused_recurrent_rwkv6"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
+    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
                          recurrent.flags("before", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "bonus": "u"})
 

@@ -54,7 +54,7 @@ def chunk_rwkv7(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run(FAMILY, request, (r, k, v, w, a, b, None),
+    return chunked.run_chunked(FAMILY, request, (r, k, v, w, a, b, None),
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})
 
 
@@ -102,7 +102,7 @@ def fused_recurrent_rwkv7(
     """
     op = "fused_recurrent_rwkv7"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
+    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
                          output_final_state, called={"q": "r", "gk": "w", "a": "a", "b": "b"})
 
 
@@ -134,7 +134,7 @@ def fused_mul_recurrent_rwkv7(
     """
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
-    return recurrent.run(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
+    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
                          recurrent.flags("rate", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
 

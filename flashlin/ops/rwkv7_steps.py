@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashlin.guards.tensors import need_tensor
+from flashlin.ops._common.arguments import check_parameter, check_rows
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.pointwise import check_parameter, check_rows, run
+from flashlin.ops._common.pointwise import run_pointwise
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 
@@ -44,7 +45,7 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
     for name, x in (("xr", xr), ("xw", xw), ("xk", xk), ("xv", xv), ("xa", xa), ("xg", xg)):
         if x is not None or name != "xg":
             check_parameter(name, x, D, "D", "hidden_states", hidden_states)
-    r, w, k, v, a, *g = run("fused_addcmul_rwkv7", 1, D, hidden_states.dtype, hidden_states, delta,
+    r, w, k, v, a, *g = run_pointwise("fused_addcmul_rwkv7", 1, D, hidden_states.dtype, hidden_states, delta,
                             *(x.reshape(D) for x in (xr, xw, xk, xv, xa)),
                             None if xg is None else xg.reshape(D))
     return r, w, k, v, a, g[0] if g else None
@@ -64,7 +65,7 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
     D = k.shape[2]
     need_tensor("a", a, k.shape, "k's shape", k.device, "k")
     check_parameter("ka", ka, D, "D", "k", k)
-    y, = run("fused_k_rwkv7", 1, D, k.dtype, k, a, ka.reshape(D))
+    y, = run_pointwise("fused_k_rwkv7", 1, D, k.dtype, k, a, ka.reshape(D))
     return y
 
 
@@ -84,5 +85,5 @@ def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tens
         need_tensor(name, x, (B, T, H * D), "[B, T, H * D]", r.device, "r")
     need_tensor("r_k", r_k, (H, D), "[H, D]", r.device, "r")
     rows = o.reshape(B, T, H, D), r, k, r_k, v, g.reshape(B, T, H, D)
-    y, = run("gate_output_correction", H, D, o.dtype, *rows)
+    y, = run_pointwise("gate_output_correction", H, D, o.dtype, *rows)
     return y.reshape(o.shape)

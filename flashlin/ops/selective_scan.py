@@ -16,11 +16,11 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept
-from flashlin.ops._common.calls import call_of, check_optional, contiguous, parsed, route
+from flashlin.ops._common.arguments import check_optional, check_rows
+from flashlin.ops._common.casting import as_planned, contiguous, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
-from flashlin.ops._common.planned import as_planned, head_size_class, wants_grad
-from flashlin.ops._common.pointwise import check_rows
+from flashlin.ops._common.pipeline import TracedCall, call_of, head_size_class, parsed
 
 OP = "selective_scan_fn"
 
@@ -82,7 +82,11 @@ def selective_scan_fn(
         raise ValueError(f"C: got {C.shape[1]} groups, need {B.shape[1]}, as B")
     check_optional("u", u, (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
                             ("delta_bias", delta_bias, (channels,), "[D]")))
-    y, last = _run(Tensors(u, delta, A, B, C, D, z, delta_bias), delta_softplus)
+    given = Tensors(u, delta, A, B, C, D, z, delta_bias)
+    # kernels do not take a B or C without tokens
+    call = call_of(OP, {x.dtype for x in given if x is not None}, ["fixed"] * (B.ndim == 2 or C.ndim == 2))
+    y, last = OPERATOR.run_planned(given, Scalars(delta_softplus, wants_grad(*given), call))
+    y = y.to(u.dtype)
     return (y, last) if return_last_state else y
 
 
@@ -123,28 +127,17 @@ class Outputs(NamedTuple):
     states: Tensor
 
 
-def _run(given: Tensors, softplus: bool) -> tuple[Tensor, Tensor]:
-    asked, dtype = given, given.u.dtype
-    # kernels do not take a B or C without tokens
-    call = call_of(OP, {x.dtype for x in given if x is not None},
-                   ["fixed"] * (given.B.ndim == 2 or given.C.ndim == 2))
-    how = Scalars(softplus, wants_grad(*given), call)
-    plan, path, dot = route(call, FAMILY, given.u.device, lambda: problem_of(asked, how),
-                            head_size_class(given.A.shape[1]), 64)
-    if path == "torch":
-        y, last = torch_path.run(*given, softplus)
-    else:
-        given = as_planned(given, dot)
-        A, D, bias = contiguous(*(None if x is None else x.float() for x in (given.A, given.D, given.bias)))
-        y, last = OPERATOR(plan, given._replace(A=A, D=D, bias=bias), how)
-    return y.to(dtype), last
-
-
 def problem_of(x: Tensors, how: Scalars) -> Problem:
     (_, dtype, options), (b, channels, T) = parsed(how.call), x.u.shape
     groups = x.B.shape[1] if x.B.ndim == 4 else 1
     return Problem(OP, FAMILY, "", B=b, T=T, H=groups, K=x.A.shape[1], V=channels, N=b, dtype=dtype,
                    varlen=False, needs_grad=how.needs_grad, options=options)
+
+
+def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    given = as_planned(given, dot)
+    A, D, bias = contiguous(*(None if x is None else x.float() for x in (given.A, given.D, given.bias)))
+    return given._replace(A=A, D=D, bias=bias), how
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -163,7 +156,9 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "selective_scan", Tensors, Scalars, Outputs, 2,
+    "selective_scan", Tensors, Scalars, Outputs, 2, family=FAMILY, problem=problem_of,
+    on_torch=lambda x, how: torch_path.run(*x, how.softplus), cast=_cast,
+    while_tracing=lambda x, how: TracedCall(how.call, K=head_size_class(x.A.shape[1]), V=64),
     forward=lambda plan, x, how: kernels("selective", "forward").run(plan, *x, how.softplus),
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    traced=Traced(problem_of, _empty, lambda x, how: torch_path.run(*x, how.softplus)))
+    traced=Traced(_empty))

@@ -95,7 +95,7 @@ def chunk_simple_gla(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return run(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
 
 
 @entry
@@ -124,7 +124,7 @@ def fused_recurrent_simple_gla(
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
-    return run(request, q, k, v, g, finite(g_gamma))
+    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
 
 
 @entry
@@ -150,7 +150,7 @@ def fused_chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
     request = Request("fused_chunk_simple_gla", scale, initial_state, output_final_state, cu_seqlens)
-    return run(request, q, k, v, g, finite(g_gamma))
+    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
 
 
 @entry
@@ -207,7 +207,7 @@ def simple_gla(
     """
     request = Request("simple_gla", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
-    return run(request, q, k, v, g, finite(g_gamma))
+    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
 
 
 def finite(g_gamma: Tensor | None) -> Tensor | None:
@@ -231,7 +231,7 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
     return transpose_state_layout
 
 
-def run(
+def run_simple_gla(
     request: Request,
     q: Tensor,
     k: Tensor,
@@ -250,18 +250,18 @@ def run(
         need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
         wide = widest(q, k, v)
         g, g_gamma = g.to(wide) + g_gamma.detach().to(wide), None
-    return chunked.run(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
+    return chunked.run_chunked(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
 
 
 def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,
                  g: Tensor | None = None,
                  g_gamma: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """o of ``run``, and the scores behind it where they are asked for."""
+    """o of ``run_simple_gla``, and the scores behind it where they are asked for."""
     scalars.flags(output_attentions=output_attentions)
     if output_attentions and request.cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
                          "have no one matrix of scores")
-    o, _ = run(request, q, k, v, g, g_gamma)
+    o, _ = run_simple_gla(request, q, k, v, g, g_gamma)
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)

@@ -21,10 +21,10 @@ from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
-from flashlin.ops._common.calls import check_linear, check_optional, linear
+from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
+from flashlin.ops._common.casting import linear_dtype
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
-from flashlin.ops._common.planned import linear_dtype
-from flashlin.ops._common.pointwise import check_rows, scaled, skipped
+from flashlin.ops._common.pointwise import scaled, skipped
 from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
 from flashlin.ops.conv import check_filters, is_silu
 from flashlin.ops.norm import mamba_norm
@@ -337,7 +337,7 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
     request = chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **shared)
-    y, ht = chunked.run(simple_gla.FAMILY, request, (C, B, v, decay, None),
+    y, ht = chunked.run_chunked(simple_gla.FAMILY, request, (C, B, v, decay, None),
                         out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:
         marks, ht = _released(marks, anew, ht, bounds)

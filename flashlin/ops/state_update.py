@@ -5,19 +5,20 @@ Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, where a head has one d
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Problem
+from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, check_integers, need_tensor, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
-from flashlin.ops._common.calls import call_of, check_written, contiguous, parsed, route
+from flashlin.ops._common.arguments import check_written
+from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, wants_grad
+from flashlin.ops._common.operator import Overwriting, kernels
+from flashlin.ops._common.pipeline import TracedCall
 from flashlin.ops._common.pool import put_back, taken
 
 OP = "selective_state_update"
@@ -82,7 +83,8 @@ def selective_state_update(
         check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
-    y = (_in_torch if wants_grad(*given) else _run)(given, Scalars(dt_softplus))
+    how = Scalars(dt_softplus)
+    y = _in_torch(given, how) if wants_grad(*given) else UPDATE.run_planned(given, how)
     return y if heads else y.squeeze(1)
 
 
@@ -136,14 +138,8 @@ def _in_torch(given: Tensors, how: Scalars) -> Tensor:
     return put_back(rows, states, y).to(given.x.dtype)
 
 
-def _run(given: Tensors, how: Scalars) -> Tensor:
-    call = call_of(OP, {t.dtype for t in given if t is not None})
-    plan, path, dot = route(call, STATE_UPDATE, given.x.device, lambda: problem_of(given, call))
-    if path == "torch":
-        return _in_torch(given, how)
-    if plan is None:
-        return cast(Tensor, _library_op(*given, *how))
-    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, dot)
+def _update(plan: Plan, given: Tensors, how: Scalars) -> Tensor:
+    states, x, dt, A, B, C, D, z, dt_bias, indices = as_planned(given, plan.problem.dot)
     x, B, C = (_rows_contiguous(t) for t in (x, B, C))
     z = None if z is None else _rows_contiguous(z)
     indices, = contiguous(indices)
@@ -160,10 +156,16 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
 
 
-def problem_of(given: Tensors, call: str) -> Problem:
+def problem_of(given: Tensors, how: Scalars) -> Problem:
     (b, H, P), N = given.x.shape, given.A.shape[2]
-    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=parsed(call)[1])
+    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=_dtype_of(given))
 
 
-_library_op = writing_operator("selective_state_update", Tensors, Scalars, "pool", _run,
-                               lambda x, how: x.x.new_empty(x.x.shape))
+def _dtype_of(given: Tensors) -> str:
+    return strictest({t.dtype for t in given if t is not None})
+
+
+UPDATE = Overwriting(
+    "selective_state_update", Tensors, Scalars, "pool", family=STATE_UPDATE, problem=problem_of,
+    on_torch=_in_torch, while_tracing=lambda x, how: TracedCall(f"{OP} {_dtype_of(x)}"), launch=_update,
+    empty=lambda x, how: x.x.new_empty(x.x.shape))

@@ -16,9 +16,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.conv import torch_path
 from flashlin.ops import conv
-from flashlin.ops._common.calls import sequences
+from flashlin.ops._common.arguments import check_packed, check_rows
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.pointwise import check_rows
 from flashlin.ops._common.slopes import shift_filters
 
 
@@ -62,7 +61,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
                                cache=cache is not None, output_cache=output_cache)
         bounds, N = shard.bounds, shard.total
     else:
-        bounds, N = sequences(x, cu_seqlens)
+        bounds, N = check_packed(x, cu_seqlens)
     if cache is not None:
         need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
         # the convolution's state has two slots, of which a filter of two taps sees the second
@@ -75,7 +74,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     if torch.compiler.is_compiling():
         y, last = (wide.to(x.dtype) for wide in torch_path.run(*given, False))
     else:
-        y, last = conv.planned_run("token_shift", given, False, output_cache)
+        y, last = conv.convolve("token_shift", given, False, output_cache)
     if shard is not None:
         y = shard.back(y)
     if not output_cache or last is None:

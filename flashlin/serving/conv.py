@@ -15,9 +15,9 @@ from flashlin.guards.tensors import (
     shown,
 )
 from flashlin.kernels.recurrent.pool_torch import put, rows_of, states_of
-from flashlin.ops._common.calls import check_written
+from flashlin.ops._common.arguments import check_written
+from flashlin.ops._common.casting import wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.planned import wants_grad
 from flashlin.ops.conv import causal_conv1d, check_filters
 
 

@@ -5,14 +5,14 @@ Source: Yang et al. 2024 (arXiv 2412.06464), Kimi Team 2025 (arXiv 2510.26692).
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.problem import Problem
+from flashlin.guards.problem import Plan, Problem
 from flashlin.guards.tensors import (
     check_cu_seqlens,
     check_dense,
@@ -26,10 +26,10 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import sequences
+from flashlin.ops._common.casting import as_planned, can_write, common_dtype, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import kernels, writing_operator
-from flashlin.ops._common.planned import as_planned, common_dtype, dtype_as_planned, planned, wants_grad
+from flashlin.ops._common.operator import Overwriting, kernels
+from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
 from flashlin.ops._common.preprocess import check_gates
 from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
 from flashlin.ops.kda import chunk_kda, gate_parameters
@@ -204,9 +204,8 @@ def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
     common = common_dtype(x.v, x.q, x.k)
     beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, _op(x))
     x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common))
-    if torch.compiler.is_compiling():
-        return cast(Tensor, _library_op(*x, *beside))
-    return _token_by_token(x, beside)
+    o: Tensor = DECODE.run_planned(x, beside)
+    return o
 
 
 def _op(x: Inputs) -> str:
@@ -215,12 +214,10 @@ def _op(x: Inputs) -> str:
             else "fused_recurrent_gated_delta_rule")
 
 
-def _token_by_token(x: Inputs, beside: Beside) -> Tensor:
+def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:
     pool, indices, accepted, scale, words, out_dtype, _ = beside
-    flags = tuple(words.split())
-    plan = planned(problem_of(x, beside), x.q.device)
-    dot = plan.problem.dot
-    if plan.problem.path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
+    flags, dot = tuple(words.split()), plan.problem.dot
+    if not can_write(plan, pool, x.q.dtype):
         return pool_torch.run(x, pool, indices, accepted, flags, scale).to(out_dtype)
     x = as_planned(x, dot)
     bounds = None if x.bounds is None else x.bounds.to(indices.dtype)
@@ -235,12 +232,14 @@ def _token_by_token(x: Inputs, beside: Beside) -> Tensor:
 
 def problem_of(x: Inputs, beside: Beside) -> Problem:
     given = [name for name in ("beta", "g", "gk", "A_log") if getattr(x, name) is not None]
-    return sequences.problem_of(beside.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds, False,
-                                ("delta", "pool", "v_first", *beside.flags.split(), *given))
+    return problem_of_heads(beside.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds, False,
+                            ("delta", "pool", "v_first", *beside.flags.split(), *given))
 
 
-_library_op = writing_operator("serving_decode", Inputs, Beside, "pool", _token_by_token,
-                               lambda x, beside: x.v.new_empty(x.v.shape, dtype=beside.out_dtype))
+DECODE = Overwriting(
+    "serving_decode", Inputs, Beside, "pool", family="recurrent", problem=problem_of,
+    while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent", ("v_first",)),
+    launch=_token_by_token, empty=lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))
 
 
 def _chunked(x: Inputs, given: dict[str, Any], pool: Tensor, indices: Tensor, has: Tensor,

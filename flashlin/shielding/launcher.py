@@ -20,7 +20,7 @@ from flashlin.guards.limits import OFFSET_LIMIT
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, batch_of, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common.pipeline import planned
 from flashlin.policy import Policy
 from flashlin.shielding import autotune as tuning
 from flashlin.shielding.function import ShieldedFunction

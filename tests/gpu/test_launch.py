@@ -14,7 +14,7 @@ import triton.language as tl
 import flashlin
 from benchmarks.host import ordinary
 from flashlin.compat.direct import Kernel
-from flashlin.ops._common import repeated
+from flashlin.ops._common import recipe
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from tests.share import share
@@ -142,7 +142,7 @@ CHOSEN = share([case for case in CASES if case.op.startswith(("chunk_", "fused_r
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.op} {case.id}")
 def test_cases_to_the_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two stages, which share memory, also where that saves little."""
-    monkeypatch.setattr(repeated, "WORTH", 1)
+    monkeypatch.setattr(recipe, "WORTH", 1)
     for seed in range(5):
         got = results(case, torch.bfloat16, seed)
         with ordinary():

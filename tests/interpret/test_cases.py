@@ -19,8 +19,8 @@ import flashlin
 from flashlin.guards import tensors
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops._common import chunked
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common import arguments
+from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.sequences import LONG
 from flashlin.testing.compare import Case, check, judge, poisoned
@@ -219,7 +219,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size,
                         device: torch.device, *rest: Any) -> torch.Tensor:
         return check_cu_seqlens(cu_seqlens, on_host, rows, AsOnAGpu(), *rest)  # type: ignore[arg-type]
-    monkeypatch.setattr(chunked, "check_cu_seqlens", without_reading)
+    monkeypatch.setattr(arguments, "check_cu_seqlens", without_reading)
 
 
 @MODES

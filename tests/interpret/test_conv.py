@@ -12,8 +12,8 @@ from flashlin import dispatch
 from flashlin.compat.target import probe
 from flashlin.kernels.conv.reference import convolve
 from flashlin.ops import conv, norm
-from flashlin.ops._common import calls
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common import pipeline
+from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import check, judge, poisoned
 
@@ -26,7 +26,7 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_small_card(problem: Any, device: torch.device) -> Any:
         planned(problem, device)
         return dispatch.plan(problem, probe(device)._replace(sms=1))
-    monkeypatch.setattr(calls, "planned", on_a_small_card)
+    monkeypatch.setattr(pipeline, "planned", on_a_small_card)
 
 
 @pytest.mark.usefixtures("one_multiprocessor")
@@ -41,7 +41,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x, weight = torch.zeros(1, 1100, 8), torch.zeros(8, 4)
-    launch = calls.planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
+    launch = planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
         False, False, True, "causal_conv1d float32")), CPU).launch("conv_backward_weights")
     assert launch.grid[0] * launch.block("BT") < 1100
 

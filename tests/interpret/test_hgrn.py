@@ -14,7 +14,7 @@ import flashlin
 from flashlin.guards import tensors
 from flashlin.kernels.hgrn import recipe
 from flashlin.kernels.hgrn.reference import recurrence
-from flashlin.ops._common import calls
+from flashlin.ops._common import arguments
 from flashlin.testing.compare import Tensors, judge, poisoned
 
 
@@ -109,7 +109,7 @@ def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[i
                                                 axis_limits: Callable[..., None]) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
     axis_limits(programs, 1, 1)
-    monkeypatch.setattr(calls, "check_cu_seqlens", lambda bounds, on_host, rows, device, debug, name:
+    monkeypatch.setattr(arguments, "check_cu_seqlens", lambda bounds, on_host, rows, device, debug, name:
                         check_cu_seqlens(bounds, on_host, rows, AsOnAGpu(), debug, name))  # type: ignore[arg-type]
     call = Call(N=len(edges) - 1)
     call.inputs["x"][:, :effective[0]] = call.inputs["g"][:, effective[-1]:] = float("nan")

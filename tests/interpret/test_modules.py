@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
+from flashlin.guards.problem import Problem
 from flashlin.kernels.cross_entropy.reference import cross_entropy as of_logits
 from flashlin.kernels.rotary import forward
 from flashlin.kernels.rotary.reference import rotate
 from flashlin.ops import cross_entropy, rotary
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common.pipeline import planned
 from flashlin.testing.compare import judge, poisoned
 
 CPU = torch.device("cpu")
@@ -143,12 +144,18 @@ def tables(TR: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
+def problem(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, packed: bool, needs_grad: bool) -> Problem:
+    bounds = torch.zeros(2) if packed else None
+    return rotary.problem_of(rotary.Tensors(x, cos, sin, None, bounds),
+                             rotary.Scalars(0, False, False, needs_grad, "rotary_embedding"))
+
+
 @pytest.mark.parametrize("edges", [(2, 5, 5, 9), (0, 4, 7), (0,), (12, 12)], ids=str)
 @pytest.mark.parametrize("back", [False, True])
 def test_rows_of_no_sequence_are_zero(edges: tuple[int, ...], back: bool) -> None:
     """Bounds that a GPU would hand over unread, in order and within 0 .. T."""
     x, (cos, sin) = randn(1, 12, 3, 10), tables(6, 4)
-    plan = planned(rotary.problem_of(x, cos, sin, True, True), CPU)
+    plan = planned(problem(x, cos, sin, True, True), CPU)
     with poisoned():
         y = forward.run(plan, x, cos, sin, 0, None, torch.tensor(edges), False, back, False)
     expected = rotate(x, cos, -sin if back else sin, bounds=list(edges))
@@ -160,7 +167,7 @@ def test_places_past_the_tables_are_nan_and_read_nothing(packed: bool) -> None:
     x = randn(1 if packed else 2, 8, 2, 6)
     huge, (cos, sin) = torch.tensor([2, 2**40]), tables(7, 2)
     bounds = torch.tensor([0, 4, 8]) if packed else None
-    y = forward.run(planned(rotary.problem_of(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge, bounds,
+    y = forward.run(planned(problem(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge, bounds,
                     False, False, False)
     lost = y[:, 4:, :, :4] if packed else torch.cat([y[:1, 5:, :, :4].flatten(), y[1:, ..., :4].flatten()])
     assert lost.isnan().all()

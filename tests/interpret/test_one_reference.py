@@ -9,7 +9,7 @@ import torch
 import flashlin
 from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.kernels.gla import forward
-from flashlin.ops._common import chunked
+from flashlin.ops._common import arguments
 from tests import one_reference
 from tests.share import WHOLE
 
@@ -48,7 +48,7 @@ def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that one reference serves and others, which one program of a sequence then halves; keys in
     strips of channels, of which the last is not full; rows of no sequence, as a GPU gets them unread."""
-    monkeypatch.setattr(chunked, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
+    monkeypatch.setattr(arguments, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
     monkeypatch.setattr(forward, "BUSY", 1)
     torch.manual_seed(0)
     B, T, H, K, V = (2 if edges is None else 1), 150, 2, 70, 16

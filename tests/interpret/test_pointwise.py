@@ -12,8 +12,8 @@ from flashlin.compat.target import probe
 from flashlin.kernels.pointwise import reference
 from flashlin.kernels.pointwise.forward import FARTHEST, rows_of
 from flashlin.kernels.pointwise.recipe import GATE
-from flashlin.ops._common import pointwise
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common import pipeline, pointwise
+from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import check, judge, poisoned
 
@@ -26,7 +26,7 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_small_card(problem: Any, device: torch.device) -> Any:
         planned(problem, device)
         return dispatch.plan(problem, probe(device)._replace(sms=1))
-    monkeypatch.setattr(pointwise, "planned", on_a_small_card)
+    monkeypatch.setattr(pipeline, "planned", on_a_small_card)
 
 
 @pytest.mark.usefixtures("one_multiprocessor")
@@ -42,8 +42,8 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x = torch.zeros(3000, 32)
-    launch = pointwise.planned(pointwise.problem_of("fused_gdn_gate", GATE, 3000, 32, 1, x.dtype, (x,), True),
-                               CPU).launches[-1]
+    launch = planned(pointwise.problem_of((x.requires_grad_(),), pointwise.Scalars(
+        GATE, 32, 1, x.dtype, None, "fused_gdn_gate")), CPU).launches[-1]
     assert launch.grid[0] * launch.block("BT") < 3000
 
 

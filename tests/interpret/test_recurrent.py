@@ -16,7 +16,7 @@ from flashlin.guards import tensors
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.recurrent import backward, forward, recipe
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import recurrent
+from flashlin.ops._common import arguments, recurrent
 from flashlin.testing.cases import CASES as EVERY_CASE
 from flashlin.testing.cases.recurrent import CASES
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned
@@ -131,7 +131,7 @@ class AsOnAGpu:
 def test_rows_of_no_sequence_are_exact_zeros(edges: list[int], effective: list[int],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     check_cu_seqlens = tensors.check_cu_seqlens
-    monkeypatch.setattr(recurrent, "check_cu_seqlens",
+    monkeypatch.setattr(arguments, "check_cu_seqlens",
                         lambda bounds, on_host, rows, device, debug, name: check_cu_seqlens(bounds, on_host,
                                                                                             rows, AsOnAGpu(),
                                                                                             debug))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from benchmarks.pretended import Driver, pretended
 from flashlin.compat import launch
 from flashlin.compat import target as machine
 from flashlin.guards.problem import Launch
-from flashlin.ops._common import ahead, repeated
+from flashlin.ops._common import ahead, replay
 
 CHUNKED = [op for ops in OPS.values() for op in ops if op.name.startswith("chunk_")]
 SMALL = Shape(2, 66, 2, 32)
@@ -50,7 +50,7 @@ class Card(Driver):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    for home, name, fresh in ((launch, "_kernels", {}), (repeated, "_recipes", {}), (ahead, "_compiling", {}),
+    for home, name, fresh in ((launch, "_kernels", {}), (replay, "_recipes", {}), (ahead, "_compiling", {}),
                               (ahead, "_foreseen", set()), (ahead, "cores", lambda: 4)):
         monkeypatch.setattr(home, name, fresh)
     fake = Card()

@@ -12,7 +12,7 @@ import torch
 import flashlin
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned, results

@@ -13,7 +13,7 @@ from flashlin.compat.target import Target, parse
 from flashlin.guards.problem import Problem
 from flashlin.kernels.hgrn import recipe
 from flashlin.kernels.hgrn.reference import recurrence
-from flashlin.ops._common import calls
+from flashlin.ops._common import arguments
 from flashlin.testing.compare import Tensors
 
 META = torch.device("meta")
@@ -80,7 +80,7 @@ def test_what_forgets_everything_passes_no_gradient_on() -> None:
 
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the table is not read: rows it leaves out are zeros, whatever they hold."""
-    monkeypatch.setattr(calls, "check_cu_seqlens", lambda bounds, *rest: bounds)
+    monkeypatch.setattr(arguments, "check_cu_seqlens", lambda bounds, *rest: bounds)
     given, bounds = inputs(B=1, N=2), torch.tensor([2, 6, 9])
     given["x"][:, :2] = given["g"][:, 9:] = float("nan")
     leaves = [x.requires_grad_() for x in given.values()]

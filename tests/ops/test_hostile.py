@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import flashlin
 from flashlin import modules
-from flashlin.ops._common import planned
+from flashlin.ops._common import arguments as checks
 from tests.hostile import COMPOSED, OPS, UNREAD, UNREAD_BY, arguments, doubtful, function, impossible
 
 SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ without .+, which alone reads "
@@ -308,7 +308,7 @@ def test_modules_take_their_arguments_in_flas_order() -> None:
 
 @pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_gla"])
 def test_fewer_tokens_than_heads_are_told_once(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "_suspected", set())
+    monkeypatch.setattr(checks, "_suspected", set())
 
     def call(T: int, H: int) -> None:
         q = torch.zeros(1, T, H, 8)

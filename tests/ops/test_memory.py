@@ -8,7 +8,7 @@ import pytest
 from benchmarks import memory
 from benchmarks.calls import Shape, find
 from flashlin.compat import launch
-from flashlin.ops._common import repeated
+from flashlin.ops._common import replay
 
 SMALL, GROUPED = Shape(2, 2048, 8, 64), Shape(1, 2048, 80, 64)
 # A tensor of SMALL in 16 bits has 4 MiB. The first run, an ordinary one, and the third, a repeated one.
@@ -22,7 +22,7 @@ PEAKS = {"chunk_delta_rule": (SMALL, 43.9, 32.9), "chunk_gated_delta_rule": (SMA
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(repeated, "_recipes", {})
+    monkeypatch.setattr(replay, "_recipes", {})
     with memory.card():
         yield
 

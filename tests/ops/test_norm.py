@@ -371,11 +371,12 @@ def test_there_are_no_dots_for_known_issues_to_be_about() -> None:
 
 
 def test_one_bfloat16_tensor_is_enough_to_plan_for_it() -> None:
-    from flashlin.ops.norm import RMS, Asked, Tensors, _call_of, problem_of
+    from flashlin.ops.norm import RMS, Asked, Tensors, problem_of, scalars_of
     x, w = torch.zeros(4, 8), torch.zeros(8, dtype=torch.bfloat16)
 
     def planned(op: str, *tensors: torch.Tensor | None) -> Problem:
-        return problem_of(_call_of(Tensors(x, *tensors), Asked(op, RMS, 1e-5), x.dtype), x, 1, True)
+        given = Tensors(x, *tensors)
+        return problem_of(given, scalars_of(given, Asked(op, RMS, 1e-5)))
     assert planned("rms_norm", None, w).dtype == "bfloat16"
     assert planned("rms_norm_gated", None, None, None, x.bfloat16()).dtype == "bfloat16"
     assert planned("rms_norm", w.double()).dtype == "float64"

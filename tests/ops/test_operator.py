@@ -13,8 +13,9 @@ import flashlin
 from flashlin.compat.target import parse, pretend
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common import operator
+from flashlin.ops._common.casting import as_planned, dtype_as_planned, name_of
 from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, name_of, planned
+from flashlin.ops._common.pipeline import planned
 
 computed: list[frozenset[str]] = []  # which gradients were asked of the kernels
 
@@ -95,10 +96,13 @@ OPERATOR = Operator(
     Scalars,
     Outputs,
     2,
+    family="norm",
+    problem=problem,
+    on_torch=on_torch,
     forward=forward,
     kept=kept,
     backward=backward,
-    traced=Traced(problem, empty, on_torch),
+    traced=Traced(empty),
     same=lambda how: {"added": "y"},
 )
 

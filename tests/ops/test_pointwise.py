@@ -14,7 +14,7 @@ from flashlin.compat.target import parse
 from flashlin.dispatch import OPS, plan
 from flashlin.guards.problem import Problem
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, MAX_COLUMNS, SCALE, SKIP
-from flashlin.ops._common.pointwise import problem_of
+from flashlin.ops._common.pointwise import Scalars, problem_of
 from flashlin.testing.cases.pointwise import CASES
 from flashlin.testing.compare import Case, check
 
@@ -281,11 +281,9 @@ def test_bfloat16_on_a_turing_card_with_triton_32_runs_on_fp32_copies() -> None:
 def test_one_bfloat16_tensor_is_enough_to_plan_for_it() -> None:
     x, half, wide = torch.zeros(2, 4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4,
                                                                                          dtype=torch.float64)
-    assert problem_of("fused_gdn_gate", GATE, 2, 4, 1, torch.float32, (x, half, None),
-                      True).dtype == "bfloat16"
-    assert problem_of("fused_gdn_gate", GATE, 2, 4, 1, torch.bfloat16, (x, x[0], None),
-                      True).dtype == "bfloat16"
-    assert problem_of("fused_gdn_gate", GATE, 2, 4, 1, torch.float32, (x, half, wide),
-                      True).dtype == "float64"
-    assert problem_of("fused_gdn_gate", GATE, 2, 4, 1, torch.float32, (x, x[0], None),
-                      True).dtype == "float32"
+    for dtype, others, expected in ((torch.float32, (half, None), "bfloat16"),
+                                    (torch.bfloat16, (x[0], None), "bfloat16"),
+                                    (torch.float32, (half, wide), "float64"),
+                                    (torch.float32, (x[0], None), "float32")):
+        how = Scalars(GATE, 4, 1, dtype, None, "fused_gdn_gate")
+        assert problem_of((x, *others), how).dtype == expected

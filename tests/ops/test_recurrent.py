@@ -262,13 +262,13 @@ def test_flags_have_names() -> None:
     from flashlin.kernels.recurrent.inputs import FLAGS
     given = {name: x for name, x in inputs().items() if name != "beta"}
     with pytest.raises(ValueError, match="flags: got detla, need some of delta, before, reverse"):
-        recurrent.run("recurrent", Inputs(**given), ("detla",))
+        recurrent.run_recurrent("recurrent", Inputs(**given), ("detla",))
     with pytest.raises(ValueError, match="a, b: got one of them or delta with them"):
-        recurrent.run("recurrent", Inputs(**given, a=randn(2, 7, 4, 8)))
+        recurrent.run_recurrent("recurrent", Inputs(**given, a=randn(2, 7, 4, 8)))
     with pytest.raises(ValueError, match="a, b: got one of them or delta with them"):
-        recurrent.run("recurrent", Inputs(**given, a=randn(2, 7, 4, 8), b=randn(2, 7, 4, 8)), ("delta",))
+        recurrent.run_recurrent("recurrent", Inputs(**given, a=randn(2, 7, 4, 8), b=randn(2, 7, 4, 8)), ("delta",))
     with pytest.raises(ValueError, match="beta: got a tensor, need None without delta"):
-        recurrent.run("recurrent", Inputs(**inputs()))
+        recurrent.run_recurrent("recurrent", Inputs(**inputs()))
     assert set(FLAGS) >= {"delta", "before", "reverse"}
 
 

@@ -10,7 +10,8 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse, pretend
 from flashlin.guards.problem import Plan, Problem, Reason, UnsupportedError
-from flashlin.ops._common.planned import name_of, planned, wants_grad
+from flashlin.ops._common.casting import name_of, wants_grad
+from flashlin.ops._common.pipeline import planned
 from flashlin.policy import Policy
 
 CPU = torch.device("cpu")

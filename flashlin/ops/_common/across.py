@@ -22,10 +22,11 @@ from flashlin.guards.problem import Plan
 from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import chunked, ranks
+from flashlin.ops._common.casting import SIXTEEN_BITS, wants_grad
 from flashlin.ops._common.chunked import Chunked, Request
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Operator, Outputs, fields_of
-from flashlin.ops._common.planned import SIXTEEN_BITS, planned, wants_grad
+from flashlin.ops._common.pipeline import planned
 from flashlin.ops._common.ranks import Shard
 
 INSTEAD = "none have them over several ranks"
@@ -34,7 +35,7 @@ INSTEAD = "none have them over several ranks"
 @ranks.untraced
 def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         **how: Any) -> tuple[Tensor, Tensor | None]:
-    """chunked.run of a request with a process_group or a cp_context."""
+    """run_chunked of a request with a process_group or a cp_context."""
     op, context, group = request.op, request.cp_context, request.process_group
     alone = request._replace(cp_context=None, process_group=None)
     q, k, v = tensors[:3]
@@ -53,7 +54,7 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
                     for x, argument in zip(tensors, family.arguments.values(), strict=True))
     if shard.size == 1:
         whole = alone._replace(cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
-        o, ht = chunked.run(family, whole, tensors, **how)
+        o, ht = chunked.run_chunked(family, whole, tensors, **how)
         return shard.back(o), ht
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
     asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
@@ -63,7 +64,11 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         return _by_heads(family, alone, tensors, shard, how)
     mine = alone._replace(h0=None if h0 is None else shard.own(h0), cu_seqlens=shard.bounds,
                           cu_seqlens_cpu=shard.bounds_cpu)
-    o, ht = chunked.run(family, mine, tensors, shard=shard, **how)
+
+    def carried(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
+        over = Over(how, shard, how.needs_grad, how.call)
+        return family.trimmed(operator(family).run_planned(x, over), x, how)
+    o, ht = chunked.run_chunked(family, mine, tensors, run=carried, **how)
     return shard.back(o), None if ht is None else shard.share(ht, B)
 
 
@@ -75,7 +80,7 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
     given = [x if x is None else ranks.of_heads(shard, x) if "T" in argument.shape else mine(x, 0)
              for x, argument in zip(tensors, family.arguments.values(), strict=True)]
     h0 = None if request.h0 is None else mine(request.h0, 1)
-    o, ht = chunked.run(family, request._replace(h0=h0), tuple(given), **how)
+    o, ht = chunked.run_chunked(family, request._replace(h0=h0), tuple(given), **how)
     o = ranks.of_tokens(shard, o)
     if ht is not None:  # to each rank the states of sequences that end on it
         end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
@@ -112,7 +117,8 @@ class Over(NamedTuple):
 def operator(family: Chunked) -> Operator[Any, Over, Any]:
     """The family's, with states that come from other ranks."""
     chain = _Chain(family)
-    return Operator(f"{family.name}_across", family.tensors, Over, chain.outputs, 2, forward=chain.forward,
+    return Operator(f"{family.name}_across", family.tensors, Over, chain.outputs, 2, family=family.name,
+                    problem=lambda x, over: family.problem(x, over.how), cast=chain.cast, forward=chain.forward,
                     kept=chain.kept, backward=chain.backward, instead=INSTEAD)
 
 
@@ -127,6 +133,10 @@ class _Chain:
     def __init__(self, family: Chunked) -> None:
         self.family = family
         self.outputs = _outputs((*fields_of(family.operator.outputs), "began", "transfers"))
+
+    def cast(self, x: Any, over: Over, dot: str) -> tuple[Any, Over]:
+        x, how = self.family.cast(x, over.how, dot)
+        return x, over._replace(how=how)
 
     def forward(self, plan: Plan, x: Any, over: Over) -> Outputs:
         how, shard, B = over.how, over.shard, x.q.shape[0]
@@ -225,10 +235,7 @@ class _Chain:
     def _state_after(self, x: Any, how: Scalars) -> Tensor:
         """The final states of a call of its own, planned as such."""
         how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
-        plan = planned(self.family.problem(x, how), x.q.device)
-        if plan.problem.path == "torch":
-            return self.family.on_torch(x, how)[1]
-        return chunked.on_kernels(self.family, plan, x, how, plan.problem.dot)[1]
+        return self.family.run_planned(x, how)[1]
 
     def _forward(self, plan: Plan, x: Any, how: Scalars) -> Outputs:
         if plan.problem.path != "torch":

@@ -43,7 +43,8 @@ if hasattr(os, "register_at_fork"):  # a child has none of these threads
     os.register_at_fork(after_in_child=_compiling.clear)
 
 
-def run(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], device: int, forward: Any) -> Any:
+def compile_together(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], device: int,
+                     forward: Any) -> Any:
     """``function(plan, *arguments)``, for the first time with such arguments. device: the current one.
     forward: (operator, x, how), if this is an operator's forward."""
     if cores() < 2 or capturing():

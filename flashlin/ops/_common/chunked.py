@@ -1,5 +1,4 @@
-"""The plumbing of every op that goes chunk by chunk: check, plan, and run the family's kernels or its torch
-path, eagerly or traced.
+"""What every op that goes chunk by chunk shares: checks, and the operator of its family.
 
 A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
     forward.run(plan, x, how) -> (o, ht or None, *kept)
@@ -15,33 +14,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_cu_seqlens, check_qkv, check_state, check_values, need_tensor
+from flashlin.guards.tensors import check_qkv, check_state, need_tensor
 from flashlin.kernels.chunked import Scalars
-from flashlin.ops._common import repeated, sequences
-from flashlin.ops._common.entry import outside
-from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
-from flashlin.ops._common.planned import (
+from flashlin.ops._common.arguments import check_packed, suspect_layout
+from flashlin.ops._common.casting import (
     as_planned,
     common_dtype,
+    contiguous,
+    dense,
     dtype_as_planned,
-    exporting,
-    planned,
+    empty_outputs,
     wants_grad,
 )
-from flashlin.ops._common.seen import Seen, facts_of, see, seen
-
-if TYPE_CHECKING:
-    from flashlin.ops._common.ranks import Shard
+from flashlin.ops._common.entry import outside
+from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.pipeline import exporting, planned, problem_of_heads, traced_over_heads
+from flashlin.ops._common.replay import Call, key_of, run_replayed
 
 MODES = ("auto", "chunk", "fused_recurrent")
 CHUNK_SIZES = (16, 32, 64)  # of the delta rules and DPLR; chunk_kda accepts 32 and 64, chunk_gdn2 only 64
@@ -100,16 +97,45 @@ class Chunked:
         self.options = [(name, at) for at, (name, argument) in enumerate(self.arguments.items())
                         if argument.optional and not argument.constant]
         self.operator: Operator[Any, Scalars, Any] = Operator(
-            self.name, self.tensors, Scalars, _outputs(self.kept), 2, forward=self.forward,
-            kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
-            traced=Traced(self.problem, self.empty, self.on_torch))
+            self.name, self.tensors, Scalars, _outputs(self.kept), 2, family=self.name, problem=self.problem,
+            on_torch=self.on_torch, cast=self.cast, inside=self.inside,
+            while_tracing=lambda x, how: traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
+            forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
+            traced=Traced(self.empty))
 
     def problem(self, x: Any, how: Scalars) -> Problem:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
 
-    def forward(self, plan: Plan, x: Any, how: Scalars, known: Seen | None = None) -> Any:
-        x = sequences.aligned(x)
-        return repeated.run(kernels(self.name, "forward").run, plan, x, (how,), (x, how), self.operator, known)
+    def inside(self, x: Any) -> bool:
+        """Return True if the torch path runs inside of the operator while torch.compile traces: a loop over
+        chunks would be unrolled, and bounds cannot be read. The same holds under autocast, where AOTAutograd
+        would trace the products of backward."""
+        return not self.one_graph or x.bounds is not None or exporting() or outside.autocast
+
+    def cast(self, x: Any, how: Scalars, dot: str) -> tuple[Any, Scalars]:
+        """Return the tensors as the kernels take them. Odd head sizes would make every row of a tile
+        misaligned (and crash some ptxas, fla #1262), so they are padded with zeros; ``trimmed`` cuts the
+        outputs."""
+        K, V = x.q.shape[3], x.v.shape[3]
+        pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
+        wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+        # bounds, the last, stay; of `*operands, bounds = ...` torch 2.11's compiler would make a tuple
+        operands = list(as_planned(x, dot))
+        for at, argument in enumerate((*self.arguments.values(), STATE[how.state_v_first])):
+            y = operands[at]
+            if y is not None:
+                y = y.to(wide) if argument.wide else y
+                if pads:
+                    amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
+                    y = F.pad(y, amounts) if any(amounts) else y
+                operands[at] = y.contiguous()
+        if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
+            how = how._replace(out_dtype=out_dtype)
+        return operands, how
+
+    def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
+        return run_replayed(kernels(self.name, "forward").run, plan, x, (how,), lambda x: (x, how),
+                            self.operator, call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
@@ -117,16 +143,31 @@ class Chunked:
         return o, ht.mT if how.state_v_first else ht
 
     def empty(self, x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
-        outputs = sequences.empty_outputs(x, how, how.state_v_first)
-        return *outputs, *self.room(how.needs_grad, *x[:-2])
+        return *empty_outputs(x, how, how.state_v_first), *self.room(how.needs_grad, *x[:-2])
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
-        x, (do, dht) = sequences.aligned(x), sequences.aligned(sequences.contiguous(grads, x.v))
-        gradients: Gradients = repeated.run(
-            kernels(self.name, "backward").run, plan, (*x, do, dht, *y[2:]), (how, wanted),
-            (x, how, do, dht, wanted, *y[2:]), own=len(y) - 2)
+        count = len(x)
+        gradients: Gradients = run_replayed(
+            kernels(self.name, "backward").run, plan, (*x, dense(grads.o, x.v), *contiguous(grads.ht), *y[2:]),
+            (how, wanted), lambda given: (self.operator.tensors(*given[:count]), how, *given[count:count + 2],
+                                          wanted, *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
+
+    def run_planned(self, x: Any, how: Scalars, key: Any = None,
+                    given: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor]:
+        """Return o and the final state of a checked call. key, given: as ``Planned.run_planned``."""
+        K, V = x.q.shape[3], x.v.shape[3]
+        if K % 8 or V % 8:
+            return self.trimmed(self.operator.run_planned(x, how), x, how)
+        outputs: tuple[Tensor, Tensor] = self.operator.run_planned(x, how, key, given)
+        return outputs
+
+    def trimmed(self, outputs: tuple[Tensor, Tensor], x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
+        """Return the outputs without the columns that ``cast`` added."""
+        (o, ht), K, V = outputs, x.q.shape[3], x.v.shape[3]
+        return o[..., :V], (ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first
+                            else ht[..., :K, :V])
 
 
 def _outputs(kept: tuple[str, ...]) -> Any:
@@ -139,7 +180,7 @@ QKV = {"q": Argument(("B", "T", "H", "K")), "k": Argument(("B", "T", "H", "K")),
 STATE = {False: Argument(("N", "HV", "K", "V"), wide=True), True: Argument(("N", "HV", "V", "K"), wide=True)}
 
 
-def run(
+def run_chunked(
     family: Chunked,
     request: Request,
     tensors: tuple[Tensor | None, ...],
@@ -147,12 +188,15 @@ def run(
     out_dtype: torch.dtype | None = None,
     grouped: bool = False,
     called: Mapping[str, str] = MappingProxyType({}),
-    shard: Shard | None = None,
+    run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(o, final state or None). tensors: the family's, in its order. out_dtype: of o, where the caller goes
-    on computing with it; else v's. grouped: v may have several heads to each of q's. called: public names of
-    arguments; a tensor that is in it must be there, even if the family can do without. shard: of a rank whose
-    states come from others."""
+    """Check a chunked op's call, and return (o, final state or None).
+
+    tensors: the family's, in its order. out_dtype: of o, where the caller goes on computing with it; else v's.
+    grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in it
+    must be there, even if the family can do without. run: what runs the checked call in place of
+    ``Chunked.run_planned``.
+    """
     if request.process_group is not None or request.cp_context is not None:
         from flashlin.ops._common import across
         ran: tuple[Tensor, Tensor | None] = across.run(family, request, tensors, out_dtype=out_dtype,
@@ -160,11 +204,11 @@ def run(
         return ran
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
-    # values of cu_seqlens are no facts, and a shard's states come from others
-    facts = None if shard is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else facts_of(
+    # values of cu_seqlens are not part of a key
+    key = None if run is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else key_of(
         given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype)
-    if (known := seen(facts, given)) is not None:
-        o, ht = family.operator(*known)
+    if (again := family.operator.run_again(key, given)) is not None:
+        o, ht = again
         return o, ht if has_ht else None
     arguments = tuple(family.arguments.values())
     q, k, v = tensors[:3]
@@ -177,28 +221,24 @@ def run(
     HV, V = v.shape[2:]
     check_beside(family, tensors, called, {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
     scalars.choice("mode", mode, MODES)
-    bounds = None
-    if cu_seqlens is not None:
-        bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape, q.device, policy.current().debug,
-                                  first)
-        check_values("cu_seqlens", bounds)
-    elif cu_seqlens_cpu is not None:
-        raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
+    bounds, N = check_packed(q, cu_seqlens, cu_seqlens_cpu, first, values=True)
+    if bounds is None:
+        suspect_layout(op, T, H)
     if h0 is not None:
-        check_state("initial_state", h0, B if bounds is None else bounds.shape[0] - 1, H=HV, K=K, V=V,
-                    v_first=state_v_first, device=q.device, packed=bounds is not None, first=first)
+        check_state("initial_state", h0, N, H=HV, K=K, V=V, v_first=state_v_first, device=q.device,
+                    packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     if scale < 0:  # some kernels keep the scale in an exponent
         tensors, scale = (-q, *tensors[1:]), -scale
     if q is not tensors[0] or reverse:  # kernels get more than casts of what was given
-        facts = None
+        key = None
     # wide tensors are not multiplied with the others
     dtype = common_dtype(q, *[x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
     cast: list[Tensor | None] = []
     for argument, x in zip(arguments, tensors, strict=True):
         if x is not None:
             if argument.constant and x.requires_grad:
-                x, facts = x.detach(), None
+                x, key = x.detach(), None
             x = x.flip(1) if reverse and "T" in argument.shape else x
             x = x if argument.wide or x.dtype == dtype else x.to(dtype)
         cast.append(x)
@@ -207,14 +247,7 @@ def run(
     out_dtype = out_dtype or v.dtype
     x = family.operator.tensors(*cast, h0, bounds)
     how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
-    plan, path, dot = sequences.way(family.problem, x, how, family.name, mode, state_v_first)
-    # Traced, a loop over chunks would be unrolled, and bounds cannot be read: then plain torch, too, runs
-    # inside of the operator. So it does under autocast, in which AOTAutograd would trace backward's products.
-    inside = plan is None and (not family.one_graph or bounds is not None or exporting() or outside.autocast)
-    if path == "torch" and not inside and shard is None:
-        o, ht = family.on_torch(x, how)
-    else:
-        o, ht = on_kernels(family, plan, x, how, dot, shard, facts, given)
+    o, ht = family.run_planned(x, how, key, given) if run is None else run(x, how)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
@@ -222,46 +255,13 @@ def run(
 
 def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapping[str, str],
                  sizes: Mapping[str, int]) -> None:
-    """What comes beside q, k and v, which are checked; sizes: by letter."""
+    """Check what comes beside q, k and v, which are checked; sizes: by letter."""
     q = tensors[0]
     assert q is not None
     for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):
         if name not in QKV and (x is not None or not argument.optional or name in called):
             need_tensor(called.get(name, name), x, tuple([sizes[letter] for letter in argument.shape]),
                         f"[{', '.join(argument.shape)}]{argument.hint}", q.device, called.get("q", "q"))
-
-
-def on_kernels(family: Chunked, plan: Plan | None, x: Any, how: Scalars, dot: str,
-               shard: Shard | None = None, facts: Any = None,
-               given: tuple[Tensor | None, ...] = ()) -> tuple[Tensor, Tensor]:
-    """(o, final state) by the family's operator, of tensors as its kernels take them. Odd head sizes would
-    make every row of a tile misaligned (and crash some ptxas, fla #1262): they are padded with zeros. facts:
-    of the given tensors (seen.py), None where x is more than casts of these."""
-    K, V = x.q.shape[3], x.v.shape[3]
-    pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
-    wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    # bounds, the last, stay; of `*operands, bounds = ...` torch 2.11's compiler would make a tuple
-    operands = list(as_planned(x, dot))
-    for at, argument in enumerate((*family.arguments.values(), STATE[how.state_v_first])):
-        y = operands[at]
-        if y is not None:
-            y = y.to(wide) if argument.wide else y
-            if pads:
-                amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
-                y = F.pad(y, amounts) if any(amounts) else y
-            operands[at] = y.contiguous()
-    if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
-        how = how._replace(out_dtype=out_dtype)
-    if shard is None:
-        known = None if pads else see(facts, plan, given, operands, how)
-        o, ht = family.operator(plan, operands, how, known)
-    else:
-        from flashlin.ops._common import across
-        o, ht = across.operator(family)(plan, operands, across.Over(how, shard, how.needs_grad, how.call))
-    if pads:
-        o = o[..., :V]
-        ht = ht if not how.has_ht else ht[..., :V, :K] if how.state_v_first else ht[..., :K, :V]
-    return o, ht
 
 
 def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],
@@ -294,7 +294,7 @@ def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bound
         options.append("gva")
     if v_first:
         options.append("v_first")
-    return sequences.problem_of(op, family.name, mode, q, v, bounds, needs_grad, options)
+    return problem_of_heads(op, family.name, mode, q, v, bounds, needs_grad, options)
 
 
 def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...],

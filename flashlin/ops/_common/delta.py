@@ -33,7 +33,7 @@ FAMILY = Chunked("delta", inputs.Inputs, {
     torch_path.run, kept=("A", "A_low", "lines"), room=_room)
 
 
-def run(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
+def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
         l2: bool) -> tuple[Tensor, Tensor | None]:
     """The chunked ops in which k both reads and writes. beta and g are what the recurrence uses, after any
     sigmoid or gate."""
@@ -41,4 +41,4 @@ def run(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tens
     if l2:
         check_qkv(q, k, v, grouped=True)
         q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
-    return chunked.run(FAMILY, request, (q, k, v, beta, g, None), grouped=True)
+    return chunked.run_chunked(FAMILY, request, (q, k, v, beta, g, None), grouped=True)

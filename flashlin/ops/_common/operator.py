@@ -22,10 +22,10 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.problem import Plan
 from flashlin.ops._common.entry import own_nodes, without_autocast
 from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
-from flashlin.ops._common.planned import planned
+from flashlin.ops._common.pipeline import Planned, planned
 
 X = TypeVar("X", bound=tuple[Any, ...])
 S = TypeVar("S", bound=tuple[Any, ...])
@@ -46,37 +46,37 @@ emptied: set[str] = set()
 
 @dataclass(frozen=True)
 class Traced(Generic[X, S, Y]):
-    """What library operators need besides.
+    """What an Operator's library operators need besides.
 
-    problem(x, how): what is planned; x may be as ``kept`` left it.
     empty(x, how) -> tensors like the outputs, None where there is none.
-    on_torch(x, how) -> outputs, by plain torch: those that are returned, or more.
+    on_torch(x, how) -> by plain torch what is returned and kept, if ``Operator.on_torch`` makes less.
     backward_on_torch(x, y, grads, how, wanted): backward by plain torch, if it is not what autograd makes of
-        on_torch.
+        ``on_torch``.
     like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's
         place.
     plain_backward: backward is plain torch, which torch.compile traces as it is.
     """
 
-    problem: Callable[[X, S], Problem]
     empty: Callable[[X, S], Outputs]
-    on_torch: Callable[[X, S], Outputs]
+    _: KW_ONLY
+    on_torch: Callable[[X, S], Outputs] | None = None
     backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
     like: Callable[[X, S, str], Tensor] | None = None
     plain_backward: bool = False
 
 
 @dataclass(eq=False)
-class Operator(Generic[X, S, Y]):
+class Operator(Planned[X, S], Generic[X, S, Y]):
     """What a set of kernels is to autograd and to torch.compile.
 
     tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may
         follow, and ``call: str``, whose first word is the op.
-    returns: so many outputs go to the caller, and have gradients; backward may read the others.
-    forward(plan, x, how) -> outputs, by kernels. One that makes runs again (repeated.py) may get what is known
-        of x as a fourth argument: a Seen.
+    returns: so many outputs go to the caller, and have gradients; backward may read the others. ``on_torch``
+        returns these or more.
+    forward(plan, x, how) -> outputs, by kernels. One that replays runs (replay.py) may get the record of the
+        call as a fourth argument.
     kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of
-        the same shape may stand in the place of a tensor.
+        the same shape may stand in the place of a tensor. ``problem`` may get such an x.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
         zeros, by kernels. x and y: as kept, y by ``own``. grads: of y, None for zeros.
     traced: None where torch.compile sees plain torch; then there are no library operators.
@@ -101,7 +101,9 @@ class Operator(Generic[X, S, Y]):
     def __post_init__(self) -> None:
         self.names, self.output_names = fields_of(self.tensors), fields_of(self.outputs)
         self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - self.returns)
-        if self.traced is not None:
+        if self.traced is None:
+            self.while_tracing = None
+        else:
             _Library(self, self.traced)
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *seen: Any) -> tuple[Any, ...]:
@@ -239,20 +241,21 @@ class _Library(Generic[X, S, Y]):
     @without_autocast
     def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
         x, how = _split(self.of.tensors, self.of.scalars, arguments)
-        plan = planned(self.traced.problem(x, how), x[0].device)
-        if plan.problem.path != "torch":
+        plan = planned(self.of.problem(x, how), x[0].device)
+        if plan.problem.path != "torch" or self.of.on_torch is None:
             return _all_there(self.of.forward(plan, x, how), x[0])
-        return _all_there(self._on_torch(x, how), x[0])
+        on_torch = self.traced.on_torch or self.of.on_torch
+        return _all_there(self._on_torch(x, how, on_torch(x, how)), x[0])
 
     def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         x, how = _split(self.of.tensors, self.of.scalars, arguments)
         return _all_there(self.traced.empty(x, how), x[0])
 
-    def _on_torch(self, x: X, how: Any) -> list[Tensor | None]:
-        """The outputs by plain torch, as kernels would have left them; where plain torch makes nothing that
-        they keep, room alone."""
+    def _on_torch(self, x: X, how: Any, made: Outputs) -> list[Tensor | None]:
+        """Return what plain torch made as kernels would have left it. An output that plain torch does not
+        make is an empty tensor."""
         outputs: list[Tensor | None] = []
-        for room, y in zip_longest(self.traced.empty(x, how), self.traced.on_torch(x, how)):
+        for room, y in zip_longest(self.traced.empty(x, how), made):
             if room is None or y is None:
                 if room is not None and how.needs_grad:
                     emptied.add(self.of.name)
@@ -287,7 +290,7 @@ class _Library(Generic[X, S, Y]):
     def _pull_back(self, *arguments: Any) -> list[Tensor]:
         x, y, grads, how, wanted = self._parted(arguments)
         first = next(t for t in arguments if t is not None)
-        plan = planned(self.traced.problem(x, how), first.device)
+        plan = planned(self.of.problem(x, how), first.device)
         gradients: Gradients
         if plan.problem.path != "torch":
             if self.of.name in emptied:
@@ -297,8 +300,10 @@ class _Library(Generic[X, S, Y]):
         elif self.traced.backward_on_torch is not None:
             gradients = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:
+            on_torch = self.of.on_torch
+            assert on_torch is not None  # else backward is plain torch
             gradients = pulled_back(
-                lambda x: self.traced.on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
+                lambda x: on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
             )
         taken = {t.untyped_storage().data_ptr() for t in grads if t is not None}
         return [_apart(gradients[name], self._like(x, how, name), taken) for name in wanted]
@@ -320,25 +325,43 @@ class _Library(Generic[X, S, Y]):
         return torch.empty_like(of, memory_format=torch.contiguous_format)
 
 
-def writing_operator(
-    name: str,
-    tensors: Callable[..., X],
-    scalars: Callable[..., S],
-    written: str,
-    run: Callable[[X, S], Tensor],
-    empty: Callable[[X, S], Tensor],
-) -> Callable[..., Any]:
-    """flashlin::<name>, for traced calls that write to one of their tensors and have no gradients. run plans
-    when it runs; empty: a tensor like its result."""
-    inputs = ", ".join([*typed(tensors), *typed(scalars)])
-    operator = torch.library.custom_op(
-        f"flashlin::{name}",
-        without_autocast(lambda *arguments: run(*_split(tensors, scalars, arguments)).contiguous()),
-        mutates_args=(written,),
-        schema=f"({inputs.replace(f'Tensor {written}', f'Tensor(a!) {written}')}) -> Tensor",
-    )
-    operator.register_fake(lambda *arguments: empty(*_split(tensors, scalars, arguments)))
-    return operator
+@dataclass(eq=False)
+class Overwriting(Planned[X, S]):
+    """Kernels that write to one of their tensors and have no gradients.
+
+    tensors, scalars: NamedTuple classes; scalars end with ``call: str``. written: the name of the tensor, in
+        either of them.
+    launch(plan, x, how) -> the result, by kernels. ``on_torch`` writes to the same tensor.
+    empty(x, how) -> a tensor like the result.
+    """
+
+    name: str
+    tensors: Callable[..., X]
+    scalars: Callable[..., S]
+    written: str
+    _: KW_ONLY
+    launch: Callable[[Plan, X, S], Tensor]
+    empty: Callable[[X, S], Tensor]
+
+    def __post_init__(self) -> None:
+        """Define flashlin::<name>, which plans when it runs."""
+        inputs = ", ".join([*typed(self.tensors), *typed(self.scalars)])
+        library = torch.library.custom_op(
+            f"flashlin::{self.name}",
+            without_autocast(lambda *arguments: self.run_planned(*self._split(arguments)).contiguous()),
+            mutates_args=(self.written,),
+            schema=f"({inputs.replace(f'Tensor {self.written}', f'Tensor(a!) {self.written}')}) -> Tensor",
+        )
+        library.register_fake(lambda *arguments: self.empty(*self._split(arguments)))
+
+    def __call__(self, plan: Plan | None, x: X, how: S) -> Tensor:
+        if plan is None:
+            traced: Tensor = getattr(torch.ops.flashlin, self.name)(*x, *how)
+            return traced
+        return self.launch(plan, x, how)
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[X, S]:
+        return _split(self.tensors, self.scalars, arguments)
 
 
 @cache

@@ -5,41 +5,38 @@ which is more than ours could do.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import check_dense, check_device, check_dtype, check_floats, shown
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
-from flashlin.ops._common.calls import contiguous, strictest
+from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, strictest, wants_grad
 from flashlin.ops._common.entry import own_nodes
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
+from flashlin.ops._common.pipeline import Planned
 
 
-def run(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None, bound: float | None = None,
-        family: str | None = None) -> tuple[Tensor, ...]:
-    """The outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take, in
-    shapes that broadcast; the first has a row's shape at the end. family: where it is not the op's own, but a
+class Scalars(NamedTuple):
+    """H, K: a row has H * K columns. dtype: of the outputs."""
+    family: str
+    H: int
+    K: int
+    dtype: torch.dtype
+    bound: float | None
+    call: str
+
+
+def run_pointwise(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None,
+                  bound: float | None = None, family: str | None = None) -> tuple[Tensor, ...]:
+    """Return the outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take,
+    in shapes that broadcast; the first has a row's shape at the end. family: if it is not the op's own, but a
     part of it."""
-    first = tensors[0]
-    assert first is not None
-    family = family or OPS[op][0]
-    if torch.compiler.is_compiling():
-        return torch_path.run(family, tensors, bound, dtype)
-    plan = planned(problem_of(op, family, first.numel() // max(H * K, 1), H, K, dtype, tensors,
-                              wants_grad(*tensors)), first.device)
-    if plan.problem.path == "torch":
-        return torch_path.run(family, tensors, bound, dtype)
-    dot = plan.problem.dot
-    loaded = as_planned(tensors, dot)
-    outputs: tuple[Tensor, ...] = _Pointwise.apply(plan, bound, dtype_as_planned(dtype, dot), *(
-        loaded if family in APART else contiguous(*loaded)))
+    outputs = PLANNED.run_planned(tensors, Scalars(family or OPS[op][0], H, K, dtype, bound, op))
     return tuple(y.to(dtype) for y in outputs)
 
 
@@ -48,7 +45,7 @@ def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
     """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back
     with more (marks.py)."""
     H, P = x.shape[-2:]
-    y, *beside = run(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(),
+    y, *beside = run_pointwise(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(),
                      family=SCALE)
     return y, beside[0] if beside else None
 
@@ -58,7 +55,7 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
     """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with
     marks [...] is released (marks.py)."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(),
+    y, = run_pointwise(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(),
              z, None if marked is None else marked.contiguous(), family=SKIP)
     return y
 
@@ -67,34 +64,16 @@ def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor, 
     """(d o + c x) silu(z) in that dtype, where o is that of the row above: o, x [..., H, K], c and d
     [..., H], z or None. Where d is 0, as for the first of all, nothing above is read."""
     H, P = x.shape[-2:]
-    y, = run(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, d.contiguous(), family=READ)
+    y, = run_pointwise(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, d.contiguous(), family=READ)
     return y
 
 
-def problem_of(op: str, family: str, rows: int, H: int, K: int, dtype: torch.dtype,
-               tensors: tuple[Tensor | None, ...], needs_grad: bool) -> Problem:
+def problem_of(tensors: tuple[Any, ...], how: Scalars) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
-    return Problem(op, family, "", B=1, T=rows, H=H, K=K, V=K, N=1,
+    _, H, K, dtype, _, op = how
+    return Problem(op, how.family, "", B=1, T=tensors[0].numel() // max(H * K, 1), H=H, K=K, V=K, N=1,
                    dtype=strictest({dtype, *[x.dtype for x in tensors if x is not None]}), varlen=False,
-                   needs_grad=needs_grad)
-
-
-def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
-    """x is a floating-point tensor of so many dimensions (None: any), of which the last ``columns`` make a
-    row that is not empty."""
-    check_floats(name, x, meaning)
-    if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
-        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column"
-                         * bool(columns))
-
-
-def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
-    """x has so many elements, in any shape: parameters are kept as [D] here and as [1, 1, D] there."""
-    check_dense(name, x, f"a tensor of {meaning} elements")
-    check_dtype(name, x.dtype, "dtype ")
-    if x.numel() != count:
-        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {count} elements")
-    check_device(name, x, first.device, beside)
+                   needs_grad=wants_grad(*tensors))
 
 
 class _Pointwise(torch.autograd.Function):
@@ -118,3 +97,18 @@ class _Pointwise(torch.autograd.Function):
 
 
 own_nodes.add(_Pointwise._backward_cls)
+
+
+class _Planned(Planned[Any, Scalars]):
+    def __call__(self, plan: Plan | None, x: Any, how: Scalars, *call: Any) -> Any:
+        return _Pointwise.apply(plan, how.bound, how.dtype, *x)
+
+
+def _cast(tensors: tuple[Any, ...], how: Scalars, dot: str) -> tuple[Any, Scalars]:
+    loaded = as_planned(tensors, dot)
+    return (loaded if how.family in APART else contiguous(*loaded),
+            how._replace(dtype=dtype_as_planned(how.dtype, dot)))
+
+
+PLANNED = _Planned(problem=problem_of, cast=_cast, while_tracing=None,
+                   on_torch=lambda x, how: torch_path.run(how.family, x, how.bound, how.dtype))

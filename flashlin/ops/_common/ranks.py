@@ -25,7 +25,7 @@ from flashlin.compat.tracing import transformed
 from flashlin.guards import pending
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
 from flashlin.guards.tokens import report, users_frame
-from flashlin.ops._common.planned import constant_while_tracing
+from flashlin.ops._common.pipeline import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
 SIZES = 11  # the most numbers that ranks compare; all calls send equally many

@@ -17,15 +17,7 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.tensors import (
-    check_cu_seqlens,
-    check_indices,
-    check_pool,
-    check_qkv,
-    check_state,
-    check_values,
-    need_tensor,
-)
+from flashlin.guards.tensors import check_indices, check_pool, check_qkv, check_state, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.delta.inputs import Inputs as DeltaInputs
 from flashlin.kernels.gla import torch_path as chunked_gla
@@ -33,15 +25,19 @@ from flashlin.kernels.gla.inputs import Inputs as GLAInputs
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import kept
-from flashlin.ops._common import repeated, sequences
-from flashlin.ops._common.operator import Operator, Traced, kernels, writing_operator
-from flashlin.ops._common.planned import (
+from flashlin.ops._common.arguments import check_packed, suspect_layout
+from flashlin.ops._common.casting import (
     as_planned,
+    can_write,
     common_dtype,
+    contiguous,
+    dense,
     dtype_as_planned,
-    planned,
+    empty_outputs,
     wants_grad,
 )
+from flashlin.ops._common.operator import Operator, Overwriting, Traced, kernels
+from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
 from flashlin.ops._common.pool import taken
 from flashlin.ops._common.preprocess import (
     beta_of_logits,
@@ -51,7 +47,7 @@ from flashlin.ops._common.preprocess import (
     l2normalized,
     wide,
 )
-from flashlin.ops._common.seen import Seen, facts_of, see, seen
+from flashlin.ops._common.replay import Call, key_of, run_replayed
 
 LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
@@ -88,7 +84,7 @@ def flags(*always: str, **options: bool) -> tuple[str, ...]:
     return (*always, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
 
 
-def run(
+def run_recurrent(
     op: str,
     x: Inputs,
     flags: tuple[str, ...] = (),
@@ -98,15 +94,18 @@ def run(
     in_place: bool = False,
     called: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor | None]:
-    """(o in v's dtype, final state or None). x.bounds: cu_seqlens as the user gave them. in_place or indices:
-    states are read from and written back to x.h0, which is what comes back as the final state. called: what
-    the op calls those inputs that it must have."""
-    # values of cu_seqlens are no facts, and who overwrites states is checked each time
+    """Check an op's call token by token, and return (o in v's dtype, final state or None).
+
+    x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and written back to
+    x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must
+    have.
+    """
+    # values of cu_seqlens are not part of a key, and a tensor that is overwritten is checked each time
     given = x
-    facts = None if in_place is not False or indices is not None or x.bounds is not None else facts_of(
+    key = None if in_place is not False or indices is not None or x.bounds is not None else key_of(
         x, op, flags, scale, has_ht)
-    if (known := seen(facts, x)) is not None:
-        o, ht = OPERATOR(*known)
+    if (again := OPERATOR.run_again(key, x)) is not None:
+        o, ht = again
         return o, ht if has_ht else None
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called)
@@ -116,7 +115,7 @@ def run(
     x = x._replace(**{name: y.to(common) for name in vectors
                       if (y := getattr(x, name)) is not None and y.dtype != common})
     if x.gamma is not None and x.gamma.requires_grad:
-        x, facts = x._replace(gamma=x.gamma.detach()), None  # a constant, on every path
+        x, key = x._replace(gamma=x.gamma.detach()), None  # a constant, on every path
     how = Scalars(scale, has_ht, out_dtype, " ".join(flags), wants_grad(*x), op)
     if indices is not None or in_place:
         if how.needs_grad:
@@ -124,21 +123,15 @@ def run(
                              "inference_mode() with "
                              f"{'state_indices' if indices is not None else 'inplace_state'}, which "
                              "overwrites states")
-        return _in_place(x, how, indices), x.h0 if has_ht else None
-    plan, path, dot = sequences.way(problem_of, x, how, "recurrent", "fused_recurrent")
-    if path == "torch" or how.needs_grad:
-        x, how = prepared(x, how)
-        facts = None  # kernels get more than casts of what was given
-    # Traced, a loop over tokens or chunks would be unrolled, and bounds cannot be read: then plain torch,
-    # too, runs inside of the operator.
-    inside = plan is None and (x.q.shape[1] > 1 or x.bounds is not None)
-    if path == "torch" and not inside:
-        o, ht = _on_torch(x, how)
-    else:
-        x = _loadable(x, dot, how.needs_grad)
-        if (dtype := dtype_as_planned(out_dtype, dot)) != out_dtype:
-            how = how._replace(out_dtype=dtype)
-        o, ht = OPERATOR(plan, x, how, see(facts, plan, given, x, how))
+        pool = x.h0
+        assert pool is not None  # _checked
+        o = IN_PLACE.run_planned(x._replace(h0=None), InPlace(pool, indices, scale, out_dtype, how.flags, op))
+        return o.to(out_dtype), pool if has_ht else None
+    if how.needs_grad:  # kernels get more than casts of what was given
+        key = None
+    if x.bounds is None:
+        suspect_layout(op, *x.q.shape[1:3])
+    o, ht = OPERATOR.run_planned(x, how, key, given)
     return o.to(out_dtype), ht if has_ht else None
 
 
@@ -215,9 +208,7 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
                                      or (x.a is not None and "delta" in flags)):
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     if x.bounds is not None:
-        bounds = check_cu_seqlens(x.bounds, None, x.q.shape, device, policy.current().debug, first)
-        check_values("cu_seqlens", bounds)
-        x = x._replace(bounds=bounds)
+        x = x._replace(bounds=check_packed(x.q, x.bounds, None, first, values=True)[0])
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, v_first, device, "state_indices")
         readable = policy.current().debug or (device.type == "cpu" and not torch.compiler.is_compiling())
@@ -230,14 +221,15 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     return x
 
 
-def problem_of(x: Inputs, how: Scalars) -> Problem:
+def problem_of(x: Inputs, how: Scalars | InPlace) -> Problem:
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
-    return sequences.problem_of(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
-                                how.needs_grad, (*how.words, *given))
+    return problem_of_heads(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
+                            isinstance(how, Scalars) and how.needs_grad, (*how.flags.split(), *given))
 
 
 def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
+    x, how = prepared(x, how)
     words = how.words
     v_first, delta = "v_first" in words, "delta" in words
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
@@ -254,9 +246,16 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
     return o, ht.mT if v_first else ht
 
 
-def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
-    """Tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except that
-    without gradients tokens of q, k and v may lie apart."""
+def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
+    """Return what the kernels take. Those with gradients take prepared tensors."""
+    if how.needs_grad:
+        x, how = prepared(x, how)
+    return _loadable(x, dot, how.needs_grad), how._replace(out_dtype=dtype_as_planned(how.out_dtype, dot))
+
+
+def _loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
+    """Return tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except
+    that without gradients tokens of q, k and v may lie apart."""
     x = as_planned(x, dot)
     dtypes = (x.q.dtype, torch.float32)
     strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
@@ -269,54 +268,13 @@ def _loadable(x: Inputs, dot: str, needs_grad: bool) -> Inputs:
     return x._replace(**loadable)
 
 
-def _in_place(x: Inputs, how: Scalars, indices: Tensor | None) -> Tensor:
-    """o; the states in x.h0 go forward."""
-    pool = x.h0
-    assert pool is not None  # _checked
-    if torch.compiler.is_compiling():
-        beside = InPlace(pool, indices, how.scale, how.out_dtype, how.flags, how.call)
-        traced: Tensor = _library_in_place(*x._replace(h0=None), *beside)
-        return traced
-    plan = planned(problem_of(x, how), x.q.device)
-    dot = plan.problem.dot
-    if plan.problem.path == "torch" or pool.dtype not in (dtype_as_planned(x.q.dtype, dot), torch.float32):
-        return _in_place_by_copies(x, how, indices).to(how.out_dtype)
-    x = _loadable(x._replace(h0=None), dot, False)
-    o: Tensor
-    o, _, _ = kernels("recurrent", "forward").run(plan, x._replace(h0=pool), how.words, how.scale, False,
-                                                  dtype_as_planned(how.out_dtype, dot), True, indices)
-    return o.to(how.out_dtype)
-
-
-def _in_place_by_copies(x: Inputs, how: Scalars, indices: Tensor | None) -> Tensor:
-    """The same where no kernel can have the pool: its rows are copied out and back."""
-    pool = x.h0
-    assert pool is not None
-    if indices is None:
-        o, ht = run(how.call, x, how.words, how.scale, True)
-        assert ht is not None
-        pool.copy_(ht)
-        return o
-    rows = taken(pool, indices)
-    mine = rows.known
-    o, ht = run(how.call, x._replace(h0=rows.states), how.words, how.scale, True)
-    assert ht is not None and mine is not None
-    pool[indices[mine]] = ht[mine].to(pool.dtype)
-    if x.bounds is None:
-        return torch.where(mine[:, None, None, None], o, 0)
-    tokens = torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype)
-    sequence = torch.searchsorted(x.bounds[1:].contiguous(), tokens, right=True)
-    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence are nobody's
-    return torch.where(mine[sequence][None, :, None, None], o, 0)
-
-
-def _forward(plan: Plan, x: Inputs, how: Scalars, known: Seen | None = None) -> Any:
-    return repeated.run(kernels("recurrent", "forward").run, plan, x, (how,),
-                        (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR, known)
+def _forward(plan: Plan, x: Inputs, how: Scalars, call: Call | None = None) -> Any:
+    return run_replayed(kernels("recurrent", "forward").run, plan, x, (how,),
+                        lambda x: (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR, call)
 
 
 def _empty(x: Inputs, how: Scalars) -> Outputs:
-    outputs = sequences.empty_outputs(x, how, "v_first" in how.words)
+    outputs = empty_outputs(x, how, "v_first" in how.words)
     if not how.needs_grad:
         return Outputs(*outputs, None)
     (_, T, HV, V), K = x.v.shape, x.q.shape[3]
@@ -326,15 +284,18 @@ def _empty(x: Inputs, how: Scalars) -> Outputs:
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
-    do, dht = sequences.contiguous(grads, x.v)
-    return repeated.run(kernels("recurrent", "backward").run, plan, (*x, y.states, do, dht), (how, wanted),
-                        (x, y.states, how.words, how.scale, do, dht, wanted | together))
+    do, (dht,) = dense(grads.o, x.v), contiguous(grads.ht)
+    return run_replayed(kernels("recurrent", "backward").run, plan, (*x, y.states, do, dht), (how, wanted),
+                        lambda _: (x, y.states, how.words, how.scale, do, dht, wanted | together))
 
 
 OPERATOR = Operator(
-    "recurrent", Inputs, Scalars, Outputs, 2, forward=_forward,
-    kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    traced=Traced(problem_of, _empty, lambda x, how: _on_torch(*prepared(x, how))))
+    "recurrent", Inputs, Scalars, Outputs, 2, family="recurrent", problem=problem_of, on_torch=_on_torch,
+    cast=_cast, while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent"),
+    # a graph of the loop over tokens or chunks would be unrolled, and bounds cannot be read
+    inside=lambda x: x.q.shape[1] > 1 or x.bounds is not None,
+    forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
+    traced=Traced(_empty))
 
 
 class InPlace(NamedTuple):
@@ -347,11 +308,40 @@ class InPlace(NamedTuple):
     call: str
 
 
-def _in_place_traced(x: Inputs, beside: InPlace) -> Tensor:
-    how = Scalars(beside.scale, False, beside.out_dtype, beside.flags, False, beside.call)
-    return _in_place(x._replace(h0=beside.pool), how, beside.indices)
+def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
+    """Return o; the states in the pool go forward."""
+    if not can_write(plan, how.pool, x.q.dtype):
+        return _update_by_copies(x, how)
+    dot = plan.problem.dot
+    o: Tensor
+    o, _, _ = kernels("recurrent", "forward").run(
+        plan, _loadable(x, dot)._replace(h0=how.pool), tuple(how.flags.split()), how.scale, False,
+        dtype_as_planned(how.out_dtype, dot), True, how.indices)
+    return o.to(how.out_dtype)
 
 
-_library_in_place = writing_operator(
-    "recurrent_in_place", Inputs, InPlace, "pool", _in_place_traced,
-    lambda x, beside: x.v.new_empty(x.v.shape, dtype=beside.out_dtype))
+def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
+    """Do the same where no kernel can write to the pool: its rows are copied out and back."""
+    pool, indices, scale, out_dtype, flags, op = how
+    rows = None if indices is None else taken(pool, indices)
+    o, ht = run_recurrent(op, x._replace(h0=pool if rows is None else rows.states), tuple(flags.split()), scale,
+                          True)
+    assert ht is not None
+    if indices is None or rows is None:
+        pool.copy_(ht)
+        return o.to(out_dtype)
+    mine = rows.known
+    assert mine is not None
+    pool[indices[mine]] = ht[mine].to(pool.dtype)
+    if x.bounds is None:
+        return torch.where(mine[:, None, None, None], o, 0).to(out_dtype)
+    tokens = torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype)
+    sequence = torch.searchsorted(x.bounds[1:].contiguous(), tokens, right=True)
+    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence are nobody's
+    return torch.where(mine[sequence][None, :, None, None], o, 0).to(out_dtype)
+
+
+IN_PLACE = Overwriting(
+    "recurrent_in_place", Inputs, InPlace, "pool", family="recurrent", problem=problem_of,
+    while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent"), launch=_update,
+    empty=lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))

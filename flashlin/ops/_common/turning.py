@@ -9,9 +9,8 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 from flashlin.kernels.turning.recipe import FAMILY
-from flashlin.ops._common.calls import contiguous, strictest
+from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, strictest, wants_grad
 from flashlin.ops._common.operator import Gradients, Operator, kernels
-from flashlin.ops._common.planned import as_planned, dtype_as_planned, planned, wants_grad
 
 
 class Scalars(NamedTuple):
@@ -22,21 +21,21 @@ class Scalars(NamedTuple):
 
 def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
     """q, k, q_first and k_last of that dtype; the others in float32, or float64 if a tensor has that."""
-    pairs = x.angles.shape[3]
-    if pairs and not torch.compiler.is_compiling():
-        plan = planned(problem_of(op, x), x.q.device)
-        if plan.problem.path != "torch":
-            how = Scalars(dtype_as_planned(dtype, plan.problem.dot), wants_grad(*x), op)
-            y = OPERATOR(plan, contiguous(*as_planned(x, plan.problem.dot)), how)
-            return Outputs(*(vectors.to(dtype) for vectors in y[:4]), *y[4:])
-    return torch_path.run(x, dtype)
+    if not x.angles.shape[3]:
+        return torch_path.run(x, dtype)
+    y = OPERATOR.run_planned(x, Scalars(dtype, wants_grad(*x), op))
+    return Outputs(*(vectors.to(dtype) for vectors in y[:4]), *y[4:])
 
 
-def problem_of(op: str, x: Inputs) -> Problem:
+def problem_of(x: Inputs, how: Scalars) -> Problem:
     (B, T, _, K), (H, R) = x.q.shape, x.angles.shape[2:]
-    return Problem(op, FAMILY, "", B=B, T=T, H=H, K=K, V=R, N=x.sequences,
+    return Problem(how.call, FAMILY, "", B=B, T=T, H=H, K=K, V=R, N=x.sequences,
                    dtype=strictest({y.dtype for y in x[:-1] if y is not None}), varlen=x.bounds is not None,
-                   needs_grad=wants_grad(*x))
+                   needs_grad=how.needs_grad)
+
+
+def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
+    return Inputs(*contiguous(*as_planned(x, dot))), how._replace(dtype=dtype_as_planned(how.dtype, dot))
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
@@ -54,5 +53,6 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
             for name, dx in found._asdict().items()}
 
 
-OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, forward=_forward,
+OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, family=FAMILY, problem=problem_of,
+                    on_torch=lambda x, how: torch_path.run(x, how.dtype), cast=_cast, forward=_forward,
                     kept=lambda x, y, how: (x, (*[None] * 5, y.angle)), backward=_backward)

@@ -209,7 +209,7 @@ def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
     from flashlin.kernels.recurrent.inputs import Inputs
     from flashlin.ops._common import recurrent
     flags = tuple(name for name in ("reverse", "before") if given.pop(name, False))
-    return recurrent.run("recurrent", Inputs(**given), flags, has_ht=True)
+    return recurrent.run_recurrent("recurrent", Inputs(**given), flags, has_ht=True)
 
 
 def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ from flashlin.compat import launch
 from flashlin.compat import target as machine
 from flashlin.guards.problem import Launch
 from flashlin.kernels import scans
-from flashlin.ops._common import chunked, repeated
+from flashlin.ops._common import chunked, recipe, replay
+from flashlin.ops._common.recipe import Recipe, Start
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from matrix.workload import as_in_a_case
@@ -99,7 +100,7 @@ class Memory(Driver):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(repeated, "_recipes", {})
+    monkeypatch.setattr(replay, "_recipes", {})
     fake = Memory()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,13 +118,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """In two stages, too, which calls of this size would not be worth."""
-    monkeypatch.setattr(repeated, "WORTH", 1)
-    make_again = repeated._again
+    monkeypatch.setattr(recipe, "WORTH", 1)
+    make_again = replay._replay
 
-    def make(recipe: repeated.Recipe, tensors: Any, *others: Any) -> Any:
+    def make(recipe: Recipe, tensors: Any, *others: Any) -> Any:
         assert not started_on_what_is_gone(recipe, len(tensors))
         return make_again(recipe, tensors, *others)
-    monkeypatch.setattr(repeated, "_again", make)
+    monkeypatch.setattr(replay, "_replay", make)
     chance, elsewhere, before = random.Random(0), list[Any](), None
     for number in range(5):
         elsewhere.append([torch.zeros(chance.randrange(1, 9000)) for _ in range(20)])
@@ -138,7 +139,7 @@ def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any
     assert again or "hgrn" in case.op or case.id.startswith(("pool", "in-place"))
 
 
-def started_on_what_is_gone(recipe: repeated.Recipe, given: int) -> set[int]:
+def started_on_what_is_gone(recipe: Recipe, given: int) -> set[int]:
     """Places of what a stage has let go of, and a kernel that is started then still gets an address in."""
     owners = [-1] * (1 + len(recipe.numbers)) + [*range(given)]
     there, gone, found = given, set[int](), set[int]()
@@ -148,7 +149,7 @@ def started_on_what_is_gone(recipe: repeated.Recipe, given: int) -> set[int]:
         there += len(stage.made)
         owners += [owners[at] for at, _ in stage.inside]
         for step in stage.steps:
-            if isinstance(step, repeated.Start):
+            if isinstance(step, Start):
                 taken: Any = step.arguments.__reduce__()
                 found |= {owners[at] for at in taken[1]} & gone
     return found | {place for place in recipe.returned if place in gone}
@@ -277,7 +278,7 @@ def test_settings_are_obeyed(card: Memory, again: list[Any]) -> None:
         assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
     for tf32 in torch_states.TF32.values():
         again.clear()
-        repeated._recipes.clear()
+        replay._recipes.clear()
         assert runs(again) == 2
         with tf32():
             assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
@@ -382,12 +383,17 @@ def with_a_global(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
     return (o,)
 
 
+def run(function: Any, *tensors: Any, n: tuple[int, ...] = (), own: int = 0) -> Any:
+    return replay.run_replayed(function, PLAN, tensors, n, lambda given: (*given, *n), own=own)
+
+
 def made_again(again: list[Any], function: Any, *arguments: Any, times: int = 3) -> int:
     """How often, of so many runs that return what an ordinary one does."""
     again.clear()
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     for _ in range(times):
-        got = repeated.run(function, PLAN, tensors, tuple(set(arguments) - set(tensors)), arguments)
+        got = replay.run_replayed(function, PLAN, tensors, tuple(set(arguments) - set(tensors)),
+                                  lambda _: arguments)
         expected = function(PLAN, *arguments)
         values = [made.values() if isinstance(made, dict) else made for made in (got, expected)]
         pairs = zip(*values, strict=True)
@@ -425,7 +431,7 @@ def test_states_are_waited_for_in_their_place(watched: bool, card: Memory, again
             at.append(len(card.read))
             torch.ones(3).sum()  # what else it does is none of the run's
         with launch.entering(wait) if coming else nullcontext():
-            repeated.run(entered, PLAN, [X], (), (X,))
+            run(entered, X)
         return at
     assert waits(False) == [] and waits(watched) == [1] * watched
     assert waits(True) == [1] and waits(False) == [] and len(again) == 2
@@ -467,7 +473,7 @@ def reads(card: Memory, function: Any, again: bool = False) -> list[Any]:
     """What kernels find in a run with X."""
     card.begin()
     if again:
-        repeated.run(function, PLAN, [X], (7,), (X, 7))
+        run(function, X, n=(7,))
     else:
         function(PLAN, X, 7)
     return list(card.read)
@@ -475,7 +481,7 @@ def reads(card: Memory, function: Any, again: bool = False) -> list[Any]:
 
 def test_scratch_that_nobody_reads_any_more_is_gone_before_the_last_results(
         card: Memory, again: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "WORTH", 1)
+    monkeypatch.setattr(recipe, "WORTH", 1)
     assert made_again(again, one_result, X, 7) == 1
     early, late = again[0].stages
     assert [(like.shape, like.dtype) for like in early.made] == [((128,), torch.uint8), ((512,), torch.uint8)]
@@ -488,14 +494,14 @@ def test_scratch_needed_at_the_same_step_lies_apart_and_other_scratch_together()
     draw = random.Random(0)
     for _ in range(200):
         steps = [sorted((draw.randrange(6), draw.randrange(6))) for _ in range(draw.randrange(9))]
-        lives = {at: repeated.Life(128 * draw.randint(1, 8), *of) for at, of in enumerate(steps)}
-        begins, size = repeated.packed(lives)
+        lives = {at: recipe.Life(128 * draw.randint(1, 8), *of) for at, of in enumerate(steps)}
+        begins, size = recipe.packed(lives)
         bytes_at = [[begin for at, begin in begins.items() if lives[at].first <= step <= lives[at].last
                      for begin in range(begin, begin + lives[at].size, 128)] for step in range(6)]
         assert all(len(set(held)) == len(held) for held in bytes_at), (lives, begins)
         assert size == 128 + max((begin for held in bytes_at for begin in held), default=-128)
-    together = {1: repeated.Life(256, 0, 1), 2: repeated.Life(128, 2, 3), 3: repeated.Life(128, 2, 2)}
-    assert repeated.packed(together) == ({1: 0, 2: 0, 3: 128}, 256)
+    together = {1: recipe.Life(256, 0, 1), 2: recipe.Life(128, 2, 3), 3: recipe.Life(128, 2, 2)}
+    assert recipe.packed(together) == ({1: 0, 2: 0, 3: 128}, 256)
 
 
 def with_kept(plan: Any, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor]:
@@ -508,25 +514,25 @@ def with_kept(plan: Any, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Ten
 def test_what_backward_alone_has_goes_when_it_is_read(own: int, card: Memory,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """And whoever else has that memory keeps it."""
-    monkeypatch.setattr(repeated, "WORTH", 1)
+    monkeypatch.setattr(recipe, "WORTH", 1)
     kept = torch.arange(16.0)
     for _ in range(4):
         one = kept.data
-        repeated.run(with_kept, PLAN, [X, one], (), (X, one), own=own)
+        run(with_kept, X, one, own=own)
     assert one.numel() == 16 * (1 - own) and kept.tolist() == [*range(16)]
 
 
 def test_what_is_there_twice_stays(card: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "WORTH", 1)
+    monkeypatch.setattr(recipe, "WORTH", 1)
     for _ in range(4):
         one = X.data
-        repeated.run(with_kept, PLAN, [X, one], (), (X, one), own=1)
+        run(with_kept, X, one, own=1)
     assert one.numel() == 16
 
 
 def test_a_graph_that_is_kept_is_gone_through_again(card: Memory, again: list[Any],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "WORTH", 1)
+    monkeypatch.setattr(recipe, "WORTH", 1)
     for _ in range(4):
         x = {name: t.requires_grad_() for name, t in leaves().items()}
         o = getattr(flashlin, OP)(**x)[0]
@@ -558,7 +564,7 @@ def test_what_torch_computes_is_not_made_again(card: Memory, again: list[Any]) -
 
 def test_what_torch_writes_is(card: Memory, again: list[Any]) -> None:
     assert made_again(again, written, X, times=5) == 3
-    assert bool((repeated.run(written, PLAN, [X], (), (X,))["o"] == 5).all())
+    assert bool((run(written, X)["o"] == 5).all())
 
 
 def test_a_slice_is_found_again_if_there_is_one_tensor_that_it_is_of(card: Memory, again: list[Any]) -> None:
@@ -575,8 +581,8 @@ def test_memory_that_lies_elsewhere_is_moved(card: Memory, again: list[Any],
     assert made_again(again, one_result, X, 7) == 1
     monkeypatch.setattr(torch, "empty_like",
                         lambda x, **_: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape))
-    o, = repeated.run(one_result, PLAN, [X], (7,), (X, 7))
-    assert len(again) == 2 and o.data_ptr() % repeated.ALIGNED == 0
+    o, = run(one_result, X, n=(7,))
+    assert len(again) == 2 and o.data_ptr() % replay.ALIGNED == 0
     assert (o.shape, o.dtype) == (X.shape, X.dtype)
 
 
@@ -596,11 +602,11 @@ def test_another_device_than_the_current_one_makes_ordinary_runs(card: Memory) -
     def function(plan: Any, x: Any) -> tuple[()]:
         return ()
     there: Any = There()
-    with mock.patch.object(repeated, "LOOKED_AT", frozenset({There})):
+    with mock.patch.object(replay, "LOOKED_AT", frozenset({There})):
         for device, known in ((0, 0), (1, 1)):
             card.device = device
-            repeated.run(function, PLAN, [there], (), (there,))
-            assert len(repeated._recipes) == known
+            run(function, there)
+            assert len(replay._recipes) == known
 
 
 # --- calls like an earlier one ---
@@ -691,13 +697,13 @@ import torch, triton, flashlin
 from benchmarks.host import Idle
 from benchmarks.pretended import pretended
 from flashlin.compat import target
-from flashlin.ops._common import repeated
+from flashlin.ops._common import replay
 target.pretend(target.parse(f"triton={triton.__version__},sm=90"))
 x = [torch.randn(1, 64, 1, 16).bfloat16() for _ in "qkv"]
 with pretended(Idle()), flashlin.settings(canary="off"):
     for _ in range(4):
         flashlin.chunk_retention(*x)
-assert any(isinstance(one, repeated.Recipe) for one in repeated._recipes.values())
+assert any(isinstance(one, replay.Recipe) for one in replay._recipes.values())
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
 """
 

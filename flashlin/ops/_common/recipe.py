@@ -1,24 +1,15 @@
-"""Runs of kernels that are made again. What a family's forward.run and backward.run find out from a plan and
-the facts of their tensors (kernels by name, grids, sizes of scratch, order of arguments) is always the same.
+"""How to repeat a run of kernels: what one run that is watched did, as a recipe for replays (replay.py).
 
-The first run with some facts is an ordinary one. The second is watched: which buffers it makes, which kernels
-it starts, what else torch does, and where each tensor comes from. If all of that can be done again with other
-tensors, later runs do no more than that: a buffer for each result and one for all scratch, then the compiled
-kernels, with the same numbers and the new addresses. A run in which more happens than is known how to do
-again stays an ordinary one; so does each that somebody watches, or for which Triton would compile anew.
-
-A run that was watched is known to its end, and so is when each buffer is started on first and last. Where it
-saves memory, a run goes in two stages: between them it lets go of scratch, and of what forward kept for it
-alone, that no later kernel is started on, and only then makes what no earlier one was. Of one stage, scratch
-that is never needed together lies in the same place. Kernels of one stream run in order, so memory may be
-used anew at once.
+A run that was watched is known to its end, and so is which kernel is the first and the last to use each buffer.
+If it saves memory, the recipe has two stages. Between them it frees scratch, and what forward kept for this run
+alone, that no later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage,
+scratch that is never needed at the same time shares its memory. Kernels of one stream run in order, so memory
+can be used again at once.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import itemgetter, or_
-from types import NoneType
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,22 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flashlin.compat import launch, tf32
-from flashlin.compat.direct import TENSORS, Compiled, current, watched
-from flashlin.compat.installed_triton import possible, triton_module
+from flashlin.compat import launch
+from flashlin.compat.direct import Compiled
 from flashlin.guards.problem import Plan
-from flashlin.ops._common import ahead
 from flashlin.ops._common.ahead import MAKING
-from flashlin.ops._common.seen import Seen
+from flashlin.ops._common.casting import ALIGNED
 
-MOST = 4096  # runs that are kept, as many as plans
-ALIGNED = 16  # bytes that every buffer begins at a multiple of, which kernels may have been compiled for
 APART = 128  # bytes that scratch buffers begin at multiples of
 WORTH = 2**20  # bytes that two stages have to save
 NEVER = 2**31  # a step that there is not
-LOOKED_AT = frozenset((*TENSORS, NoneType))
 Made = tuple[torch.Size, torch.dtype]
-_address_of = torch.Tensor.data_ptr
 
 
 class Place(int):
@@ -85,102 +70,6 @@ class Recipe(NamedTuple):
     nothing: Tensor
 
 
-# By the facts of a run; False where it has been made once, None where it has to be an ordinary one.
-_recipes: dict[Any, Recipe | bool | None] = {}
-
-
-def run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], others: tuple[Any, ...],
-        arguments: tuple[Any, ...], forward_of: Any = None, known: Seen | None = None, own: int = 0) -> Any:
-    """``function(plan, *arguments)``. tensors: all that are among the arguments. others: whatever else is
-    there. forward_of: the Operator, if this is its forward. known: what these tensors are those of a call
-    of. own: so many tensors, the last, are nobody else's objects, and may be empty afterwards."""
-    if (found := _facts(function, plan, tensors, others, known)) is None:
-        return function(plan, *arguments)
-    facts, addresses, device = found
-    recipe = _recipes.get(facts)
-    if isinstance(recipe, Recipe):
-        if current(recipe.compiled, device):
-            return _again(recipe, tensors, addresses, device)
-        _recipes.pop(facts, None)
-    elif recipe is False and not ahead.capturing():  # a recipe keeps memory
-        made, _recipes[facts] = _watched(function, plan, tensors, addresses, arguments, own)
-        return made
-    elif facts not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
-        if len(_recipes) >= MOST:
-            _recipes.clear()
-        _recipes[facts] = False
-        return ahead.run(function, plan, arguments, device, forward_of and (forward_of, tensors, *others))
-    return function(plan, *arguments)
-
-
-def _facts(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
-           others: tuple[Any, ...], known: Seen | None = None) -> tuple[Any, list[int], int] | None:
-    """What decides what a run does, the tensors' addresses (0 for None), and the current device; None for a
-    run that has to be an ordinary one."""
-    if not possible() or watched() or launch.is_replaced() or torch._C._len_torch_dispatch_stack():
-        return None
-    device = triton_module().runtime.driver.active.get_current_device()
-    types = [*map(type, tensors)]
-    if not LOOKED_AT.issuperset(types):
-        return None
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    begins = [address for address in addresses if address]
-    if len(begins) < len(types) - types.count(NoneType):  # a tensor of nothing has no address
-        return None
-    looks: tuple[Any, ...] = (known,)
-    same = None
-    if (shared := len(set(begins)) < len(begins)) or known is None:
-        looks = *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors],
-    if shared:
-        same = tuple(map(addresses.index, addresses))
-        if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
-            return None  # nobody could tell later which of the two was meant
-    apart = reduce(or_, begins, 0) % ALIGNED  # 0 where all are aligned, as nearly always
-    return ((function, id(plan), others, tf32.allowed(), device, same,
-             apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, device)
-
-
-def _again(recipe: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:
-    """What the run returns."""
-    there: list[Any] = [*tensors]
-    stream = triton_module().runtime.driver.active.get_current_stream(device)
-    every: list[Any] = [stream, *recipe.numbers, *addresses]
-    for stage in recipe.stages:
-        for at in stage.gone:
-            if at < len(tensors):  # whoever called holds it, too
-                there[at].data = recipe.nothing
-            there[at] = None
-        first = len(there)
-        there += [torch.empty_like(x, memory_format=torch.contiguous_format) for x in stage.made]
-        begins = [*map(_address_of, there[first:])]
-        if reduce(or_, begins, 0) % ALIGNED:
-            there[first:] = map(_aligned, there[first:])
-            begins = [*map(_address_of, there[first:])]
-        every += begins
-        every += [every[at] + beyond for at, beyond in stage.inside]
-        for step in stage.steps:
-            if isinstance(step, Start):
-                step.run(*step.arguments(every))
-            else:
-                step.function(*_put(there, step.arguments), **_put(there, step.keywords))
-    return _put(there, recipe.returned)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """A tensor like it that begins where kernels expect it."""
-    room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)
-    return room[-room.data_ptr() % ALIGNED:][:x.nbytes].view(x.dtype).view(x.shape)
-
-
-def _put(there: Sequence[Tensor | None], places: Any) -> Any:
-    """The tensors in their places of a tuple or a dict."""
-    if type(places) is dict:
-        return {name: there[x] if type(x) is Place else x for name, x in places.items()}
-    return tuple([there[x] if type(x) is Place else x for x in places])
-
-
-# --- watching ---
-
 class _Watch(TorchDispatchMode):
     """What torch does meanwhile. buffers: those that were made, kept alive so that no two have an address.
     steps: what was written to, and kernels that were started. plain: nothing else was done."""
@@ -219,9 +108,9 @@ def _look(x: Tensor) -> Any:
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
-def _watched(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int],
-             arguments: tuple[Any, ...], own: int) -> tuple[Any, Recipe | None]:
-    """What the function returns, and how to make that again, None if that is not known."""
+def watched_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+                addresses: list[int], arguments: tuple[Any, ...], own: int) -> tuple[Any, Recipe | None]:
+    """Return what the function returns, and the recipe of its run; None if it cannot be repeated."""
     watch = _Watch(tensors)
     with launch.noting(watch.steps), watch:
         made = function(plan, *arguments)

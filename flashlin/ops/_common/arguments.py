@@ -1,0 +1,114 @@
+"""Checks of arguments that several ops share, beside those of guards/tensors.py and guards/scalars.py."""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin import policy
+from flashlin.guards.tensors import (
+    check_apart,
+    check_cu_seqlens,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_floats,
+    check_values,
+    need_tensor,
+    shown,
+)
+from flashlin.ops._common.casting import under_autocast
+from flashlin.ops._common.entry import without_autocast
+from flashlin.ops._common.pipeline import users_line
+
+_suspected: set[str] = set()  # ops that have warned of it
+
+
+def check_nonempty(name: str, x: Any, meaning: str, dims: Collection[int], letter: str = "D",
+                   at: int = -1) -> None:
+    """Check that x is a floating-point tensor with one of these numbers of dimensions (none: any but 0), and
+    that dimension ``at``, which ``meaning`` calls by that letter, is not empty."""
+    check_floats(name, x, meaning)
+    if x.ndim == 0 or (dims and x.ndim not in dims) or x.shape[at] == 0:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} with {letter} of at least 1")
+
+
+def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
+    """Check that x is a floating-point tensor of so many dimensions (None: any), of which the last
+    ``columns`` make a row that is not empty."""
+    check_floats(name, x, meaning)
+    if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column"
+                         * bool(columns))
+
+
+def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
+    """Check that x has so many elements, in any shape: models keep parameters as [D] and as [1, 1, D]."""
+    check_dense(name, x, f"a tensor of {meaning} elements")
+    check_dtype(name, x.dtype, "dtype ")
+    if x.numel() != count:
+        raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} = {count} elements")
+    check_device(name, x, first.device, beside)
+
+
+def check_optional(beside: str, first: Tensor,
+                   given: Iterable[tuple[str, Any, tuple[int | None, ...], str]]) -> None:
+    """Check each (name, tensor or None, shape, meaning) that is not None as ``need_tensor`` does. All must be
+    on the device of ``first``, which is called ``beside``."""
+    for name, x, shape, meaning in given:
+        if x is not None:
+            need_tensor(name, x, shape, meaning, first.device, beside)
+
+
+def check_written(name: str, x: Tensor, op: str, why: str) -> None:
+    """Check that x, which the op overwrites, wants no gradient, and that its elements do not overlap. why:
+    the end of the sentence that says so."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: got a tensor that requires a gradient, need one that does not: "
+                         f"it is {why}")
+    check_apart(name, x, op)
+
+
+def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: str = "x",
+                 values: bool = False) -> tuple[Tensor | None, int]:
+    """Return the checked bounds of the sequences packed in x [B, T, ...] and their number; None and B if each
+    row is a sequence. first: the name of x in errors. values: refuse bounds on meta and other tensors without
+    values."""
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
+        return None, x.shape[0]
+    bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x.shape, x.device, policy.current().debug, first)
+    if values:
+        check_values("cu_seqlens", bounds)
+    return bounds, bounds.shape[0] - 1
+
+
+def suspect_layout(op: str, T: int, H: int) -> None:
+    """Warn once per op that fewer tokens than heads may be [B, H, T, D] tensors; a single token is decoding.
+    Packed tokens are counted by their bounds."""
+    if torch.compiler.is_compiling() or not 1 < T < H:
+        return
+    if op not in _suspected and not op.startswith("mamba_"):  # mamba_ssm never had tensors of that layout
+        _suspected.add(op)
+        warnings.warn(f"{op}: got {T} tokens of {H} heads, from tensors that are [B, T, H, D] here; if yours "
+                      "are [B, H, T, D], pass x.transpose(1, 2)", stacklevel=users_line())
+
+
+def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
+    """Raise TypeError unless weights and biases of a linear layer have the dtype of x, or autocast casts
+    them. first: the name of x in the error."""
+    if not under_autocast(x):
+        for name, weight in given.items():
+            if weight is not None and weight.dtype != x.dtype:
+                raise TypeError(f"{name}: got dtype {weight.dtype}, need {x.dtype}, as {first} (or autocast)")
+
+
+@without_autocast
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x W^T + b of a linear layer, with the product computed in that dtype."""
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

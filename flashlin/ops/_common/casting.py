@@ -1,0 +1,126 @@
+"""The dtype and the layout in which kernels take their tensors, as the plan says."""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashlin.guards.problem import Plan
+
+X = TypeVar("X", bound=tuple[Any, ...])
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+# dtypes in the order in which a machine is likely to lack something for them
+STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
+ALIGNED = 16  # bytes
+_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in STRICTEST}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the dtype without ``torch.``, as a Problem has it."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def strictest(dtypes: Collection[torch.dtype]) -> str:
+    """Return the name of the first of these dtypes in STRICTEST."""
+    for dtype in STRICTEST:
+        if dtype in dtypes:
+            return name_of(dtype)
+    raise ValueError(f"dtypes: got {sorted(map(str, dtypes))}, need one of {STRICTEST}")
+
+
+def common_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
+    """Return the dtype to which torch promotes the dtypes of these tensors."""
+    common = first.dtype
+    for x in others:
+        if x is not None and x.dtype != common:
+            common = torch.promote_types(common, x.dtype)
+    return common
+
+
+def as_planned(x: X, dot: str) -> X:
+    """Return the tensors of a tuple in the dtype of the plan's products (``Problem.dot``). If that is fp32,
+    kernels must neither load nor store 16-bit values."""
+    if dot != "fp32":
+        return x
+    make: Any = getattr(x, "_make", tuple)
+    operands: X = make([t.float() if t is not None and t.dtype in SIXTEEN_BITS else t for t in x])
+    return operands
+
+
+def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
+    """Return the dtype that a plan's kernels write where ``dtype`` is asked for."""
+    return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
+
+
+def can_write(plan: Plan, pool: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the plan's kernels can update a pool of states in place. dtype: of the tokens."""
+    problem = plan.problem
+    return problem.path != "torch" and pool.dtype in (dtype_as_planned(dtype, problem.dot), torch.float32)
+
+
+def contiguous(*tensors: Tensor | None) -> Any:
+    """Return the tensors as contiguous ones, with None for None."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def dense(gradient: Tensor | None, x: Tensor) -> Tensor:
+    """Return the gradient as a contiguous tensor; for None zeros of x's shape and dtype."""
+    return x.new_zeros(x.shape) if gradient is None else gradient.contiguous()
+
+
+def aligned(x: Iterable[Tensor | None]) -> Any:
+    """Return the tensors, with copies of those whose address is no multiple of 16.
+
+    Descriptors need that alignment. Plain Triton compiles other code for unaligned tensors, in which no load
+    overlaps a product; that code faults where states are narrow (hopper-narrow-state). A copy keeps
+    ``requires_grad``, from which ahead.py derives the kernels of backward.
+    """
+    if not reduce(or_, [0 if y is None else y.data_ptr() for y in x], 0) % ALIGNED:
+        return x
+    return getattr(x, "_make", tuple)([y if y is None or not y.data_ptr() % ALIGNED else
+                                       y.clone().requires_grad_(y.requires_grad) for y in x])
+
+
+def count_of(x: Tensor, bounds: Tensor | None) -> int:
+    """Return the number of sequences in x [B, T, ...]: one for each row, or those that bounds [N + 1]
+    separates."""
+    return x.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+def empty_outputs(x: Any, how: Any, v_first: bool) -> tuple[Tensor, Tensor | None]:
+    """Return tensors like o and the final state of a recurrence (None if that is not asked for).
+
+    x: a NamedTuple with q [B, T, H, K], v [B, T, HV, V] and bounds. how: one with has_ht and out_dtype.
+    """
+    (HV, V), K, N = x.v.shape[2:], x.q.shape[3], count_of(x.v, x.bounds)
+    state = (N, HV, V, K) if v_first else (N, HV, K, V)
+    wide = torch.promote_types(x.q.dtype, torch.float32)
+    return (x.v.new_empty(x.v.shape, dtype=how.out_dtype),
+            x.q.new_empty(state, dtype=wide) if how.has_ht else None)
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Return True if backward may be asked of this call. Inside autograd.Function.forward it is too late to
+    find out."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Return True if autocast is on for the device of x."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def linear_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes x: the autocast dtype under autocast, else x's own.
+    Autocast does not affect float64."""
+    if x.dtype == torch.float64 or not under_autocast(x):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)

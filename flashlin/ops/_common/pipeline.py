@@ -1,0 +1,204 @@
+"""The way of every op from its checked arguments to its kernels: plan, cast, run, once each.
+
+An op checks its arguments by name (arguments.py, guards/) and makes two NamedTuples of them: ``x``, the
+tensors, and ``how``, the scalars, of which the last is ``call``. ``Planned.run_planned`` takes the other steps:
+
+- plan: eagerly, ``planned`` turns the call's Problem into a Plan for this machine. While torch.compile traces,
+  only the path is asked for, as a constant of the graph, from facts that hold for all lengths.
+- cast: the tensors take the dtype and the layout that the plan's kernels need (casting.py).
+- run: the kernels (operator.py) or, if that is the path, plain torch.
+"""
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashlin import dispatch, policy
+from flashlin.compat.target import probe
+from flashlin.guards import pending
+from flashlin.guards.problem import Plan, Problem, UnsupportedError
+from flashlin.kernels.variants import VARIANTS
+from flashlin.ops._common.casting import count_of, name_of, strictest
+from flashlin.ops._common.replay import find, remember
+from flashlin.trial import canary
+
+# now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
+policy.current()
+X = TypeVar("X", bound=tuple[Any, ...])
+S = TypeVar("S", bound=tuple[Any, ...])
+_told: set[tuple[str, str]] = set()
+
+
+class TracedCall(NamedTuple):
+    """The facts about a traced call that hold for all its lengths. call: a string of ``call_of``. K, V: head
+    sizes, as classes of sizes."""
+    call: str
+    mode: str = ""
+    K: int = 1
+    V: int = 1
+
+
+def _by_call(x: Any, how: Any) -> TracedCall:
+    return TracedCall(how.call)
+
+
+@dataclass(eq=False, kw_only=True)
+class Planned(Generic[X, S]):
+    """Kernels that a plan chooses, and how a checked call of them is planned, cast and run in plain torch.
+
+    family: the name of the family that plans a traced call.
+    problem(x, how) -> the Problem.
+    on_torch(x, how) -> what the kernels return, by plain torch; None if the call itself does both.
+    cast(x, how, dot) -> x and how as the kernels take them; None if they take them as they are.
+    while_tracing(x, how) -> the TracedCall; None if torch.compile sees plain torch.
+    inside(x): True if plain torch runs inside of the library operator while torch.compile traces, because a
+        graph of it would not serve all lengths.
+    """
+    family: str = ""
+    problem: Callable[[X, S], Problem]
+    on_torch: Callable[[X, S], Any] | None = None
+    cast: Callable[[X, S, str], tuple[Any, S]] | None = None
+    while_tracing: Callable[[X, S], TracedCall] | None = _by_call
+    inside: Callable[[X], bool] = lambda x: False
+
+    def __call__(self, plan: Plan | None, x: Any, how: S, *call: Any) -> Any:
+        """Run the kernels. plan: None while torch.compile traces. call: the record of the call (replay.py)."""
+        raise NotImplementedError
+
+    def run_planned(self, x: X, how: S, key: Any = None, given: Sequence[Tensor | None] = ()) -> Any:
+        """Plan, cast and run a checked call. Raises UnsupportedError if it cannot run on this machine.
+
+        key: of the call (``replay.key_of``), if ``run_again`` may repeat it: then x may differ from the given
+        tensors by casts alone.
+        """
+        plan, path, dot = self.route(x, how)
+        if path == "torch" and self.on_torch is not None and not (plan is None and self.inside(x)):
+            return self.on_torch(x, how)
+        if self.cast is not None:
+            x, how = self.cast(x, how, dot)
+        return self(plan, x, how) if key is None else self(plan, x, how, remember(key, plan, given, x, how))
+
+    def run_again(self, key: Any, given: Sequence[Tensor | None]) -> Any:
+        """Run a call like an earlier one with this key, without its checks; return None if there was none, or
+        if the call is planned another way now."""
+        if (call := find(key)) is None:
+            return None
+        plan = planned(call.problem, given[0].device)  # type: ignore[union-attr]  # it has passed the checks
+        if plan.problem.path != "triton" or plan.problem.dot != "native":
+            return None
+        return self(plan, call.cast(given), call.how, call)
+
+    def route(self, x: X, how: S) -> tuple[Plan | None, str, str]:
+        """Return (plan, path, dot). While torch.compile traces there is no plan: library operators plan when
+        they run."""
+        if torch.compiler.is_compiling():
+            if self.while_tracing is None:
+                return None, "torch", "native"
+            return None, *_route_while_tracing(*self.while_tracing(x, how), self.family, x[0].device)
+        plan = planned(self.problem(x, how), x[0].device)
+        return plan, plan.problem.path, plan.problem.dot
+
+
+def planned(problem: Problem, device: torch.device) -> Plan:
+    """Return the plan for this call here and now. Raises UnsupportedError; warns once per op and reason where
+    results or speed differ."""
+    pending.poll()
+    the_plan = dispatch.plan(problem, probe(device), policy.current())
+    if the_plan.refused:
+        raise UnsupportedError(the_plan)
+    if the_plan.problem.path == "triton" and not canary.settled(the_plan):
+        the_plan = canary.tried(the_plan, device, users_line() + 1)
+    if the_plan.steps:
+        _tell(the_plan)
+    return the_plan
+
+
+def _tell(the_plan: Plan) -> None:
+    for reason, remedy in dispatch.inexact_steps(the_plan):
+        if (the_plan.asked.op, reason.code) not in _told:
+            _told.add((the_plan.asked.op, reason.code))
+            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}",
+                          stacklevel=users_line())
+
+
+def users_line() -> int:
+    """Return the stacklevel of the first frame outside flashlin, for a warning given by the caller of this
+    function."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "flashlin":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+# --- problems ---
+
+def call_of(op: str, dtypes: Collection[torch.dtype], options: Iterable[str] = ()) -> str:
+    """Return op, strictest dtype and options in one string, because a library operator takes no tuple of
+    strings."""
+    return " ".join([op, strictest(dtypes), *options])
+
+
+@lru_cache(maxsize=256)
+def parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return (op, dtype, sorted options) of a string of ``call_of``."""
+    op, dtype, *options = call.split(" ")
+    return op, dtype, tuple(sorted(options))
+
+
+def problem_of_heads(op: str, family: str, mode: str, q: Tensor, v: Tensor, bounds: Tensor | None,
+                     needs_grad: bool, options: Iterable[str]) -> Problem:
+    """Return the Problem of an op over sequences of heads: q [B, T, H, K], v [B, T, HV, V]. Its H is HV,
+    since each value head has a state."""
+    B, T, HV, V = v.shape
+    return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V, N=count_of(v, bounds),
+                   dtype=name_of(q.dtype), varlen=bounds is not None, needs_grad=needs_grad,
+                   options=tuple(sorted(options)))
+
+
+def traced_over_heads(x: Any, how: Any, mode: str, options: Sequence[str] = ()) -> TracedCall:
+    """Return the TracedCall of an op over sequences of heads."""
+    return TracedCall(call_of(how.call, {x.q.dtype}, options), mode, head_size_class(x.q.shape[3]),
+                      head_size_class(x.v.shape[3]))
+
+
+# --- tracing ---
+
+def constant_while_tracing(function: Any) -> Any:
+    """Mark a function that torch.compile shall run now, with its result a constant of the graph.
+
+    It does the same as torch.compiler.assume_constant_result, which loads the whole compiler, and eager calls
+    do not need that."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_while_tracing
+def _route_while_tracing(call: str, mode: str, K: int, V: int, family: str,
+                         device: torch.device) -> tuple[str, str]:
+    """Return (path, dot) without B, T or H, so that none is ever specialised."""
+    op, dtype, options = parsed(call)
+    problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
+                              needs_grad=True, options=options), device).problem
+    return problem.path, problem.dot
+
+
+def exporting() -> bool:
+    """Return True if torch.export traces this call. Its lengths may have names, and a graph of plain torch
+    would guard on them, because the last chunk of a sequence is shorter."""
+    return torch.compiler.is_compiling() and hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+
+
+def head_size_class(size: int) -> int:
+    """Return the power of two to which recipes round up a head size, which may be symbolic: comparisons only
+    guard, and leave it symbolic."""
+    for power in (16, 32, 64, 128, 256, 512):
+        if size <= power:
+            return power
+    return 1024

@@ -1,0 +1,205 @@
+"""Calls and runs that are like earlier ones do less on the host.
+
+A call is looked up by its key (``key_of``): dtypes, shapes, strides and devices of its tensors, and its other
+arguments. Checks read nothing else. So after one call has passed them, calls with the same key pass them too,
+are the same Problem and need the same casts (``Call``). Only the plan is asked for by each call, because it
+also depends on settings and on tables of results.
+
+A run of a family's forward or backward follows from the call, the plan and the alignment of its tensors. The
+first run is an ordinary one, in which kernels compile together (ahead.py). The second is watched: which buffers
+it makes, which kernels it starts, what else torch does, and where each tensor comes from (recipe.py). If all of
+that can be repeated with other tensors, later runs are replays: they allocate one buffer for each result and
+one for all scratch, and start the compiled kernels with the same numbers and the new addresses. A run that
+does more stays an ordinary one; so does a run that somebody watches, or for which Triton would compile again.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashlin.compat import launch, tf32
+from flashlin.compat.direct import TENSORS, current, watched
+from flashlin.compat.installed_triton import possible, triton_module
+from flashlin.guards.problem import Plan, Problem
+from flashlin.ops._common import ahead, recipe
+from flashlin.ops._common.casting import ALIGNED, aligned
+from flashlin.ops._common.recipe import Recipe, Start
+
+MOST = 4096  # calls and runs that are kept, as many as plans
+LOOKED_AT = frozenset((*TENSORS, NoneType))
+_STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
+_address_of = torch.Tensor.data_ptr
+
+# By the key of a call.
+_calls: dict[Any, Call] = {}
+# By the key of a run; False after an ordinary run, None for a run that stays an ordinary one.
+_recipes: dict[Any, Recipe | bool | None] = {}
+
+
+# --- calls ---
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What is known of calls with one key; no two are equal, so it stands for its key. problem: what to plan.
+    how: the scalars. copied: the places of tensors that go to the kernels as contiguous copies, with the
+    dtype of these."""
+    problem: Problem
+    how: Any
+    copied: tuple[tuple[int, torch.dtype], ...]
+
+    def cast(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the tensors as kernels take them."""
+        if not self.copied:
+            return given
+        cast: list[Any] = list(given)
+        for at, dtype in self.copied:
+            cast[at] = cast[at].to(dtype).contiguous()
+        return cast
+
+
+def key_of(tensors: Sequence[Any], *others: Any) -> Any:
+    """Return what tells calls with these arguments apart; None under torch.compile, and for arguments to
+    which checks may object. others: with their types, since True equals 1."""
+    if _tracing():
+        return None
+    key: list[Any] = [torch.is_grad_enabled()]
+    try:
+        for x in tensors:
+            if x is None:
+                key.append(None)
+            elif type(x) in TENSORS and x.layout is _STRIDED:
+                key.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad))
+            else:
+                return None
+        hash(others)
+    except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
+        return None
+    return *key, *others, *map(type, others)
+
+
+def find(key: Any) -> Call | None:
+    """Return what is known of calls with this key."""
+    return None if key is None else _calls.get(key)
+
+
+def remember(key: Any, plan: Plan | None, given: Sequence[Tensor | None], cast: Sequence[Tensor | None],
+             how: Any) -> Call | None:
+    """Keep what is known of a call that is about to run its kernels. cast: the given tensors, of which some
+    were cast or made contiguous, and nothing else was done to any. Not for a plan with a remedy that changes
+    what kernels compute in, because another plan may lack it."""
+    if key is None or plan is None or plan.problem.dot != "native":
+        return None
+    if len(_calls) >= MOST:
+        _calls.clear()
+    pairs = enumerate(zip(given, cast, strict=True))
+    call = _calls[key] = Call(plan.asked, how, tuple([(at, y.dtype) for at, (x, y) in pairs
+                                                      if y is not None and y is not x]))
+    return call
+
+
+# --- runs ---
+
+def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+                 others: tuple[Any, ...], arguments: Callable[[Sequence[Tensor | None]], tuple[Any, ...]],
+                 forward_of: Any = None, call: Call | None = None, own: int = 0, align: bool = False) -> Any:
+    """Return ``function(plan, *arguments(tensors))``, by a replay if there is a recipe.
+
+    tensors: all that are among the arguments. others: what else is. forward_of: the Operator, if this is its
+    forward. call: the record of the call, if these are its tensors. own: the last ``own`` tensors belong to
+    this run alone, and may be empty afterwards. align: give the function copies of unaligned tensors.
+    """
+    found = _key_of_run(function, plan, tensors, others, call)
+    if align and (found is None or found[2]):
+        tensors = aligned(tensors)
+        found = found and _key_of_run(function, plan, tensors, others, call)
+    if found is None:
+        return function(plan, *arguments(tensors))
+    key, addresses, _, device = found
+    made = _recipes.get(key)
+    if isinstance(made, Recipe):
+        if current(made.compiled, device):
+            return _replay(made, tensors, addresses, device)
+        _recipes.pop(key, None)
+    elif made is False and not ahead.capturing():  # a recipe keeps memory
+        returned, _recipes[key] = recipe.watched_run(function, plan, tensors, addresses, arguments(tensors), own)
+        return returned
+    elif key not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
+        if len(_recipes) >= MOST:
+            _recipes.clear()
+        _recipes[key] = False
+        return ahead.compile_together(function, plan, arguments(tensors), device,
+                                      forward_of and (forward_of, tensors, *others))
+    return function(plan, *arguments(tensors))
+
+
+def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
+                others: tuple[Any, ...], call: Call | None) -> tuple[Any, list[int], int, int] | None:
+    """Return the key of a run, the tensors' addresses (0 for None), whether one of them is unaligned (0 if
+    not), and the current device; None for a run that has to be an ordinary one."""
+    if launch.is_replaced() or not possible() or watched() or torch._C._len_torch_dispatch_stack():
+        return None
+    device = triton_module().runtime.driver.active.get_current_device()
+    types = [*map(type, tensors)]
+    if not LOOKED_AT.issuperset(types):
+        return None
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    begins = [address for address in addresses if address]
+    if len(begins) < len(types) - types.count(NoneType):  # a tensor of nothing has no address
+        return None
+    looks: tuple[Any, ...] = (call,)
+    same = None
+    if (shared := len(set(begins)) < len(begins)) or call is None:
+        looks = *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors],
+    if shared:
+        same = tuple(map(addresses.index, addresses))
+        if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
+            return None  # nobody could tell later which of the two was meant
+    apart = reduce(or_, begins, 0) % ALIGNED
+    return ((function, id(plan), others, tf32.allowed(), device, same,
+             apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, apart, device)
+
+
+def _replay(made: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:
+    """Start the recipe's kernels on these tensors, and return what the run returns."""
+    there: list[Any] = [*tensors]
+    stream = triton_module().runtime.driver.active.get_current_stream(device)
+    every: list[Any] = [stream, *made.numbers, *addresses]
+    for stage in made.stages:
+        for at in stage.gone:
+            if at < len(tensors):  # whoever called holds it, too
+                there[at].data = made.nothing
+            there[at] = None
+        first = len(there)
+        there += [torch.empty_like(x, memory_format=torch.contiguous_format) for x in stage.made]
+        begins = [*map(_address_of, there[first:])]
+        if reduce(or_, begins, 0) % ALIGNED:
+            there[first:] = map(_aligned, there[first:])
+            begins = [*map(_address_of, there[first:])]
+        every += begins
+        every += [every[at] + beyond for at, beyond in stage.inside]
+        for step in stage.steps:
+            if isinstance(step, Start):
+                step.run(*step.arguments(every))
+            else:
+                step.function(*_put(there, step.arguments), **_put(there, step.keywords))
+    return _put(there, made.returned)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return a tensor like x that begins at an aligned address."""
+    room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)
+    return room[-room.data_ptr() % ALIGNED:][:x.nbytes].view(x.dtype).view(x.shape)
+
+
+def _put(there: Sequence[Tensor | None], places: Any) -> Any:
+    """Return a tuple or a dict with the tensors in their places."""
+    if type(places) is dict:
+        return {name: there[x] if type(x) is recipe.Place else x for name, x in places.items()}
+    return tuple([there[x] if type(x) is recipe.Place else x for x in places])
