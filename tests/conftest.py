@@ -58,7 +58,7 @@ def forget() -> None:
     for cached in (dispatch.plan, proven._shipped, proven.slow_on, verdicts.local, verdicts._tell):
         cached.cache_clear()
     for kept in (machine._probed, pipeline._told, verdicts._unwritten, canary._done, canary._settled,
-                 replay._calls, replay._recipes, door._kernels, ahead._compiling, ahead._foreseen):
+                 replay.calls, replay._recipes, door._kernels, ahead._compiling, ahead._foreseen):
         kept.clear()
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()

@@ -181,12 +181,18 @@ class Plan(NamedTuple):
 
     def either(self, kernel: str, other: str) -> Launch:
         """The launch of a kernel or, if there is none, of the other."""
-        return self.launch(kernel if any(launch.kernel == kernel for launch in self.launches) else other)
+        for launch in self.launches:
+            if launch.kernel == kernel:
+                return launch
+        return self.launch(other)
 
     @property
     def part(self) -> int:
         """Tokens of the parts that sequences are split into, 0 where they are not."""
-        return max((launch.part for launch in self.launches), default=0)
+        part = 0
+        for launch in self.launches:  # every call comes here, too
+            part = max(part, launch.part)
+        return part
 
     def __str__(self) -> str:
         lines = [f"{self.asked.op}: {'cannot run' if self.refused else self.path + ' path'}",

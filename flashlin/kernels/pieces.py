@@ -226,10 +226,11 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
         return None
     B, T, H = g.shape
     launch = plan.launch("gate_cumsum")
+    tile = dict(launch.tile)
     if G is None:
         G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
-    shares = max(1, -(-B * T // (launch.block("BT") * max(N, 1))))
-    start(launch, gate_cumsum, N * shares * -(-H // launch.block("BH")), dict(
+    shares = max(1, -(-B * T // (tile["BT"] * max(N, 1))))
+    start(launch, gate_cumsum, N * shares * -(-H // tile["BH"]), dict(
         g=g, G=G, bounds=bounds, T=T, N=N, H=H, R=G.stride(0), S=shares, VARLEN=bounds is not None))
     return G
 
@@ -260,8 +261,8 @@ class Batch:
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
-        self.split = plan.part > 0
-        self.L = plan.part or WHOLE
+        part = plan.part
+        self.split, self.L = part > 0, part or WHOLE
         # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
         # several cannot, since to it the others' rows are outside, too.
         self.gaps = self.packed and len(self.slices) == 1

@@ -183,7 +183,7 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
         toy(second_toy, a, b)  # is compiled
         seen["known"] = len(card.started)
         return b
-    ahead.run(starting, SimpleNamespace(), (), 0, None)
+    ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert seen == {"put off": 0, "added": 2, "known": 3}
     assert card.order == ["first_toy", "second_toy", "second_toy"] and not card.by_main
 
@@ -197,7 +197,7 @@ def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
             toy(first_toy, x, a := torch.empty(16))
             toy(second_toy, x, a)
             seen.append(len(card.started))
-    ahead.run(starting, SimpleNamespace(), (), 0, None)
+    ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert seen == [0, 4, 6] and card.order == ["first_toy", "second_toy"] * 3
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_compile_is_raised_where_it_starts(card: Card) -> None:
         toy(first_toy, x, torch.empty(16))
         toy(second_toy, x, torch.empty(16))
     with pytest.raises(RuntimeError, match="no registers left"):
-        ahead.run(starting, SimpleNamespace(), (), 0, None)
+        ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert card.order == ["first_toy"] and card.by_main == ["second_toy"]
     toy(first_toy, x, torch.empty(16))  # nothing is put off any more
     assert card.order == ["first_toy"] * 2

@@ -110,13 +110,14 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
                                  how.scale, how.has_ht, how.out_dtype)
         return o, ht
     batch, launch = Batch(plan, x), plan.either("simple_gla_overlapped", "simple_gla_scan")
+    tile = dict(launch.tile)
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=batch.HV // max(batch.H, 1), VARLEN=batch.packed, BLOCK=BLOCK,
                      PRECISION=precision(plan))
-    strips = -(-batch.V // launch.block("BV"))
-    for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
+    strips = -(-batch.V // tile["BV"])
+    for part in batch.parts(tile["BT"], o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
         part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
         if OVERLAPPED in launch.traits:

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import reduce
-from operator import or_
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +77,11 @@ def aligned(x: Iterable[Tensor | None]) -> Any:
     overlaps a product; that code faults where states are narrow (hopper-narrow-state). A copy keeps
     ``requires_grad``, from which ahead.py derives the kernels of backward.
     """
-    if not reduce(or_, [0 if y is None else y.data_ptr() for y in x], 0) % ALIGNED:
+    addresses = 0
+    for y in x:
+        if y is not None:
+            addresses |= y.data_ptr()
+    if not addresses % ALIGNED:
         return x
     return getattr(x, "_make", tuple)([y if y is None or not y.data_ptr() % ALIGNED else
                                        y.clone().requires_grad_(y.requires_grad) for y in x])

@@ -134,8 +134,8 @@ class Chunked:
         return operands, how
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
-        return run_replayed(kernels(self.name, "forward").run, plan, x, (how,), lambda x: (x, how),
-                            self.operator, call, align=True)
+        return run_replayed(kernels(self.name, "forward").run, plan, x, (how,),
+                            forward_of=self.operator, call=call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x

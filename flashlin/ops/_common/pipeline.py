@@ -26,7 +26,7 @@ from flashlin.guards import pending
 from flashlin.guards.problem import Plan, Problem, UnsupportedError
 from flashlin.kernels.variants import VARIANTS
 from flashlin.ops._common.casting import count_of, name_of, strictest
-from flashlin.ops._common.replay import find, remember
+from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
 
 # now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
@@ -88,12 +88,12 @@ class Planned(Generic[X, S]):
     def run_again(self, key: Any, given: Sequence[Tensor | None]) -> Any:
         """Run a call like an earlier one with this key, without its checks; return None if there was none, or
         if the call is planned another way now."""
-        if (call := find(key)) is None:
+        if (call := calls.get(key)) is None:
             return None
         plan = planned(call.problem, given[0].device)  # type: ignore[union-attr]  # it has passed the checks
         if plan.problem.path != "triton" or plan.problem.dot != "native":
             return None
-        return self(plan, call.cast(given), call.how, call)
+        return self(plan, call.cast(given) if call.copied else given, call.how, call)
 
     def route(self, x: X, how: S) -> tuple[Plan | None, str, str]:
         """Return (plan, path, dot). While torch.compile traces there is no plan: library operators plan when

@@ -37,8 +37,7 @@ LOOKED_AT = frozenset((*TENSORS, NoneType))
 _STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
 _address_of = torch.Tensor.data_ptr
 
-# By the key of a call.
-_calls: dict[Any, Call] = {}
+calls: dict[Any, Call] = {}  # by their keys, of which None is none
 # By the key of a run; False after an ordinary run, None for a run that stays an ordinary one.
 _recipes: dict[Any, Recipe | bool | None] = {}
 
@@ -56,8 +55,6 @@ class Call:
 
     def cast(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the tensors as kernels take them."""
-        if not self.copied:
-            return given
         cast: list[Any] = list(given)
         for at, dtype in self.copied:
             cast[at] = cast[at].to(dtype).contiguous()
@@ -84,11 +81,6 @@ def key_of(tensors: Sequence[Any], *others: Any) -> Any:
     return *key, *others, *map(type, others)
 
 
-def find(key: Any) -> Call | None:
-    """Return what is known of calls with this key."""
-    return None if key is None else _calls.get(key)
-
-
 def remember(key: Any, plan: Plan | None, given: Sequence[Tensor | None], cast: Sequence[Tensor | None],
              how: Any) -> Call | None:
     """Keep what is known of a call that is about to run its kernels. cast: the given tensors, of which some
@@ -96,22 +88,24 @@ def remember(key: Any, plan: Plan | None, given: Sequence[Tensor | None], cast: 
     what kernels compute in, because another plan may lack it."""
     if key is None or plan is None or plan.problem.dot != "native":
         return None
-    if len(_calls) >= MOST:
-        _calls.clear()
+    if len(calls) >= MOST:
+        calls.clear()
     pairs = enumerate(zip(given, cast, strict=True))
-    call = _calls[key] = Call(plan.asked, how, tuple([(at, y.dtype) for at, (x, y) in pairs
-                                                      if y is not None and y is not x]))
+    call = calls[key] = Call(plan.asked, how, tuple([(at, y.dtype) for at, (x, y) in pairs
+                                                     if y is not None and y is not x]))
     return call
 
 
 # --- runs ---
 
 def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
-                 others: tuple[Any, ...], arguments: Callable[[Sequence[Tensor | None]], tuple[Any, ...]],
+                 others: tuple[Any, ...],
+                 arguments: Callable[[Sequence[Tensor | None]], tuple[Any, ...]] | None = None,
                  forward_of: Any = None, call: Call | None = None, own: int = 0, align: bool = False) -> Any:
     """Return ``function(plan, *arguments(tensors))``, by a replay if there is a recipe.
 
-    tensors: all that are among the arguments. others: what else is. forward_of: the Operator, if this is its
+    tensors: all that are among the arguments. others: what else is. Without ``arguments`` the function is
+    called with the tuple of tensors and the others. forward_of: the Operator, if this is its
     forward. call: the record of the call, if these are its tensors. own: the last ``own`` tensors belong to
     this run alone, and may be empty afterwards. align: give the function copies of unaligned tensors.
     """
@@ -119,24 +113,26 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
     if align and (found is None or found[2]):
         tensors = aligned(tensors)
         found = found and _key_of_run(function, plan, tensors, others, call)
-    if found is None:
-        return function(plan, *arguments(tensors))
-    key, addresses, _, device = found
-    made = _recipes.get(key)
-    if isinstance(made, Recipe):
+    if found is not None and isinstance(made := _recipes.get(found[0]), Recipe):
+        key, addresses, _, device = found
         if current(made.compiled, device):
             return _replay(made, tensors, addresses, device)
         _recipes.pop(key, None)
-    elif made is False and not ahead.capturing():  # a recipe keeps memory
-        returned, _recipes[key] = recipe.watched_run(function, plan, tensors, addresses, arguments(tensors), own)
+        found = None
+    given = (tensors, *others) if arguments is None else arguments(tensors)
+    if found is None:
+        return function(plan, *given)
+    key, addresses, _, device = found
+    if made is False and not ahead.capturing():  # a recipe keeps memory
+        returned, _recipes[key] = recipe.watched_run(function, plan, tensors, addresses, given, own)
         return returned
-    elif key not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
+    if key not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
         if len(_recipes) >= MOST:
             _recipes.clear()
         _recipes[key] = False
-        return ahead.compile_together(function, plan, arguments(tensors), device,
+        return ahead.compile_together(function, plan, given, device,
                                       forward_of and (forward_of, tensors, *others))
-    return function(plan, *arguments(tensors))
+    return function(plan, *given)
 
 
 def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
