@@ -65,7 +65,7 @@ def layer_norm_fn(
     """
     given = Added(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     asked = Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32)
-    return _run(given, asked, dropout_p, return_dropout_mask)
+    return _norm_of_sum(given, asked, dropout_p, return_dropout_mask)
 
 
 @entry
@@ -89,7 +89,8 @@ def rms_norm_fn(
     eps is added to the mean of the squares. The rest as ``layer_norm_fn``.
     """
     given = Added(x, weight, bias, residual, x1, weight1, bias1, rowscale)
-    return _run(given, Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32), dropout_p, return_dropout_mask)
+    asked = Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32)
+    return _norm_of_sum(given, asked, dropout_p, return_dropout_mask)
 
 
 class Added(NamedTuple):
@@ -104,7 +105,7 @@ class Added(NamedTuple):
     rowscale: Tensor | None
 
 
-def _run(given: Added, asked: Asked, dropout_p: Any, return_dropout_mask: bool) -> Any:
+def _norm_of_sum(given: Added, asked: Asked, dropout_p: Any, return_dropout_mask: bool) -> Any:
     x, weight, bias, residual, x1, weight1, bias1, rowscale = given
     scalars.flags(return_dropout_mask=return_dropout_mask)
     dropout_p = scalars.number("dropout_p", dropout_p, 0.0, 1.0, "a number from 0 to below 1")
@@ -141,7 +142,8 @@ def _run(given: Added, asked: Asked, dropout_p: Any, return_dropout_mask: bool) 
         total = tensors.x.to(widest(*tensors))
         total = total if residual is None else total + residual.to(total.dtype)
         of_total = asked._replace(prenorm=False)
-        parts = [run_norm(Tensors(total, None, *pair), of_total) for pair in ((weight, bias), (weight1, bias1))]
+        parts = [run_norm(Tensors(total, None, *pair), of_total)
+                 for pair in ((weight, bias), (weight1, bias1))]
         parts += [total][:asked.prenorm]
     if asked.prenorm:
         parts[-1] = parts[-1].to(residual.dtype if residual is not None

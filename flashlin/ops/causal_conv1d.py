@@ -25,10 +25,10 @@ from flashlin.guards.tensors import (
 from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops._common.arguments import check_nonempty, check_optional, check_written
-from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
-from flashlin.ops._common.pipeline import TracedCall
+from flashlin.ops._common.pipeline import TracedCall, call_of
 from flashlin.ops._common.pool import put_back, taken
 
 OP, CONVOLUTION = "mamba_causal_conv1d_update", "causal_conv1d_fn"
@@ -261,11 +261,7 @@ class Tensors(NamedTuple):
 
 def problem_of(given: Tensors, how: conv.Activation) -> Problem:
     (b, D, T), W = given.x.shape, given.weight.shape[1]
-    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=_dtype_of(given))
-
-
-def _dtype_of(given: Tensors) -> str:
-    return strictest({t.dtype for t in given if t is not None})
+    return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=strictest(dtypes_of(given)))
 
 
 def _update(plan: Plan, given: Tensors, how: conv.Activation) -> Tensor:
@@ -278,5 +274,5 @@ def _update(plan: Plan, given: Tensors, how: conv.Activation) -> Tensor:
 
 WINDOW_UPDATE = Overwriting(
     "conv_window", Tensors, conv.Activation, "state", family=WINDOW, problem=problem_of, on_torch=_in_parts,
-    while_tracing=lambda x, how: TracedCall(f"{OP} {_dtype_of(x)}", V=conv.width_class(x.weight)),
+    while_tracing=lambda x, how: TracedCall(call_of(OP, dtypes_of(x)), V=conv.width_class(x.weight)),
     launch=_update, empty=lambda x, how: x.x.new_empty(x.x.shape))

@@ -14,10 +14,11 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, delta, recurrent
-from flashlin.ops._common.chunked import Request
+from flashlin.ops._common import delta
+from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import exact
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.norm import l2norm
 
 
@@ -89,7 +90,7 @@ def chunk_comba(
     beta = v.new_ones(B, T, HV) if beta is None else beta
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run_chunked(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
+    return run_chunked(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
 
 
 @entry
@@ -119,7 +120,7 @@ def fused_recurrent_comba(
     CPU tensors.
     """
     no_unknown("fused_recurrent_comba", unknown)
-    flags = recurrent.flags("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    flags = flags_of("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)
     called = {"g": "g"} if p is None else {"g": "g", "a": "p"}
-    return recurrent.run_recurrent("fused_recurrent_comba", inputs, flags, scale, output_final_state, called=called)
+    return run_recurrent("fused_recurrent_comba", inputs, flags, scale, output_final_state, called=called)

@@ -18,7 +18,7 @@ from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
 from flashlin.ops._common.arguments import check_nonempty, check_optional, check_packed, check_written
-from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, dtypes_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, Overwriting, Traced, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, parsed
@@ -204,8 +204,8 @@ def _update_on_torch(given: Token, how: Activation) -> Tensor:
 
 def _update(plan: Plan, given: Token, how: Activation) -> Tensor:
     x, weight, bias, residual, cache = as_planned(given, plan.problem.dot)
-    y: Tensor = kernels("conv", "forward").update(plan, *contiguous(x, weight, bias, residual), cache, how.silu,
-                                                  x.dtype)
+    tensors = contiguous(x, weight, bias, residual)
+    y: Tensor = kernels("conv", "forward").update(plan, *tensors, cache, how.silu, x.dtype)
     if cache is not given.cache:
         given.cache.copy_(cache)
     return y.to(given.x.dtype)
@@ -235,7 +235,7 @@ def evenly_spaced(x: Tensor) -> Tensor:
 def _call_of(op: str, given: Tensors | Token, silu: bool, has_ht: bool) -> str:
     options = [name for name in ("bias", "residual", "initial_state")
                if getattr(given, name, None) is not None]
-    return call_of(op, {x.dtype for x in given if x is not None}, [
+    return call_of(op, dtypes_of(given), [
         *options, *["silu"] * silu, *["final_state"] * has_ht, *["fixed"] * (op == "token_shift")])
 
 

@@ -238,7 +238,8 @@ class Outputs(NamedTuple):
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
-    """Backward writes over the logits only if they are not copied here, and not while torch.compile traces."""
+    """Return what the kernels take. Backward writes over the logits only if they are not copied here, and
+    not while torch.compile traces."""
     readable, = as_planned((given.logits,), dot)
     rows = _rows(readable)
     in_place = how.in_place and rows is given.logits and not torch.compiler.is_compiling()

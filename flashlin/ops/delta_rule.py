@@ -12,9 +12,11 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, delta, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, Request
+from flashlin.ops._common import delta
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks
+from flashlin.ops._common.delta import run_delta
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 
 
 @entry
@@ -74,7 +76,7 @@ def chunk_delta_rule(
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return delta.run_delta(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
+    return run_delta(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 
 @entry
@@ -106,9 +108,9 @@ def fused_recurrent_delta_rule(
     """
     op = "fused_recurrent_delta_rule"
     no_unknown(op, unknown)
-    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=state_v_first)
-    return recurrent.run_recurrent(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    return run_recurrent(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
 
 
@@ -135,6 +137,6 @@ def delta_rule(
     shared: dict[str, Any] = dict(
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(delta.FAMILY, "delta_rule", mode, (q, k, v, beta, None, None), initial_state):
+    if by_chunks(delta.FAMILY, "delta_rule", mode, (q, k, v, beta, None, None), initial_state):
         return chunk_delta_rule(q, k, v, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_delta_rule(q, k, v, beta, **shared)

@@ -14,9 +14,17 @@ from torch import Tensor
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, QKV, Argument, Chunked, Request, check_options
+from flashlin.ops._common.chunked import (
+    CHUNK_SIZES,
+    QKV,
+    Argument,
+    Chunked,
+    Request,
+    check_options,
+    run_chunked,
+)
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 
 # With beta instead of a and b it is Kimi Delta Attention (kda.py), with a alone Gated DeltaNet 2 (gdn2.py).
 FAMILY = Chunked("dplr", inputs.Inputs, {
@@ -89,7 +97,7 @@ def chunk_dplr_delta_rule(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run_chunked(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
+    return run_chunked(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 
 @entry
@@ -139,6 +147,6 @@ def fused_recurrent_dplr_delta_rule(
     """
     op = "fused_recurrent_dplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run_recurrent(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
-                         recurrent.flags(reverse=reverse), scale, output_final_state,
+    return run_recurrent(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
+                         flags_of(reverse=reverse), scale, output_final_state,
                          called={"gk": "gk", "a": "a", "b": "b"})

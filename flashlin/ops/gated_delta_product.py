@@ -25,10 +25,11 @@ from flashlin.guards.tensors import (
     shareable,
 )
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import delta, recurrent
 from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.delta import run_delta
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import exact
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.norm import l2norm
 
 
@@ -99,7 +100,7 @@ def chunk_gated_delta_product(
     bounds, bounds_cpu = _rows(cu_seqlens if cp_context is None else None, cu_seqlens_cpu, q, n, size)
     request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu, cp_context=cp_context,
                       process_group=process_group)
-    o, state = delta.run_delta(request, _spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
+    o, state = run_delta(request, _spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                          l2=False)
     return o[:, n - 1::n].contiguous(), state
 
@@ -132,8 +133,8 @@ def fused_recurrent_gated_delta_product(
     bounds, _ = _rows(cu_seqlens, None, q, n, 1)
     inputs = Inputs(_spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                     h0=initial_state, bounds=bounds)
-    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    o, state = recurrent.run_recurrent(op, inputs, flags, scale, output_final_state, called={"beta": "beta"})
+    flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    o, state = run_recurrent(op, inputs, flags, scale, output_final_state, called={"beta": "beta"})
     return o[:, n - 1::n].contiguous(), state
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from flashlin.guards.tensors import check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, delta, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops._common import delta
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options
+from flashlin.ops._common.delta import run_delta
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate, exact
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.simple_gla import v_first
 
 
@@ -110,7 +112,7 @@ def chunk_gated_delta_rule(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return delta.run_delta(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
+    return run_delta(request, q, k, v, beta, g, l2=use_qk_l2norm_in_kernel)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -192,13 +194,13 @@ def fused_recurrent_gated_delta_rule(
                          "use_gate_in_kernel")
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta: got None, need a tensor with use_beta_sigmoid_in_kernel")
-    flags = recurrent.flags("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
                             allow_neg_eigval=allow_neg_eigval,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state,
                     bounds=cu_seqlens)
-    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)
+    return run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
@@ -238,7 +240,7 @@ def gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log, dt_bias=dt_bias)
-    if chunked.by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g, None), initial_state,
+    if by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g, None), initial_state,
                          A_log, dt_bias):
         return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **shared)

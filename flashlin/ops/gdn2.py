@@ -17,11 +17,11 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
 from flashlin.ops._common.casting import common_dtype
-from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.chunked import Request, check_options, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import exact, wide
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate
 from flashlin.ops.kda import gate_parameters, with_states
@@ -131,7 +131,7 @@ def chunk_gdn2(
     tensors = (q, k, (w * v).to(v.dtype), g, b.to(common_dtype(q, k, v)), None, None)
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run_chunked(FAMILY, request, tensors, grouped=True, called={"a": "b"})
+    return run_chunked(FAMILY, request, tensors, grouped=True, called={"a": "b"})
 
 
 @entry
@@ -173,10 +173,10 @@ def fused_recurrent_gdn2(
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
     A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     bounded = () if bound is None else (f"bound:{bound}",)
-    flags = recurrent.flags("delta", "erase", *bounded, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    flags = flags_of("delta", "erase", *bounded, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, w, gk=g, a=b, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state,
+    return run_recurrent(op, inputs, flags, scale, output_final_state,
                          called={"gk": "g", "a": "b", "beta": "w"})
 
 

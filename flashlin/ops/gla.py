@@ -12,9 +12,9 @@ from torch import Tensor
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, by_chunks, run_chunked
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.simple_gla import v_first
 
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
@@ -77,7 +77,7 @@ def chunk_gla(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return chunked.run_chunked(FAMILY, request, (q, k, v, g, None))
+    return run_chunked(FAMILY, request, (q, k, v, g, None))
 
 
 @entry
@@ -110,9 +110,9 @@ def fused_recurrent_gla(
     op = "fused_recurrent_gla"
     no_unknown(op, unknown)
     check_qkv(q, k, v)
-    flags = recurrent.flags(reverse=reverse,
+    flags = flags_of(reverse=reverse,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
-    return recurrent.run_recurrent(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
+    return run_recurrent(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state)
 
 
@@ -140,6 +140,6 @@ def gla(
     shared: dict[str, Any] = dict(
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "gla", mode, (q, k, v, g, None), initial_state):
+    if by_chunks(FAMILY, "gla", mode, (q, k, v, g, None), initial_state):
         return chunk_gla(q, k, v, g, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_gla(q, k, v, g, **shared)

@@ -137,6 +137,7 @@ def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 OPERATOR = Operator(
     "hgrn", Tensors, Scalars, Outputs, 2, family="hgrn", problem=problem_of,
     on_torch=lambda x, how: torch_path.run(*x), cast=_cast,
-    while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64), inside=lambda x: exporting(),
+    while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64),
+    inside=lambda x: exporting(),
     forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
     backward=_backward, traced=Traced(_empty, backward_on_torch=_backward_on_torch))

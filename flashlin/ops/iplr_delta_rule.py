@@ -15,9 +15,9 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, Request
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, run_chunked
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
 
 CALLED = {"a": "a", "b": "b"}
@@ -57,7 +57,7 @@ def chunk_iplr_delta_rule(
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run_chunked(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
+    return run_chunked(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
 
 
 @entry
@@ -84,5 +84,5 @@ def fused_recurrent_iplr_delta_rule(
     """
     op = "fused_recurrent_iplr_delta_rule"
     no_unknown(op, unknown)
-    return recurrent.run_recurrent(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
+    return run_recurrent(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
                          output_final_state, called=CALLED)

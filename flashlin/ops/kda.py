@@ -15,10 +15,10 @@ from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import Request, check_options
+from flashlin.ops._common.chunked import Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact, wide
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
 from flashlin.ops.gates import fused_kda_gate, parameter
 from flashlin.ops.norm import l2norm
@@ -137,7 +137,7 @@ def chunk_kda(
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
     if return_intermediate_states:
         return with_states(request, tensors, chunk_size)
-    return chunked.run_chunked(FAMILY, request, tensors, grouped=True)
+    return run_chunked(FAMILY, request, tensors, grouped=True)
 
 
 def with_states(request: Request, tensors: tuple[Tensor | None, ...],
@@ -148,7 +148,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
     assert q is not None and k is not None and v is not None
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
     # what a whole call would refuse, this one refuses too
-    o, _ = chunked.run_chunked(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
+    o, _ = run_chunked(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
     packed = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
     edges = range(0, B * T + 1, max(T, 1)) if packed is None else numbers(packed)
     chunks = [torch.arange(first, end, device=q.device).split(size) if first < end else ()
@@ -166,7 +166,7 @@ def with_states(request: Request, tensors: tuple[Tensor | None, ...],
         at = [chunks[n][c] for n in alive]
         bounds = torch.tensor([0, *itertools.accumulate(map(len, at))], dtype=torch.int32)
         here = tuple(None if x is None else x[:, torch.cat(at)] for x in rows)
-        _, after = chunked.run_chunked(FAMILY, request._replace(h0=state[alive], has_ht=True, cu_seqlens_cpu=bounds,
+        _, after = run_chunked(FAMILY, request._replace(h0=state[alive], has_ht=True, cu_seqlens_cpu=bounds,
                                                         cu_seqlens=bounds.to(q.device)), here, grouped=True)
         assert after is not None
         state[alive] = after
@@ -251,12 +251,12 @@ def fused_recurrent_kda(
     if use_gate_in_kernel:
         A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
     bound = (f"bound:{lower_bound}",) if use_gate_in_kernel and lower_bound is not None else ()
-    flags = recurrent.flags("delta", *bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    flags = flags_of("delta", *bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
                             allow_neg_eigval=allow_neg_eigval,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, gk=g, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
-    return recurrent.run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
+    return run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
                          called={"gk": "g", "beta": "beta"})
 
 
@@ -304,7 +304,7 @@ def kda(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound, state_v_first=state_v_first, cu_seqlens=cu_seqlens, A_log=A_log,
         dt_bias=dt_bias)
-    if chunked.by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta), initial_state, A_log, dt_bias):
+    if by_chunks(FAMILY, "kda", mode, (q, k, v, g, None, None, beta), initial_state, A_log, dt_bias):
         o, ht = chunk_kda(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
         return o, ht
     return fused_recurrent_kda(q, k, v, g, beta, **shared)

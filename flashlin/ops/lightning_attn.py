@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import no_unknown
-from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import lightning_slopes, slopes_dtype
+from flashlin.ops.simple_gla import run_simple_gla
 
 
 @entry
@@ -42,7 +42,8 @@ def chunk_lightning_attn(
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers),
+                          chunk_size=chunk_size)
 
 
 @entry
@@ -64,7 +65,7 @@ def fused_recurrent_lightning_attn(
     no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
 
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:

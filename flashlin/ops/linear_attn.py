@@ -15,9 +15,9 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.plain import widest
-from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
+from flashlin.ops.simple_gla import run_simple_gla
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -46,7 +46,7 @@ def chunk_linear_attn(
     no_unknown("chunk_linear_attn", unknown)
     request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens, cp_context=cp_context,
                       process_group=process_group)
-    return _run(request, q, k, v, initial_state, normalize)
+    return _attended(request, q, k, v, initial_state, normalize)
 
 
 @entry
@@ -67,7 +67,7 @@ def fused_recurrent_linear_attn(
     no_unknown("fused_recurrent_linear_attn", unknown)
     request = Request("fused_recurrent_linear_attn", scale, None, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
-    return _run(request, q, k, v, initial_state, normalize)
+    return _attended(request, q, k, v, initial_state, normalize)
 
 
 @entry
@@ -86,7 +86,7 @@ def fused_chunk_linear_attn(
     defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
     no_unknown("fused_chunk_linear_attn", unknown)
     request = Request("fused_chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
-    return _run(request, q, k, v, initial_state, normalize)
+    return _attended(request, q, k, v, initial_state, normalize)
 
 
 @entry
@@ -103,16 +103,16 @@ def linear_attn(
 ) -> tuple[Tensor, State | None]:
     """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
     request = Request("linear_attn", scale, None, output_final_state, cu_seqlens, mode=mode)
-    return _run(request, q, k, v, initial_state, normalize)
+    return _attended(request, q, k, v, initial_state, normalize)
 
 
-def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State | None,
-         normalize: bool) -> tuple[Tensor, State | None]:
+def _attended(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State | None,
+              normalize: bool) -> tuple[Tensor, State | None]:
     scalars.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, tuple):
             raise TypeError("initial_state: got a tuple with normalize=False, need a tensor [N, H, K, V]")
-        return family.run_simple_gla(request._replace(h0=initial_state), q, k, v)
+        return run_simple_gla(request._replace(h0=initial_state), q, k, v)
     check_qkv(q, k, v)
     H, K, V = q.shape[2], q.shape[3], v.shape[3]
     compute = widest(q, k, v)
@@ -125,6 +125,6 @@ def _run(request: Request, q: Tensor, k: Tensor, v: Tensor, initial_state: State
         raise TypeError("initial_state: got a tensor with normalize=True, need the pair (kv [N, H, K, V], z "
                         "[N, 1, H, K])")
     ones = torch.ones_like(v[..., :1])
-    both, ht = family.run_simple_gla(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
+    both, ht = run_simple_gla(request, q, k, torch.cat([v, ones], 3), out_dtype=compute)
     o = (both[..., :V] / (both[..., V:] + 1e-10)).to(v.dtype)
     return o, None if ht is None else (ht[..., :V], ht[..., V].unsqueeze(1).to(k.dtype))

@@ -24,9 +24,9 @@ from flashlin.guards.tensors import need_tensor, shareable, shown
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs
 from flashlin.ops import simple_gla
-from flashlin.ops._common import chunked
 from flashlin.ops._common.arguments import check_optional, check_packed, check_rows
 from flashlin.ops._common.casting import common_dtype
+from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pointwise import read
 from flashlin.ops._common.turning import turned
@@ -120,8 +120,8 @@ def mamba3_siso_combined(
     q, k, q_first, last_k, alike, angle = turned(op, inputs, dtype)
 
     found = None if states is None else _found(states, torch_path.first(past, packed), dtype)
-    request = chunked.Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
-    y, ssm = chunked.run_chunked(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
+    request = Request(op, 1.0, found, return_final_states, bounds, state_v_first=True)
+    y, ssm = run_chunked(simple_gla.FAMILY, request, (q, k, V.to(dtype), decay, None))
     del q, k
     kept, itself = torch_path.unless_first(decay.exp(), packed), own * alike
     y = read(op, y, V, itself if D is None else itself + D.to(wide), Z, kept, V.dtype)

@@ -59,7 +59,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
     rows never recompiles.
     """
     return _norm(Tensors(x, residual, weight, bias),
-                Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
+                 Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
 
 
 @entry
@@ -94,7 +94,7 @@ def group_norm(
     2018, Sun et al. 2023.
     """
     return _norm(Tensors(x, residual, weight, bias),
-                Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
+                 Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
 @entry
@@ -117,7 +117,7 @@ def rms_norm_gated(
     ``rms_norm``'s, as in fla. The rest as ``layer_norm``.
     """
     return _norm(Tensors(x, residual, weight, bias, g),
-                Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
+                 Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
 
 
 @entry
@@ -138,7 +138,7 @@ def layer_norm_gated(
     Arguments as ``rms_norm_gated``.
     """
     return _norm(Tensors(x, residual, weight, bias, g),
-                Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
+                 Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
 
 
 @entry
@@ -260,9 +260,10 @@ def scalars_of(given: Tensors, asked: Asked) -> Scalars:
                    else x.dtype)
     returned = asked.prenorm and (residual is not None or total_dtype != x.dtype)  # else it is x itself
     has_total = returned or (needs_grad and residual is not None)  # backward reads it
-    return Scalars(asked.eps, asked.kind, NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation],
-                   asked.groups, x.dtype, None if residual is None else residual.dtype, y_dtype,
-                   total_dtype if has_total else None, needs_grad, _call_of(given, asked, y_dtype))
+    activation = NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation]
+    return Scalars(asked.eps, asked.kind, activation, asked.groups, x.dtype,
+                   None if residual is None else residual.dtype, y_dtype, total_dtype if has_total else None,
+                   needs_grad, _call_of(given, asked, y_dtype))
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:

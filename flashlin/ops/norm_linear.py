@@ -62,8 +62,8 @@ def layer_norm_linear(
     kind = kind_of(is_rms_norm)
     op = ("group_norm" if scalars.integer("num_groups", num_groups) > 1 else
           "rms_norm" if kind == RMS else "layer_norm")
-    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
-                Asked(op, kind, eps, prenorm, residual_in_fp32, num_groups))
+    return _projected(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                      Asked(op, kind, eps, prenorm, residual_in_fp32, num_groups))
 
 
 @linear_entry
@@ -80,8 +80,8 @@ def rms_norm_linear(
 ) -> Found:
     """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as
     ``layer_norm_linear``."""
-    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
-                Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
+    return _projected(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                      Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
 
 @linear_entry
@@ -100,8 +100,8 @@ def group_norm_linear(
 ) -> Found:
     """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments
     as ``layer_norm_linear``."""
-    return _run(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
-                Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
+    return _projected(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
+                      Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
 
 @linear_entry
@@ -122,8 +122,8 @@ def layer_norm_swish_gate_linear(
 
     g: of x's shape. eps is smaller than ``layer_norm_linear``'s, as in fla; the rest as there.
     """
-    return _run(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
-                Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation="swish"))
+    return _projected(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
+                      Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation="swish"))
 
 
 @linear_entry
@@ -142,11 +142,11 @@ def rms_norm_swish_gate_linear(
     """``rms_norm_gated`` with swish and a linear layer. Drop-in for
     ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``; arguments as
     ``layer_norm_swish_gate_linear``."""
-    return _run(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
-                Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation="swish"))
+    return _projected(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
+                      Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation="swish"))
 
 
-def _run(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, asked: Asked) -> Found:
+def _projected(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, asked: Asked) -> Found:
     asked, x = norm.checked(given, asked, "norm_weight", "norm_bias"), given.x
     asked = asked._replace(output_dtype=linear_dtype(x))
     need_tensor("linear_weight", linear_weight, (None, x.shape[-1]), "[E, D]", x.device, "x")

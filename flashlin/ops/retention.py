@@ -14,6 +14,7 @@ from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import retention_slopes, slopes_dtype
+from flashlin.ops.simple_gla import run_simple_gla
 
 
 @entry
@@ -37,7 +38,7 @@ def chunk_retention(
     no_unknown("chunk_retention", unknown)
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
 
 
 @entry
@@ -61,7 +62,7 @@ def fused_recurrent_retention(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
                       reverse=reverse)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
 
 
 @entry
@@ -80,7 +81,7 @@ def fused_chunk_retention(
     ``fla.ops.retention.fused_chunk_retention``; arguments as ``chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
 
 
 @entry
@@ -110,7 +111,7 @@ def retention(
     """Retention in the mode that suits the call; see ``simple_gla``."""
     request = Request("retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
-    return family.run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
 
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

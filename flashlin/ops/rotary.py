@@ -17,7 +17,7 @@ from flashlin.guards.tensors import check_apart, check_device, check_integers, s
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops._common.arguments import check_nonempty, check_packed
-from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, kernels
 
@@ -130,7 +130,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
     """The dtype is the strictest of x and the tables."""
     B, T, H, D = x.x.shape
     return Problem(how.call, "rotary", "", B=1, T=B * T, H=H, K=D, V=x.cos.shape[1], N=1,
-                   dtype=strictest({x.x.dtype, x.cos.dtype, x.sin.dtype}), varlen=x.bounds is not None,
+                   dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None,
                    needs_grad=how.needs_grad)
 
 
@@ -178,6 +178,6 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 
 OPERATOR = Operator(
-    "rotary", Tensors, Scalars, Outputs, 1, family="rotary", problem=problem_of, on_torch=_on_torch, cast=_cast,
-    forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
+    "rotary", Tensors, Scalars, Outputs, 1, family="rotary", problem=problem_of, on_torch=_on_torch,
+    cast=_cast, forward=lambda plan, x, how: (_rotated(plan, x.x, x, how, False, how.in_place),),
     kept=lambda x, y, how: ((None, *x[1:]), (None,)), backward=_backward, in_place="x")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import Request
+from flashlin.ops._common.chunked import Request, by_chunks, run_chunked
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.gla import FAMILY
 
 
@@ -74,7 +74,7 @@ def chunk_rwkv6(
     check_chunk_size(chunk_size)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run_chunked(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
+    return run_chunked(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 
 
 @entry
@@ -123,8 +123,8 @@ def fused_recurrent_rwkv6(
     """
     op = "fused_recurrent_rwkv6"
     no_unknown(op, unknown)
-    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
-                         recurrent.flags("before", reverse=reverse), scale, output_final_state,
+    return run_recurrent(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
+                         flags_of("before", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "bonus": "u"})
 
 
@@ -152,6 +152,6 @@ def rwkv6(
     need_tensor("w", w, tuple(r.shape), "[B, T, H, K]", r.device, "r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
                                   output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "rwkv6", mode, (r, k, v, w, u), initial_state):
+    if by_chunks(FAMILY, "rwkv6", mode, (r, k, v, w, u), initial_state):
         return chunk_rwkv6(r, k, v, w, u, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_rwkv6(r, k, v, w, u, **shared)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flashlin.guards.tensors import check_qkv, no_unknown
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import chunked, recurrent
-from flashlin.ops._common.chunked import CHUNK_SIZES, Request, check_options
+from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
+from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
 
 
@@ -54,7 +54,7 @@ def chunk_rwkv7(
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return chunked.run_chunked(FAMILY, request, (r, k, v, w, a, b, None),
+    return run_chunked(FAMILY, request, (r, k, v, w, a, b, None),
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})
 
 
@@ -102,7 +102,7 @@ def fused_recurrent_rwkv7(
     """
     op = "fused_recurrent_rwkv7"
     no_unknown(op, unknown)
-    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
+    return run_recurrent(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
                          output_final_state, called={"q": "r", "gk": "w", "a": "a", "b": "b"})
 
 
@@ -134,8 +134,8 @@ def fused_mul_recurrent_rwkv7(
     """
     op = "fused_mul_recurrent_rwkv7"
     no_unknown(op, unknown)
-    return recurrent.run_recurrent(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
-                         recurrent.flags("rate", reverse=reverse), scale, output_final_state,
+    return run_recurrent(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
+                         flags_of("rate", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
 
 
@@ -162,6 +162,6 @@ def rwkv7(
     check_qkv(r, k, v, first="r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,
                                   output_final_state=output_final_state, cu_seqlens=cu_seqlens)
-    if chunked.by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, None), initial_state):
+    if by_chunks(FAMILY, "rwkv7", mode, (r, k, v, w, a, b, None), initial_state):
         return chunk_rwkv7(r, w, k, v, a, b, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_rwkv7(r, w, k, v, a, b, **shared)

@@ -17,7 +17,7 @@ from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept
 from flashlin.ops._common.arguments import check_optional, check_rows
-from flashlin.ops._common.casting import as_planned, contiguous, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, head_size_class, parsed
@@ -84,7 +84,7 @@ def selective_scan_fn(
                             ("delta_bias", delta_bias, (channels,), "[D]")))
     given = Tensors(u, delta, A, B, C, D, z, delta_bias)
     # kernels do not take a B or C without tokens
-    call = call_of(OP, {x.dtype for x in given if x is not None}, ["fixed"] * (B.ndim == 2 or C.ndim == 2))
+    call = call_of(OP, dtypes_of(given), ["fixed"] * (B.ndim == 2 or C.ndim == 2))
     y, last = OPERATOR.run_planned(given, Scalars(delta_softplus, wants_grad(*given), call))
     y = y.to(u.dtype)
     return (y, last) if return_last_state else y

@@ -18,8 +18,7 @@ from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, n
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
-from flashlin.ops._common import chunked
-from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
 from flashlin.ops._common.entry import entry, outside
 
 
@@ -250,7 +249,7 @@ def run_simple_gla(
         need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
         wide = widest(q, k, v)
         g, g_gamma = g.to(wide) + g_gamma.detach().to(wide), None
-    return chunked.run_chunked(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
+    return run_chunked(FAMILY, request, (q, k, v, g, g_gamma), out_dtype=out_dtype)
 
 
 def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,

@@ -20,9 +20,9 @@ from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor,
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.marks import contained, released, spread
 from flashlin.ops import simple_gla
-from flashlin.ops._common import chunked
 from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
 from flashlin.ops._common.casting import linear_dtype
+from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
 from flashlin.ops._common.pointwise import scaled, skipped
 from flashlin.ops.causal_conv1d import begins, check_seq_idx, convolved
@@ -336,8 +336,8 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    request = chunked.Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **shared)
-    y, ht = chunked.run_chunked(simple_gla.FAMILY, request, (C, B, v, decay, None),
+    request = Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **shared)
+    y, ht = run_chunked(simple_gla.FAMILY, request, (C, B, v, decay, None),
                         out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:
         marks, ht = _released(marks, anew, ht, bounds)

@@ -15,10 +15,10 @@ from flashlin.guards.tensors import check_device, check_floats, check_integers, 
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE
 from flashlin.ops._common.arguments import check_written
-from flashlin.ops._common.casting import as_planned, contiguous, strictest, wants_grad
+from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
-from flashlin.ops._common.pipeline import TracedCall
+from flashlin.ops._common.pipeline import TracedCall, call_of
 from flashlin.ops._common.pool import put_back, taken
 
 OP = "selective_state_update"
@@ -158,14 +158,10 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 def problem_of(given: Tensors, how: Scalars) -> Problem:
     (b, H, P), N = given.x.shape, given.A.shape[2]
-    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=_dtype_of(given))
-
-
-def _dtype_of(given: Tensors) -> str:
-    return strictest({t.dtype for t in given if t is not None})
+    return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=strictest(dtypes_of(given)))
 
 
 UPDATE = Overwriting(
     "selective_state_update", Tensors, Scalars, "pool", family=STATE_UPDATE, problem=problem_of,
-    on_torch=_in_torch, while_tracing=lambda x, how: TracedCall(f"{OP} {_dtype_of(x)}"), launch=_update,
+    on_torch=_in_torch, while_tracing=lambda x, how: TracedCall(call_of(OP, dtypes_of(x))), launch=_update,
     empty=lambda x, how: x.x.new_empty(x.x.shape))

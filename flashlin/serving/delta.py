@@ -99,7 +99,7 @@ def decode(
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
         UnsupportedError: this machine cannot run the call.
     """
-    return _run(dict(  # not locals(), which torch 2.11 cannot compile
+    return _on_pool(dict(  # not locals(), which torch 2.11 cannot compile
         q=q, k=k, v=v, g=g, beta=beta, states=states, indices=indices, cu_seqlens=cu_seqlens,
         num_accepted_tokens=num_accepted_tokens,
         scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
@@ -162,7 +162,7 @@ def prefill(
         scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
-    return _run(given, mode == "chunk")
+    return _on_pool(given, mode == "chunk")
 
 
 class Beside(NamedTuple):
@@ -176,7 +176,7 @@ class Beside(NamedTuple):
     call: str
 
 
-def _run(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
+def _on_pool(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
     """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
     x, flags = _checked(given)
     pool, indices, N = given["states"], given["indices"], x.sequences

@@ -266,7 +266,8 @@ def test_flags_have_names() -> None:
     with pytest.raises(ValueError, match="a, b: got one of them or delta with them"):
         recurrent.run_recurrent("recurrent", Inputs(**given, a=randn(2, 7, 4, 8)))
     with pytest.raises(ValueError, match="a, b: got one of them or delta with them"):
-        recurrent.run_recurrent("recurrent", Inputs(**given, a=randn(2, 7, 4, 8), b=randn(2, 7, 4, 8)), ("delta",))
+        a, b = randn(2, 7, 4, 8), randn(2, 7, 4, 8)
+        recurrent.run_recurrent("recurrent", Inputs(**given, a=a, b=b), ("delta",))
     with pytest.raises(ValueError, match="beta: got a tensor, need None without delta"):
         recurrent.run_recurrent("recurrent", Inputs(**inputs()))
     assert set(FLAGS) >= {"delta", "before", "reverse"}

@@ -23,7 +23,7 @@ from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import chunked, ranks
 from flashlin.ops._common.casting import SIXTEEN_BITS, wants_grad
-from flashlin.ops._common.chunked import Chunked, Request
+from flashlin.ops._common.chunked import Chunked, Request, check_beside, run_chunked
 from flashlin.ops._common.gradients import pulled_back
 from flashlin.ops._common.operator import Gradients, Operator, Outputs, fields_of
 from flashlin.ops._common.pipeline import planned
@@ -33,7 +33,7 @@ INSTEAD = "none have them over several ranks"
 
 
 @ranks.untraced
-def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
+def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         **how: Any) -> tuple[Tensor, Tensor | None]:
     """run_chunked of a request with a process_group or a cp_context."""
     op, context, group = request.op, request.cp_context, request.process_group
@@ -43,7 +43,7 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     check_qkv(q, k, v, how["grouped"], first)
     assert q is not None and v is not None  # checked
     (B, T, H, K), (HV, V), h0 = q.shape, v.shape[2:], request.h0
-    chunked.check_beside(family, tensors, how["called"], {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
+    check_beside(family, tensors, how["called"], {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
     sizes = (H, HV, K, V, bool(request.has_ht))
     shard = ranks.shard_of(op, q, sizes, context, group, request.cu_seqlens, request.cu_seqlens_cpu,
                            initial_state=h0 is not None, output_final_state=bool(request.has_ht))
@@ -54,7 +54,7 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
                     for x, argument in zip(tensors, family.arguments.values(), strict=True))
     if shard.size == 1:
         whole = alone._replace(cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
-        o, ht = chunked.run_chunked(family, whole, tensors, **how)
+        o, ht = run_chunked(family, whole, tensors, **how)
         return shard.back(o), ht
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
     asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
@@ -68,7 +68,7 @@ def run(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
     def carried(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         over = Over(how, shard, how.needs_grad, how.call)
         return family.trimmed(operator(family).run_planned(x, over), x, how)
-    o, ht = chunked.run_chunked(family, mine, tensors, run=carried, **how)
+    o, ht = run_chunked(family, mine, tensors, run=carried, **how)
     return shard.back(o), None if ht is None else shard.share(ht, B)
 
 
@@ -80,7 +80,7 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
     given = [x if x is None else ranks.of_heads(shard, x) if "T" in argument.shape else mine(x, 0)
              for x, argument in zip(tensors, family.arguments.values(), strict=True)]
     h0 = None if request.h0 is None else mine(request.h0, 1)
-    o, ht = chunked.run_chunked(family, request._replace(h0=h0), tuple(given), **how)
+    o, ht = run_chunked(family, request._replace(h0=h0), tuple(given), **how)
     o = ranks.of_tokens(shard, o)
     if ht is not None:  # to each rank the states of sequences that end on it
         end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
@@ -118,8 +118,8 @@ def operator(family: Chunked) -> Operator[Any, Over, Any]:
     """The family's, with states that come from other ranks."""
     chain = _Chain(family)
     return Operator(f"{family.name}_across", family.tensors, Over, chain.outputs, 2, family=family.name,
-                    problem=lambda x, over: family.problem(x, over.how), cast=chain.cast, forward=chain.forward,
-                    kept=chain.kept, backward=chain.backward, instead=INSTEAD)
+                    problem=lambda x, over: family.problem(x, over.how), cast=chain.cast,
+                    forward=chain.forward, kept=chain.kept, backward=chain.backward, instead=INSTEAD)
 
 
 def _outputs(names: tuple[str, ...]) -> Any:

@@ -143,14 +143,15 @@ class Queue:
             order.__exit__(None, None, None)
 
 
-class _Mode(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A dispatch mode that does not make torch import its compiler, which takes a second or two."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler to do so, which takes a second or two."""
         return False
 
 
-class _Order(_Mode):
+class _Order(Mode):
     """Has the queue's starts begin before torch does what may read what they write."""
 
     def __init__(self, queue: Queue) -> None:
@@ -163,7 +164,7 @@ class _Order(_Mode):
         return function(*args, **(kwargs or {}))
 
 
-class _Shadows(_Mode):
+class _Shadows(Mode):
     """Nothing is computed. What is alike is made here, since torch would import its compiler and sympy for
     it. Raises NotImplementedError where nobody knows what would come out."""
 

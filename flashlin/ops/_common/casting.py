@@ -22,6 +22,11 @@ def name_of(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+def dtypes_of(tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that are not None."""
+    return {x.dtype for x in tensors if x is not None}
+
+
 def strictest(dtypes: Collection[torch.dtype]) -> str:
     """Return the name of the first of these dtypes in STRICTEST."""
     for dtype in STRICTEST:

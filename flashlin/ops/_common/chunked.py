@@ -98,8 +98,8 @@ class Chunked:
                         if argument.optional and not argument.constant]
         self.operator: Operator[Any, Scalars, Any] = Operator(
             self.name, self.tensors, Scalars, _outputs(self.kept), 2, family=self.name, problem=self.problem,
-            on_torch=self.on_torch, cast=self.cast, inside=self.inside,
-            while_tracing=lambda x, how: traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
+            on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
+            traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
             forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
             traced=Traced(self.empty))
 
@@ -149,9 +149,10 @@ class Chunked:
                  wanted: frozenset[str]) -> Gradients:
         count = len(x)
         gradients: Gradients = run_replayed(
-            kernels(self.name, "backward").run, plan, (*x, dense(grads.o, x.v), *contiguous(grads.ht), *y[2:]),
-            (how, wanted), lambda given: (self.operator.tensors(*given[:count]), how, *given[count:count + 2],
-                                          wanted, *given[count + 2:]), own=len(y) - 2, align=True)
+            kernels(self.name, "backward").run, plan,
+            (*x, dense(grads.o, x.v), *contiguous(grads.ht), *y[2:]), (how, wanted), lambda given: (
+                self.operator.tensors(*given[:count]), how, *given[count:count + 2], wanted,
+                *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
 
     def run_planned(self, x: Any, how: Scalars, key: Any = None,
@@ -192,15 +193,15 @@ def run_chunked(
 ) -> tuple[Tensor, Tensor | None]:
     """Check a chunked op's call, and return (o, final state or None).
 
-    tensors: the family's, in its order. out_dtype: of o, where the caller goes on computing with it; else v's.
-    grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in it
-    must be there, even if the family can do without. run: what runs the checked call in place of
+    tensors: the family's, in its order. out_dtype: of o, if the caller goes on computing with it; else v's.
+    grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in
+    it must be there, even if the family can do without. run: what runs the checked call in place of
     ``Chunked.run_planned``.
     """
     if request.process_group is not None or request.cp_context is not None:
         from flashlin.ops._common import across
-        ran: tuple[Tensor, Tensor | None] = across.run(family, request, tensors, out_dtype=out_dtype,
-                                                       grouped=grouped, called=called)
+        ran: tuple[Tensor, Tensor | None] = across.run_over_ranks(
+            family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called)
         return ran
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)

@@ -9,8 +9,7 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import inputs, torch_path
-from flashlin.ops._common import chunked
-from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request
+from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
 from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
 
@@ -41,4 +40,4 @@ def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g
     if l2:
         check_qkv(q, k, v, grouped=True)
         q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
-    return chunked.run_chunked(FAMILY, request, (q, k, v, beta, g, None), grouped=True)
+    return run_chunked(FAMILY, request, (q, k, v, beta, g, None), grouped=True)

@@ -1,10 +1,10 @@
 """The way of every op from its checked arguments to its kernels: plan, cast, run, once each.
 
 An op checks its arguments by name (arguments.py, guards/) and makes two NamedTuples of them: ``x``, the
-tensors, and ``how``, the scalars, of which the last is ``call``. ``Planned.run_planned`` takes the other steps:
+tensors, and ``how``, the scalars. ``Planned.run_planned`` takes the other steps:
 
-- plan: eagerly, ``planned`` turns the call's Problem into a Plan for this machine. While torch.compile traces,
-  only the path is asked for, as a constant of the graph, from facts that hold for all lengths.
+- plan: eagerly, ``planned`` turns the call's Problem into a Plan for this machine. While torch.compile
+  traces, only the path is asked for, as a constant of the graph, from facts that hold for all lengths.
 - cast: the tensors take the dtype and the layout that the plan's kernels need (casting.py).
 - run: the kernels (operator.py) or, if that is the path, plain torch.
 """
@@ -69,7 +69,7 @@ class Planned(Generic[X, S]):
     inside: Callable[[X], bool] = lambda x: False
 
     def __call__(self, plan: Plan | None, x: Any, how: S, *call: Any) -> Any:
-        """Run the kernels. plan: None while torch.compile traces. call: the record of the call (replay.py)."""
+        """Run the kernels. plan: None while torch.compile traces. call: its record, if it may be replayed."""
         raise NotImplementedError
 
     def run_planned(self, x: X, how: S, key: Any = None, given: Sequence[Tensor | None] = ()) -> Any:
@@ -192,7 +192,8 @@ def _route_while_tracing(call: str, mode: str, K: int, V: int, family: str,
 def exporting() -> bool:
     """Return True if torch.export traces this call. Its lengths may have names, and a graph of plain torch
     would guard on them, because the last chunk of a sequence is shorter."""
-    return torch.compiler.is_compiling() and hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and hasattr(torch.compiler,
+                                                     "is_exporting") and torch.compiler.is_exporting()
 
 
 def head_size_class(size: int) -> int:

@@ -14,7 +14,14 @@ from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
-from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, strictest, wants_grad
+from flashlin.ops._common.casting import (
+    as_planned,
+    contiguous,
+    dtype_as_planned,
+    dtypes_of,
+    strictest,
+    wants_grad,
+)
 from flashlin.ops._common.entry import own_nodes
 from flashlin.ops._common.gradients import INSTEAD, once
 from flashlin.ops._common.operator import kernels
@@ -45,8 +52,7 @@ def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
     """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back
     with more (marks.py)."""
     H, P = x.shape[-2:]
-    y, *beside = run_pointwise(op, H, P, dtype, x, step.contiguous(), None if marked is None else marked.contiguous(),
-                     family=SCALE)
+    y, *beside = run_pointwise(op, H, P, dtype, x, *contiguous(step, marked), family=SCALE)
     return y, beside[0] if beside else None
 
 
@@ -55,8 +61,8 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
     """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with
     marks [...] is released (marks.py)."""
     H, P = x.shape[-2:]
-    y, = run_pointwise(op, H, P, dtype, o.contiguous(), None if D is None else x, None if D is None else D.contiguous(),
-             z, None if marked is None else marked.contiguous(), family=SKIP)
+    D, marked = contiguous(D, marked)
+    y, = run_pointwise(op, H, P, dtype, o.contiguous(), None if D is None else x, D, z, marked, family=SKIP)
     return y
 
 
@@ -72,7 +78,7 @@ def problem_of(tensors: tuple[Any, ...], how: Scalars) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
     _, H, K, dtype, _, op = how
     return Problem(op, how.family, "", B=1, T=tensors[0].numel() // max(H * K, 1), H=H, K=K, V=K, N=1,
-                   dtype=strictest({dtype, *[x.dtype for x in tensors if x is not None]}), varlen=False,
+                   dtype=strictest({dtype, *dtypes_of(tensors)}), varlen=False,
                    needs_grad=wants_grad(*tensors))
 
 

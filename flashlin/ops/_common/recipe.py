@@ -1,10 +1,10 @@
 """How to repeat a run of kernels: what one run that is watched did, as a recipe for replays (replay.py).
 
-A run that was watched is known to its end, and so is which kernel is the first and the last to use each buffer.
-If it saves memory, the recipe has two stages. Between them it frees scratch, and what forward kept for this run
-alone, that no later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage,
-scratch that is never needed at the same time shares its memory. Kernels of one stream run in order, so memory
-can be used again at once.
+After a watched run it is known which kernel is the first and the last to use each buffer. If it saves memory,
+the recipe has two stages. Between them it frees scratch, and what forward kept for this run alone, that no
+later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage, scratch that is
+never needed at the same time shares its memory. Kernels of one stream run in order, so memory can be used
+again at once.
 """
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashlin.compat import launch
 from flashlin.compat.direct import Compiled
 from flashlin.guards.problem import Plan
-from flashlin.ops._common.ahead import MAKING
+from flashlin.ops._common.ahead import MAKING, Mode
 from flashlin.ops._common.casting import ALIGNED
 
 APART = 128  # bytes that scratch buffers begin at multiples of
@@ -70,7 +69,7 @@ class Recipe(NamedTuple):
     nothing: Tensor
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Mode):
     """What torch does meanwhile. buffers: those that were made, kept alive so that no two have an address.
     steps: what was written to, and kernels that were started. plain: nothing else was done."""
 
@@ -80,11 +79,6 @@ class _Watch(TorchDispatchMode):
         self.steps: list[Any] = []
         self.plain = True
         self.stored = {_storage_of(x) for x in tensors if x is not None}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler to do so, which takes a second or two."""
-        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))

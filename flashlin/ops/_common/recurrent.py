@@ -78,7 +78,7 @@ class Outputs(NamedTuple):
     states: Tensor | None
 
 
-def flags(*always: str, **options: bool) -> tuple[str, ...]:
+def flags_of(*always: str, **options: bool) -> tuple[str, ...]:
     """The flags (kernels/recurrent/inputs.py) that an op always has, and those of its public options, which
     are checked here, that are set."""
     return (*always, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
@@ -324,8 +324,8 @@ def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
     """Do the same where no kernel can write to the pool: its rows are copied out and back."""
     pool, indices, scale, out_dtype, flags, op = how
     rows = None if indices is None else taken(pool, indices)
-    o, ht = run_recurrent(op, x._replace(h0=pool if rows is None else rows.states), tuple(flags.split()), scale,
-                          True)
+    x = x._replace(h0=pool if rows is None else rows.states)
+    o, ht = run_recurrent(op, x, tuple(flags.split()), scale, True)
     assert ht is not None
     if indices is None or rows is None:
         pool.copy_(ht)

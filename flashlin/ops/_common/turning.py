@@ -9,7 +9,14 @@ from flashlin.guards.problem import Plan, Problem
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 from flashlin.kernels.turning.recipe import FAMILY
-from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, strictest, wants_grad
+from flashlin.ops._common.casting import (
+    as_planned,
+    contiguous,
+    dtype_as_planned,
+    dtypes_of,
+    strictest,
+    wants_grad,
+)
 from flashlin.ops._common.operator import Gradients, Operator, kernels
 
 
@@ -30,7 +37,7 @@ def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
 def problem_of(x: Inputs, how: Scalars) -> Problem:
     (B, T, _, K), (H, R) = x.q.shape, x.angles.shape[2:]
     return Problem(how.call, FAMILY, "", B=B, T=T, H=H, K=K, V=R, N=x.sequences,
-                   dtype=strictest({y.dtype for y in x[:-1] if y is not None}), varlen=x.bounds is not None,
+                   dtype=strictest(dtypes_of(x[:-1])), varlen=x.bounds is not None,
                    needs_grad=how.needs_grad)
 
 
