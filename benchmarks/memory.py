@@ -4,7 +4,7 @@
 
 An H200 is pretended (benchmarks/pretended.py), so torch's own allocator on the CPU hands out what it would on
 a GPU, and torch's profiler notes each time it does. What ``timing`` measures on a card is the third run, a
-repeated one (ops/_common/repeated.py); the first is an ordinary one. A card rounds to 512 bytes, or to 2 MiB.
+repeated one (ops/_common/replay.py); the first is an ordinary one. A card rounds to 512 bytes, or to 2 MiB.
 whole: as if no sequence were split into parts.
 """
 from __future__ import annotations

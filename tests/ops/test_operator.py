@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -233,3 +235,50 @@ def test_without_gradients_kernels_are_called_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(operator._Eager, "apply", None)
     for got, wanted in zip(called(a, b, added, False, needs_grad=False), expected, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+OWN_SCALAR = """
+from typing import NamedTuple
+import torch
+from flashlin.kernels.simple_gla import torch_path
+from flashlin.ops import simple_gla
+from flashlin.ops._common.chunked import Chunked, Request, run_chunked
+
+
+class Own(NamedTuple):
+    scale: float
+    has_ht: bool
+    state_v_first: bool
+    out_dtype: torch.dtype
+    mode: str
+    shift: float
+    needs_grad: bool
+    call: str
+
+
+def shifted(x, scale, shift):
+    o, ht = torch_path.run(x, scale)
+    return o + shift, ht
+
+
+of = simple_gla.FAMILY
+family = Chunked("simple_gla", of.tensors, of.arguments, shifted, scalars=Own)
+q, k, v = torch.randn(3, 1, 20, 2, 8).unbind()
+
+
+def call(shift):
+    request = Request("chunk_simple_gla", None, None, False)
+    return run_chunked(family, request, (q, k, v, None, None), shift=shift)[0]
+
+
+whole = simple_gla.chunk_simple_gla(q, k, v)[0]
+for f in (call, torch.compile(call, backend="eager", fullgraph=True)):
+    for shift in (2.0, 3.0):
+        torch.testing.assert_close(f(shift), whole + shift)
+"""
+
+
+def test_a_chunked_family_may_have_a_scalar_of_its_own() -> None:
+    """In a process of its own, since there it replaces the family's library operators."""
+    done = subprocess.run([sys.executable, "-c", OWN_SCALAR], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -81,8 +81,9 @@ class Chunked:
     name, q, k, v first. torch_path(x, scale) -> (o, states). kept: names of what forward keeps for backward;
     room(needs_grad, *tensors): tensors like that. one_graph: the torch path traced once serves all lengths.
     decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
-    of factors; None where they do more. options: where the optional tensors are that planning knows of.
-    operator: the family's kernels.
+    of factors; None where they do more. scalars: the NamedTuple of what goes in beside the tensors; one that
+    has more fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
+    options: where the optional tensors are that planning knows of. operator: the family's kernels.
     """
     name: str
     tensors: type[tuple[Any, ...]]
@@ -92,12 +93,14 @@ class Chunked:
     room: Callable[..., tuple[Tensor | None, ...]] = lambda *_: ()
     one_graph: bool = False
     decays: Callable[[Any], Tensor] | None = None
+    scalars: Any = Scalars
 
     def __post_init__(self) -> None:
         self.options = [(name, at) for at, (name, argument) in enumerate(self.arguments.items())
                         if argument.optional and not argument.constant]
+        self.own = [name for name in self.scalars._fields if name not in Scalars._fields]
         self.operator: Operator[Any, Scalars, Any] = Operator(
-            self.name, self.tensors, Scalars, _outputs(self.kept), 2, family=self.name, problem=self.problem,
+            self.name, self.tensors, self.scalars, _outputs(self.kept), 2, family=self.name, problem=self.problem,
             on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
             traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
             forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
@@ -139,7 +142,7 @@ class Chunked:
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
-        o, ht = self.torch_path(x, how.scale)
+        o, ht = self.torch_path(x, how.scale, **{name: getattr(how, name) for name in self.own})
         return o, ht.mT if how.state_v_first else ht
 
     def empty(self, x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
@@ -190,24 +193,25 @@ def run_chunked(
     grouped: bool = False,
     called: Mapping[str, str] = MappingProxyType({}),
     run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
+    **own: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Check a chunked op's call, and return (o, final state or None).
 
     tensors: the family's, in its order. out_dtype: of o, if the caller goes on computing with it; else v's.
     grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in
     it must be there, even if the family can do without. run: what runs the checked call in place of
-    ``Chunked.run_planned``.
+    ``Chunked.run_planned``. own: the fields of the family's scalars that are not in ``Scalars``.
     """
     if request.process_group is not None or request.cp_context is not None:
         from flashlin.ops._common import across
         ran: tuple[Tensor, Tensor | None] = across.run_over_ranks(
-            family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called)
+            family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called, **own)
         return ran
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
     # values of cu_seqlens are not part of a key
     key = None if run is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else key_of(
-        given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype)
+        given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype, *own.values())
     if (again := family.operator.run_again(key, given)) is not None:
         o, ht = again
         return o, ht if has_ht else None
@@ -247,7 +251,8 @@ def run_chunked(
         bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
     out_dtype = out_dtype or v.dtype
     x = family.operator.tensors(*cast, h0, bounds)
-    how = Scalars(scale, has_ht, state_v_first, out_dtype, mode, wants_grad(*x), op)
+    how = family.scalars(scale=scale, has_ht=has_ht, state_v_first=state_v_first, out_dtype=out_dtype, mode=mode,
+                         needs_grad=wants_grad(*x), call=op, **own)
     o, ht = family.run_planned(x, how, key, given) if run is None else run(x, how)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)

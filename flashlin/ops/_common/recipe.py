@@ -2,8 +2,8 @@
 
 After a watched run it is known which kernel is the first and the last to use each buffer. If it saves memory,
 the recipe has two stages. Between them it frees scratch, and what forward kept for this run alone, that no
-later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage, scratch that is
-never needed at the same time shares its memory. Kernels of one stream run in order, so memory can be used
+later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage, scratch that
+is never needed at the same time shares its memory. Kernels of one stream run in order, so memory can be used
 again at once.
 """
 from __future__ import annotations
