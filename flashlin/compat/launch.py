@@ -4,7 +4,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -124,36 +124,34 @@ _notes = _Notes()
 
 
 @contextmanager
-def noting(starts: list[Any]) -> Iterator[None]:
-    """Meanwhile every start of this thread that is not replaced is added to the list, as (compiled, None if
+def _while(**notes: Any) -> Iterator[None]:
+    """Set these notes of this thread for the length of a block."""
+    vars(_notes).update(notes)
+    try:
+        yield
+    finally:
+        for name in notes:
+            setattr(_notes, name, None)
+
+
+def noting(starts: list[Any]) -> AbstractContextManager[None]:
+    """In the block, add every start of this thread that is not replaced to the list, as (compiled, None if
     Triton found it; programs; the arguments in their order)."""
-    _notes.starts = starts
-    try:
-        yield
-    finally:
-        _notes.starts = None
+    return _while(starts=starts)
 
 
-@contextmanager
-def holding(hold: Callable[..., None]) -> Iterator[None]:
-    """Meanwhile ``hold`` gets what ``begin`` takes of every start of this thread that is not replaced."""
-    _notes.held = hold
-    try:
-        yield
-    finally:
-        _notes.held = None
+def holding(hold: Callable[..., None]) -> AbstractContextManager[None]:
+    """In the block, give ``hold`` what ``begin`` takes of every start of this thread that is not replaced."""
+    return _while(held=hold)
 
 
 @contextmanager
 def entering(wait: Callable[[], None]) -> Iterator[None]:
-    """Meanwhile the states that enter are not there before ``wait``, which the first ``enter`` of this thread
-    calls; where there is none, the end does."""
-    _notes.coming = wait
-    try:
+    """In the block, the states that enter are not there before ``wait``, which the first ``enter`` of this
+    thread calls; if there is none, the end does."""
+    with _while(coming=wait):
         yield
         enter()
-    finally:
-        _notes.coming = None
 
 
 def enter() -> None:

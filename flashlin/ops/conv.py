@@ -20,7 +20,7 @@ from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
 from flashlin.ops._common.arguments import check_nonempty, check_optional, check_packed, check_written
 from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, dtypes_of, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import Gradients, Operator, Overwriting, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Operator, Overwriting, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, parsed
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -307,7 +307,7 @@ OPERATOR = Operator(
     forward=lambda plan, x, how: kernels("conv", "forward").run(
         plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
     kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
-    traced=Traced(_empty), same=lambda how: {"residual": "y"})
+    empty=_empty, same=lambda how: {"residual": "y"})
 UPDATE = Overwriting(
     "conv_update", Token, Activation, "cache", family="conv_update", problem=_problem_of_update,
     on_torch=_update_on_torch, launch=_update,

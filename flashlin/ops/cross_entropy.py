@@ -24,7 +24,7 @@ from flashlin.kernels.cross_entropy.recipe import FAR
 from flashlin.ops._common.arguments import check_nonempty, check_optional
 from flashlin.ops._common.casting import as_planned, linear_dtype, wants_grad
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
-from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import call_of, parsed, planned
 
 FAMILY = "cross_entropy"
@@ -280,7 +280,7 @@ OPERATOR = Operator(
     "cross_entropy", Tensors, Scalars, Outputs, 2, family=FAMILY,
     problem=lambda x, how: _problem(how.call, x.logits.shape, how.needs_grad), on_torch=_on_torch, cast=_cast,
     forward=_forward, kept=lambda x, y, how: (x, (None, None, y.lse)), backward=_backward,
-    traced=Traced(_empty, backward_on_torch=_backward_on_torch))
+    empty=_empty, backward_on_torch=_backward_on_torch)
 
 
 class LinearTensors(NamedTuple):
@@ -454,5 +454,5 @@ LINEAR = Operator(
     # the whole call is planned for its warnings and errors; each of its chunks is planned again
     family=FAMILY, problem=_problem_of_linear, forward=lambda plan, given, how: _linear_loss(given, how),
     kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
-    traced=Traced(_empty_linear, plain_backward=True),
+    empty=_empty_linear, plain_backward=True,
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

@@ -18,7 +18,7 @@ from flashlin.ops._common.arguments import check_packed
 from flashlin.ops._common.casting import as_planned, contiguous, count_of, dense, name_of, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, exporting
 
 Found = tuple[Tensor, "Tensor | None"]
@@ -140,4 +140,4 @@ OPERATOR = Operator(
     while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64),
     inside=lambda x: exporting(),
     forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
-    backward=_backward, traced=Traced(_empty, backward_on_torch=_backward_on_torch))
+    backward=_backward, empty=_empty, backward_on_torch=_backward_on_torch)

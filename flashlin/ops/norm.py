@@ -23,7 +23,7 @@ from flashlin.ops._common.arguments import check_nonempty, check_optional
 from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.gradients import pulled_back
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Kept, Operator, kernels
 from flashlin.ops._common.pipeline import call_of, parsed
 
 ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
@@ -421,4 +421,4 @@ def _like(x: Tensors, how: Scalars, name: str) -> Tensor:
 OPERATOR = Operator(
     "norm", Tensors, Scalars, Outputs, 2, family="norm", problem=problem_of, on_torch=_on_torch, cast=_cast,
     forward=_forward, kept=_kept, backward=_backward, same=_same,
-    traced=Traced(_empty, on_torch=_all_on_torch, backward_on_torch=_backward_on_torch, like=_like))
+    empty=_empty, all_on_torch=_all_on_torch, backward_on_torch=_backward_on_torch, like=_like)

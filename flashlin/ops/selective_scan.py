@@ -19,7 +19,7 @@ from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept
 from flashlin.ops._common.arguments import check_optional, check_rows
 from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, wants_grad
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of, head_size_class, parsed
 
 OP = "selective_scan_fn"
@@ -161,4 +161,4 @@ OPERATOR = Operator(
     while_tracing=lambda x, how: TracedCall(how.call, K=head_size_class(x.A.shape[1]), V=64),
     forward=lambda plan, x, how: kernels("selective", "forward").run(plan, *x, how.softplus),
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    traced=Traced(_empty))
+    empty=_empty)

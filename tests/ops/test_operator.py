@@ -16,7 +16,7 @@ from flashlin.compat.target import parse, pretend
 from flashlin.guards.problem import Plan, Problem
 from flashlin.ops._common import operator
 from flashlin.ops._common.casting import as_planned, dtype_as_planned, name_of
-from flashlin.ops._common.operator import Gradients, Kept, Operator, Traced
+from flashlin.ops._common.operator import Gradients, Kept, Operator
 from flashlin.ops._common.pipeline import planned
 
 computed: list[frozenset[str]] = []  # which gradients were asked of the kernels
@@ -104,7 +104,7 @@ OPERATOR = Operator(
     forward=forward,
     kept=kept,
     backward=backward,
-    traced=Traced(empty),
+    empty=empty,
     same=lambda how: {"added": "y"},
 )
 

@@ -36,7 +36,7 @@ from flashlin.ops._common.casting import (
     wants_grad,
 )
 from flashlin.ops._common.entry import outside
-from flashlin.ops._common.operator import Gradients, Operator, Traced, kernels
+from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import exporting, planned, problem_of_heads, traced_over_heads
 from flashlin.ops._common.replay import Call, key_of, run_replayed
 
@@ -104,7 +104,7 @@ class Chunked:
             on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
             traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
             forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
-            traced=Traced(self.empty))
+            empty=self.empty)
 
     def problem(self, x: Any, how: Scalars) -> Problem:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)

@@ -44,27 +44,6 @@ SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.item
 emptied: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Traced(Generic[X, S, Y]):
-    """What an Operator's library operators need besides.
-
-    empty(x, how) -> tensors like the outputs, None where there is none.
-    on_torch(x, how) -> by plain torch what is returned and kept, if ``Operator.on_torch`` makes less.
-    backward_on_torch(x, y, grads, how, wanted): backward by plain torch, if it is not what autograd makes of
-        ``on_torch``.
-    like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's
-        place.
-    plain_backward: backward is plain torch, which torch.compile traces as it is.
-    """
-
-    empty: Callable[[X, S], Outputs]
-    _: KW_ONLY
-    on_torch: Callable[[X, S], Outputs] | None = None
-    backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
-    like: Callable[[X, S, str], Tensor] | None = None
-    plain_backward: bool = False
-
-
 @dataclass(eq=False)
 class Operator(Planned[X, S], Generic[X, S, Y]):
     """What a set of kernels is to autograd and to torch.compile.
@@ -79,9 +58,17 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         the same shape may stand in the place of a tensor. ``problem`` may get such an x.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
         zeros, by kernels. x and y: as kept, y by ``own``. grads: of y, None for zeros.
-    traced: None where torch.compile sees plain torch; then there are no library operators.
     same(how): inputs whose gradient is that of another input or of an output.
     in_place: an input that may be an output, written to. instead: what has second-order gradients.
+
+    Library operators need more; without ``empty`` there are none, and torch.compile sees plain torch.
+    empty(x, how) -> tensors like the outputs, None where there is none.
+    all_on_torch(x, how) -> by plain torch what is returned and kept, if ``on_torch`` makes less.
+    backward_on_torch(x, y, grads, how, wanted): backward by plain torch, if it is not what autograd makes of
+        ``on_torch``.
+    like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's
+        place.
+    plain_backward: backward is plain torch, which torch.compile traces as it is.
     """
 
     name: str
@@ -93,18 +80,22 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     forward: Callable[..., Outputs]
     kept: Callable[[X, Y, S], Kept]
     backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients]
-    traced: Traced[X, S, Y] | None = None
     same: Callable[[S], Mapping[str, str]] = lambda how: {}
     in_place: str = ""
     instead: str = INSTEAD
+    empty: Callable[[X, S], Outputs] | None = None
+    all_on_torch: Callable[[X, S], Outputs] | None = None
+    backward_on_torch: Callable[[X, Y, Y, S, frozenset[str]], Gradients] | None = None
+    like: Callable[[X, S, str], Tensor] | None = None
+    plain_backward: bool = False
 
     def __post_init__(self) -> None:
         self.names, self.output_names = fields_of(self.tensors), fields_of(self.outputs)
         self.count, self.missing = len(self.names), (None,) * (len(self.output_names) - self.returns)
-        if self.traced is None:
+        if self.empty is None:
             self.while_tracing = None
         else:
-            _Library(self, self.traced)
+            _Library(self, self.empty)
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *seen: Any) -> tuple[Any, ...]:
         """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
@@ -206,8 +197,8 @@ class _Library(Generic[X, S, Y]):
     """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read
     annotations."""
 
-    def __init__(self, operator: Operator[X, S, Y], traced: Traced[X, S, Y]) -> None:
-        self.of, self.traced = operator, traced
+    def __init__(self, operator: Operator[X, S, Y], empty: Callable[[X, S], Outputs]) -> None:
+        self.of, self.empty = operator, empty
         beside = typed(operator.scalars)
         results = ", ".join("Tensor" for _ in operator.output_names)
         there = torch.library.custom_op(
@@ -218,9 +209,9 @@ class _Library(Generic[X, S, Y]):
         )
         there.register_fake(self._run_fake)
         there.register_autograd(
-            _differentiate_plainly if traced.plain_backward else self._differentiate, setup_context=self._save
+            _differentiate_plainly if operator.plain_backward else self._differentiate, setup_context=self._save
         )
-        if traced.plain_backward:
+        if operator.plain_backward:
             return
         read = [
             *operator.names,
@@ -244,18 +235,18 @@ class _Library(Generic[X, S, Y]):
         plan = planned(self.of.problem(x, how), x[0].device)
         if plan.problem.path != "torch" or self.of.on_torch is None:
             return _all_there(self.of.forward(plan, x, how), x[0])
-        on_torch = self.traced.on_torch or self.of.on_torch
+        on_torch = self.of.all_on_torch or self.of.on_torch
         return _all_there(self._on_torch(x, how, on_torch(x, how)), x[0])
 
     def _run_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         x, how = _split(self.of.tensors, self.of.scalars, arguments)
-        return _all_there(self.traced.empty(x, how), x[0])
+        return _all_there(self.empty(x, how), x[0])
 
     def _on_torch(self, x: X, how: Any, made: Outputs) -> list[Tensor | None]:
         """Return what plain torch made as kernels would have left it. An output that plain torch does not
         make is an empty tensor."""
         outputs: list[Tensor | None] = []
-        for room, y in zip_longest(self.traced.empty(x, how), made):
+        for room, y in zip_longest(self.empty(x, how), made):
             if room is None or y is None:
                 if room is not None and how.needs_grad:
                     emptied.add(self.of.name)
@@ -297,8 +288,8 @@ class _Library(Generic[X, S, Y]):
                 # x is all there then: kernels that keep more than what is returned read x, too
                 y = self.of.outputs(*self.of.forward(plan, x, how))
             gradients = self.of.backward(plan, x, self.of.own(y), grads, how, frozenset(wanted))
-        elif self.traced.backward_on_torch is not None:
-            gradients = self.traced.backward_on_torch(x, y, grads, how, frozenset(wanted))
+        elif self.of.backward_on_torch is not None:
+            gradients = self.of.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:
             on_torch = self.of.on_torch
             assert on_torch is not None  # else backward is plain torch
@@ -321,7 +312,7 @@ class _Library(Generic[X, S, Y]):
         return x, y, grads, self.of.scalars(*given), arguments[-1].split()
 
     def _like(self, x: X, how: S, name: str) -> Tensor:
-        of = getattr(x, name) if self.traced.like is None else self.traced.like(x, how, name)
+        of = getattr(x, name) if self.of.like is None else self.of.like(x, how, name)
         return torch.empty_like(of, memory_format=torch.contiguous_format)
 
 

@@ -36,7 +36,7 @@ from flashlin.ops._common.casting import (
     empty_outputs,
     wants_grad,
 )
-from flashlin.ops._common.operator import Operator, Overwriting, Traced, kernels
+from flashlin.ops._common.operator import Operator, Overwriting, kernels
 from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
 from flashlin.ops._common.pool import taken
 from flashlin.ops._common.preprocess import (
@@ -295,7 +295,7 @@ OPERATOR = Operator(
     # a graph of the loop over tokens or chunks would be unrolled, and bounds cannot be read
     inside=lambda x: x.q.shape[1] > 1 or x.bounds is not None,
     forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
-    traced=Traced(_empty))
+    empty=_empty)
 
 
 class InPlace(NamedTuple):
