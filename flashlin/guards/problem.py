@@ -190,7 +190,7 @@ class Plan(NamedTuple):
     def part(self) -> int:
         """Tokens of the parts that sequences are split into, 0 where they are not."""
         part = 0
-        for launch in self.launches:  # every call comes here, too
+        for launch in self.launches:  # in every call, like ``launch``
             part = max(part, launch.part)
         return part
 

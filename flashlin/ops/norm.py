@@ -253,7 +253,7 @@ def run_norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def scalars_of(given: Tensors, asked: Asked) -> Scalars:
-    """Return what the kernels take beside the tensors."""
+    """Return the scalars that the kernels take."""
     x, residual, *_ = given
     y_dtype, needs_grad = asked.output_dtype or x.dtype, wants_grad(*given)
     total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32

@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops share, beside those of guards/tensors.py and guards/scalars.py."""
+"""Checks of arguments that several ops share; guards/tensors.py and guards/scalars.py have the basic ones."""
 from __future__ import annotations
 
 import warnings
@@ -58,7 +58,7 @@ def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, fi
 def check_optional(beside: str, first: Tensor,
                    given: Iterable[tuple[str, Any, tuple[int | None, ...], str]]) -> None:
     """Check each (name, tensor or None, shape, meaning) that is not None as ``need_tensor`` does. All must be
-    on the device of ``first``, which is called ``beside``."""
+    on the device of ``first``; ``beside`` is the name of that tensor."""
     for name, x, shape, meaning in given:
         if x is not None:
             need_tensor(name, x, shape, meaning, first.device, beside)

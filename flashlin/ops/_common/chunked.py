@@ -1,4 +1,4 @@
-"""What every op that goes chunk by chunk shares: checks, and the operator of its family.
+"""Ops that go chunk by chunk: their checks, and the operator of a family.
 
 A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
     forward.run(plan, x, how) -> (o, ht or None, *kept)
@@ -6,8 +6,8 @@ A family says which tensors it takes; kernels/<name>/forward.py and backward.py 
 with x the Inputs of kernels/<name>/inputs.py, contiguous, those of 16 bits in one dtype and the wide ones in
 float32; how: Scalars; ``needs``: names that want a gradient. Under torch.compile the same two functions run
 inside one library operator per direction, planned at run time, so that no length is ever specialised. The
-torch path is plain differentiable torch; traced, it is inside of the operators, too, where a graph of it
-would not serve all lengths.
+torch path is plain differentiable torch. While torch.compile traces, it runs inside of the operators if a
+graph of it would not serve all lengths.
 """
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Chunked:
     name, q, k, v first. torch_path(x, scale) -> (o, states). kept: names of what forward keeps for backward;
     room(needs_grad, *tensors): tensors like that. one_graph: the torch path traced once serves all lengths.
     decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
-    of factors; None where they do more. scalars: the NamedTuple of what goes in beside the tensors; one that
-    has more fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
+    of factors; None where they do more. scalars: the NamedTuple of the other arguments. One with more
+    fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
     options: where the optional tensors are that planning knows of. operator: the family's kernels.
     """
     name: str
@@ -261,7 +261,7 @@ def run_chunked(
 
 def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapping[str, str],
                  sizes: Mapping[str, int]) -> None:
-    """Check what comes beside q, k and v, which are checked; sizes: by letter."""
+    """Check the tensors other than q, k and v. sizes: by letter."""
     q = tensors[0]
     assert q is not None
     for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):

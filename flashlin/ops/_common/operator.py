@@ -46,7 +46,7 @@ emptied: set[str] = set()
 
 @dataclass(eq=False)
 class Operator(Planned[X, S], Generic[X, S, Y]):
-    """What a set of kernels is to autograd and to torch.compile.
+    """A set of kernels as a differentiable function, eagerly and under torch.compile.
 
     tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may
         follow, and ``call: str``, whose first word is the op.
@@ -54,11 +54,11 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         returns these or more.
     forward(plan, x, how) -> outputs, by kernels. One that replays runs (replay.py) may get the record of the
         call as a fourth argument.
-    kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. Something of
-        the same shape may stand in the place of a tensor. ``problem`` may get such an x.
+    kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. A tensor of
+        the same shape may take the place of another. ``problem`` may get such an x.
     backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
         zeros, by kernels. x and y: as kept, y by ``own``. grads: of y, None for zeros.
-    same(how): inputs whose gradient is that of another input or of an output.
+    same(how): inputs by name, each with the input or output that has the same gradient.
     in_place: an input that may be an output, written to. instead: what has second-order gradients.
 
     Library operators need more; without ``empty`` there are none, and torch.compile sees plain torch.

@@ -1,4 +1,4 @@
-"""How to repeat a run of kernels: what one run that is watched did, as a recipe for replays (replay.py).
+"""Recipes for replays of a run of kernels (replay.py), made from one run that is watched.
 
 After a watched run it is known which kernel is the first and the last to use each buffer. If it saves memory,
 the recipe has two stages. Between them it frees scratch, and what forward kept for this run alone, that no

@@ -337,7 +337,7 @@ def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
         return torch.where(mine[:, None, None, None], o, 0).to(out_dtype)
     tokens = torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype)
     sequence = torch.searchsorted(x.bounds[1:].contiguous(), tokens, right=True)
-    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence are nobody's
+    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence belong to none
     return torch.where(mine[sequence][None, :, None, None], o, 0).to(out_dtype)
 
 

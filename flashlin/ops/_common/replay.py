@@ -10,7 +10,7 @@ first run is an ordinary one, in which kernels compile together (ahead.py). The 
 buffers it makes, which kernels it starts, what else torch does, and where each tensor comes from (recipe.py).
 If all of that can be repeated with other tensors, later runs are replays: they allocate one buffer for each
 result and one for all scratch, and start the compiled kernels with the same numbers and the new addresses. A
-run that does more stays an ordinary one; so does a run that somebody watches, or for which Triton would
+run that does more stays an ordinary one. So does a run that hooks watch, and one for which Triton would
 compile again.
 """
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOKED_AT = frozenset((*TENSORS, NoneType))
 _STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
 _address_of = torch.Tensor.data_ptr
 
-calls: dict[Any, Call] = {}  # by their keys, of which None is none
+calls: dict[Any, Call] = {}  # by their keys, which are never None
 # By the key of a run; False after an ordinary run, None for a run that stays an ordinary one.
 _recipes: dict[Any, Recipe | bool | None] = {}
 
@@ -47,9 +47,9 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is known of calls with one key; no two are equal, so it stands for its key. problem: what to plan.
-    how: the scalars. copied: the places of tensors that go to the kernels as contiguous copies, with the
-    dtype of these."""
+    """The record of calls with one key. No two records are equal, so a record can replace its key in the key
+    of a run. problem: the call's Problem. how: its scalars. copied: the places of tensors that go to the
+    kernels as contiguous copies, with the dtype of these."""
     problem: Problem
     how: Any
     copied: tuple[tuple[int, torch.dtype], ...]
@@ -157,7 +157,7 @@ def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
     if shared:
         same = tuple(map(addresses.index, addresses))
         if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
-            return None  # nobody could tell later which of the two was meant
+            return None  # a later run could not tell which of the two a kernel reads
     apart = reduce(or_, begins, 0) % ALIGNED
     return ((function, id(plan), others, tf32.allowed(), device, same,
              apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, apart, device)
@@ -170,7 +170,7 @@ def _replay(made: Recipe, tensors: Sequence[Tensor | None], addresses: list[int]
     every: list[Any] = [stream, *made.numbers, *addresses]
     for stage in made.stages:
         for at in stage.gone:
-            if at < len(tensors):  # whoever called holds it, too
+            if at < len(tensors):  # the caller holds it, too
                 there[at].data = made.nothing
             there[at] = None
         first = len(there)
