@@ -97,16 +97,16 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         else:
             _Library(self, self.empty)
 
-    def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *seen: Any) -> tuple[Any, ...]:
+    def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *call: Any) -> tuple[Any, ...]:
         """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
-        output that there is not. seen: for ``forward``, of those operators whose forward takes it."""
+        output that there is not. call: its record, for a ``forward`` that replays runs."""
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
         needs_grad = how.needs_grad  # type: ignore[attr-defined]  # Scalars end with it and with call
         if not (needs_grad or self.in_place):
-            return tuple(self.forward(plan, self.tensors(*x), how, *seen)[: self.returns])
-        eager: tuple[Any, ...] = _Eager.apply((self, plan, how, seen), *x)
+            return tuple(self.forward(plan, self.tensors(*x), how, *call)[: self.returns])
+        eager: tuple[Any, ...] = _Eager.apply((self, plan, how, call), *x)
         return eager
 
     def own(self, y: Y) -> Y:
@@ -171,9 +171,9 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]], *tensors: Tensor | None
     ) -> Any:
-        operator, plan, how, seen = call  # one argument: torch looks at each of them, forward and back
+        operator, plan, how, record = call  # one argument: torch looks at each of them, forward and back
         x = operator.tensors(*tensors)
-        y = operator.forward(plan, x, how, *seen)
+        y = operator.forward(plan, x, how, *record)
         if how.needs_grad:
             x_kept, y_kept = operator.kept(x, operator.outputs(*y), how)
             ctx.save_for_backward(*x_kept, *y_kept)
