@@ -273,9 +273,10 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     if residual is not None:
         wide = torch.promote_types(x.dtype, residual.dtype)
         residual, total_dtype = residual.to(wide), None if total_dtype is None else wide
-    return Tensors(*contiguous(x, residual, weight, bias, gate)), how._replace(
-        x_dtype=x.dtype, residual_dtype=None if residual is None else residual.dtype,
-        y_dtype=dtype_as_planned(how.y_dtype, dot), total_dtype=total_dtype)
+    # torch 2.8's compiler cannot trace _replace
+    return Tensors(*contiguous(x, residual, weight, bias, gate)), Scalars(
+        how.eps, how.kind, how.activation, how.groups, x.dtype, None if residual is None else residual.dtype,
+        dtype_as_planned(how.y_dtype, dot), total_dtype, how.needs_grad, how.call)
 
 
 def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:

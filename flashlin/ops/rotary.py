@@ -135,7 +135,8 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
-    return torch_path.run(*x[:3], how.offset, x.offsets, x.bounds, how.interleaved),
+    # torch 2.8's compiler cannot slice a NamedTuple
+    return torch_path.run(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:

@@ -135,9 +135,9 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
-    given = as_planned(given, dot)
-    A, D, bias = contiguous(*(None if x is None else x.float() for x in (given.A, given.D, given.bias)))
-    return given._replace(A=A, D=D, bias=bias), how
+    u, delta, A, B, C, D, z, bias = as_planned(given, dot)
+    A, D, bias = contiguous(*(None if x is None else x.float() for x in (A, D, bias)))
+    return Tensors(u, delta, A, B, C, D, z, bias), how
 
 
 def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:

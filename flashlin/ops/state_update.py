@@ -134,7 +134,8 @@ class Scalars(NamedTuple):
 
 def _in_torch(given: Tensors, how: Scalars) -> Tensor:
     rows = taken(given.pool, given.indices)
-    y, states = torch_path.step(rows.states, *given[1:-1], how.softplus)
+    _, x, dt, A, B, C, D, z, dt_bias, _ = given
+    y, states = torch_path.step(rows.states, x, dt, A, B, C, D, z, dt_bias, how.softplus)
     return put_back(rows, states, y).to(given.x.dtype)
 
 

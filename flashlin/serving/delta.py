@@ -26,7 +26,14 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common.casting import as_planned, can_write, common_dtype, dtype_as_planned, wants_grad
+from flashlin.ops._common.casting import (
+    as_planned,
+    can_write,
+    common_dtype,
+    count_of,
+    dtype_as_planned,
+    wants_grad,
+)
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
 from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
@@ -179,7 +186,7 @@ class Beside(NamedTuple):
 def _on_pool(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
     """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
     x, flags = _checked(given)
-    pool, indices, N = given["states"], given["indices"], x.sequences
+    pool, indices, N = given["states"], given["indices"], count_of(x.v, x.bounds)
     of_prefill = "has_initial_state" in given
     name = "has_initial_state" if of_prefill else "num_accepted_tokens"
     accepted = given[name]

@@ -31,6 +31,7 @@ from flashlin.ops._common.casting import (
     can_write,
     common_dtype,
     contiguous,
+    count_of,
     dense,
     dtype_as_planned,
     empty_outputs,
@@ -212,11 +213,11 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, v_first, device, "state_indices")
         readable = policy.current().debug or (device.type == "cpu" and not torch.compiler.is_compiling())
-        check_indices(indices, x.sequences, x.h0.shape[0] if x.h0 is not None else 0, device, readable)
+        check_indices(indices, count_of(x.v, x.bounds), x.h0.shape[0] if x.h0 is not None else 0, device, readable)
     elif in_place:
-        check_pool("initial_state", x.h0, x.sequences, HV, K, V, v_first, device, "inplace_state")
+        check_pool("initial_state", x.h0, count_of(x.v, x.bounds), HV, K, V, v_first, device, "inplace_state")
     elif x.h0 is not None:
-        check_state("initial_state", x.h0, x.sequences, H=HV, K=K, V=V, v_first=v_first, device=device,
+        check_state("initial_state", x.h0, count_of(x.v, x.bounds), H=HV, K=K, V=V, v_first=v_first, device=device,
                     packed=x.bounds is not None, first=first)
     return x
 
@@ -250,7 +251,9 @@ def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
     """Return what the kernels take. Those with gradients take prepared tensors."""
     if how.needs_grad:
         x, how = prepared(x, how)
-    return _loadable(x, dot, how.needs_grad), how._replace(out_dtype=dtype_as_planned(how.out_dtype, dot))
+    out_dtype = dtype_as_planned(how.out_dtype, dot)
+    return _loadable(x, dot, how.needs_grad), Scalars(how.scale, how.has_ht, out_dtype, how.flags,
+                                                      how.needs_grad, how.call)
 
 
 def _loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
@@ -278,7 +281,7 @@ def _empty(x: Inputs, how: Scalars) -> Outputs:
     if not how.needs_grad:
         return Outputs(*outputs, None)
     (_, T, HV, V), K = x.v.shape, x.q.shape[3]
-    rows = kept(T, x.sequences, x.bounds is not None)
+    rows = kept(T, count_of(x.v, x.bounds), x.bounds is not None)
     return Outputs(*outputs, x.q.new_empty((rows, HV, K, V), dtype=torch.float32))
 
 
