@@ -263,7 +263,7 @@ def scalars_of(given: Tensors, asked: Asked) -> Scalars:
     activation = NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation]
     return Scalars(asked.eps, asked.kind, activation, asked.groups, x.dtype,
                    None if residual is None else residual.dtype, y_dtype, total_dtype if has_total else None,
-                   needs_grad, _call_of(given, asked, y_dtype))
+                   needs_grad=needs_grad, call=_call_of(given, asked, y_dtype))
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
@@ -276,7 +276,7 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     # torch 2.8's compiler cannot trace _replace
     return Tensors(*contiguous(x, residual, weight, bias, gate)), Scalars(
         how.eps, how.kind, how.activation, how.groups, x.dtype, None if residual is None else residual.dtype,
-        dtype_as_planned(how.y_dtype, dot), total_dtype, how.needs_grad, how.call)
+        dtype_as_planned(how.y_dtype, dot), total_dtype, needs_grad=how.needs_grad, call=how.call)
 
 
 def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:

@@ -135,7 +135,7 @@ class Scalars(NamedTuple):
 def _in_torch(given: Tensors, how: Scalars) -> Tensor:
     rows = taken(given.pool, given.indices)
     _, x, dt, A, B, C, D, z, dt_bias, _ = given
-    y, states = torch_path.step(rows.states, x, dt, A, B, C, D, z, dt_bias, how.softplus)
+    y, states = torch_path.step(rows.states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, softplus=how.softplus)
     return put_back(rows, states, y).to(given.x.dtype)
 
 

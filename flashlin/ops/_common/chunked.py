@@ -100,8 +100,8 @@ class Chunked:
                         if argument.optional and not argument.constant]
         self.own = [name for name in self.scalars._fields if name not in Scalars._fields]
         self.operator: Operator[Any, Scalars, Any] = Operator(
-            self.name, self.tensors, self.scalars, _outputs(self.kept), 2, family=self.name, problem=self.problem,
-            on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
+            self.name, self.tensors, self.scalars, _outputs(self.kept), 2, family=self.name,
+            problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
             traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
             forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
             empty=self.empty)
@@ -251,8 +251,8 @@ def run_chunked(
         bounds, h0 = T - bounds.flip(0), None if h0 is None else h0.flip(0)
     out_dtype = out_dtype or v.dtype
     x = family.operator.tensors(*cast, h0, bounds)
-    how = family.scalars(scale=scale, has_ht=has_ht, state_v_first=state_v_first, out_dtype=out_dtype, mode=mode,
-                         needs_grad=wants_grad(*x), call=op, **own)
+    how = family.scalars(scale=scale, has_ht=has_ht, state_v_first=state_v_first, out_dtype=out_dtype,
+                         mode=mode, needs_grad=wants_grad(*x), call=op, **own)
     o, ht = family.run_planned(x, how, key, given) if run is None else run(x, how)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)

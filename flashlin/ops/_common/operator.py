@@ -209,7 +209,8 @@ class _Library(Generic[X, S, Y]):
         )
         there.register_fake(self._run_fake)
         there.register_autograd(
-            _differentiate_plainly if operator.plain_backward else self._differentiate, setup_context=self._save
+            _differentiate_plainly if operator.plain_backward else self._differentiate,
+            setup_context=self._save,
         )
         if operator.plain_backward:
             return

@@ -210,14 +210,15 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
         raise ValueError("a, b: got one of them or delta with them, need both, and without delta")
     if x.bounds is not None:
         x = x._replace(bounds=check_packed(x.q, x.bounds, None, first, values=True)[0])
+    N = count_of(x.v, x.bounds)
     if indices is not None:
         check_pool("initial_state", x.h0, None, HV, K, V, v_first, device, "state_indices")
         readable = policy.current().debug or (device.type == "cpu" and not torch.compiler.is_compiling())
-        check_indices(indices, count_of(x.v, x.bounds), x.h0.shape[0] if x.h0 is not None else 0, device, readable)
+        check_indices(indices, N, x.h0.shape[0] if x.h0 is not None else 0, device, readable)
     elif in_place:
-        check_pool("initial_state", x.h0, count_of(x.v, x.bounds), HV, K, V, v_first, device, "inplace_state")
+        check_pool("initial_state", x.h0, N, HV, K, V, v_first, device, "inplace_state")
     elif x.h0 is not None:
-        check_state("initial_state", x.h0, count_of(x.v, x.bounds), H=HV, K=K, V=V, v_first=v_first, device=device,
+        check_state("initial_state", x.h0, N, H=HV, K=K, V=V, v_first=v_first, device=device,
                     packed=x.bounds is not None, first=first)
     return x
 
