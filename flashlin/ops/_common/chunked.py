@@ -37,7 +37,13 @@ from flashlin.ops._common.casting import (
 )
 from flashlin.ops._common.entry import outside
 from flashlin.ops._common.operator import Gradients, Operator, kernels
-from flashlin.ops._common.pipeline import exporting, planned, problem_of_heads, traced_over_heads
+from flashlin.ops._common.pipeline import (
+    TracedCall,
+    exporting,
+    planned,
+    problem_of_heads,
+    traced_over_heads,
+)
 from flashlin.ops._common.replay import Call, key_of, run_replayed
 
 MODES = ("auto", "chunk", "fused_recurrent")
@@ -101,13 +107,15 @@ class Chunked:
         self.own = [name for name in self.scalars._fields if name not in Scalars._fields]
         self.operator: Operator[Any, Scalars, Any] = Operator(
             self.name, self.tensors, self.scalars, _outputs(self.kept), 2, family=self.name,
-            problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside, while_tracing=lambda x, how:
-            traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first),
-            forward=self.forward, kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward,
-            empty=self.empty)
+            problem=self.problem, on_torch=self.on_torch, cast=self.cast, inside=self.inside,
+            while_tracing=self.while_tracing, forward=self.forward,
+            kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
 
     def problem(self, x: Any, how: Scalars) -> Problem:
         return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
+
+    def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
+        return traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first)
 
     def inside(self, x: Any) -> bool:
         """Return True if the torch path runs inside of the operator while torch.compile traces: a loop over
