@@ -144,7 +144,7 @@ def test_the_library_operators_of_the_convolution(packed: bool, bare: bool) -> N
 
 def test_the_library_operator_of_the_update() -> None:
     arguments = (torch.randn(3, 8), torch.randn(8, 4), None, None, torch.randn(3, 8, 4), True)
-    torch.library.opcheck(conv._library_update, arguments)
+    torch.library.opcheck(torch.ops.flashlin.conv_update.default, arguments)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

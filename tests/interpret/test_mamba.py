@@ -10,7 +10,7 @@ import torch
 
 import flashlin
 from flashlin.kernels.mamba import reference
-from flashlin.ops import causal_conv1d, selective_scan, state_update
+from flashlin.ops import selective_scan
 from flashlin.testing.cases.mamba import make_scan, make_selective, make_step, make_window
 from flashlin.testing.compare import poisoned
 
@@ -94,9 +94,9 @@ def test_an_index_past_the_end_touches_nothing() -> None:
 def test_the_library_operators_write_in_place() -> None:
     given = make_step(torch.float32, generator(), tied=False)
     args = [given.get(name) for name in ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")]
-    torch.library.opcheck(state_update._library_op, (*args, None, True))
+    torch.library.opcheck(torch.ops.flashlin.selective_state_update.default, (*args, None, True))
     given = make_window(torch.float32, generator(), pool=7, ring=True)
-    torch.library.opcheck(causal_conv1d._library_op, (*(given[name] for name in (
+    torch.library.opcheck(torch.ops.flashlin.conv_window.default, (*(given[name] for name in (
         "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True))
 
 

@@ -371,5 +371,5 @@ def test_the_library_operators(facts: dict[str, Any]) -> None:
                                   (*kept, torch.ones(1, 3, 2, 8), None, *how, wanted))
     if not packed:
         pool = (plain.h0, torch.tensor([0]))
-        torch.library.opcheck(recurrent._library_in_place,
+        torch.library.opcheck(torch.ops.flashlin.recurrent_in_place.default,
                               (*plain._replace(h0=None), *pool, 0.25, torch.float32, flags, op))

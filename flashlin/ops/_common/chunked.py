@@ -29,7 +29,6 @@ from flashlin.ops._common.arguments import check_packed, suspect_layout
 from flashlin.ops._common.casting import (
     as_planned,
     common_dtype,
-    contiguous,
     dense,
     dtype_as_planned,
     empty_outputs,
@@ -131,7 +130,10 @@ class Chunked:
         pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
         wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         # bounds, the last, stay; of `*operands, bounds = ...` torch 2.11's compiler would make a tuple
-        operands = list(as_planned(x, dot))
+        operands = list(x)
+        if dot != "native":
+            operands = list(as_planned(x, dot))
+            how = how._replace(out_dtype=dtype_as_planned(how.out_dtype, dot))
         for at, argument in enumerate((*self.arguments.values(), STATE[how.state_v_first])):
             y = operands[at]
             if y is not None:
@@ -140,8 +142,6 @@ class Chunked:
                     amounts = [n for letter in argument.shape[:-3:-1] for n in (0, pads.get(letter, 0))]
                     y = F.pad(y, amounts) if any(amounts) else y
                 operands[at] = y.contiguous()
-        if (out_dtype := dtype_as_planned(how.out_dtype, dot)) != how.out_dtype:
-            how = how._replace(out_dtype=out_dtype)
         return operands, how
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
@@ -161,7 +161,8 @@ class Chunked:
         count = len(x)
         gradients: Gradients = run_replayed(
             kernels(self.name, "backward").run, plan,
-            (*x, dense(grads.o, x.v), *contiguous(grads.ht), *y[2:]), (how, wanted), lambda given: (
+            (*x, dense(grads.o, x.v), None if grads.ht is None else grads.ht.contiguous(), *y[2:]),
+            (how, wanted), lambda given: (
                 self.operator.tensors(*given[:count]), how, *given[count:count + 2], wanted,
                 *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
@@ -234,8 +235,10 @@ def run_chunked(
     HV, V = v.shape[2:]
     check_beside(family, tensors, called, {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
     scalars.choice("mode", mode, MODES)
-    bounds, N = check_packed(q, cu_seqlens, cu_seqlens_cpu, first, values=True)
-    if bounds is None:
+    bounds, N = None, B
+    if cu_seqlens is not None or cu_seqlens_cpu is not None:
+        bounds, N = check_packed(q, cu_seqlens, cu_seqlens_cpu, first, values=True)
+    else:
         suspect_layout(op, T, H)
     if h0 is not None:
         check_state("initial_state", h0, N, H=HV, K=K, V=V, v_first=state_v_first, device=q.device,

@@ -78,7 +78,12 @@ class Planned(Generic[X, S]):
         key: of the call (``replay.key_of``), if ``run_again`` may repeat it: then x may differ from the given
         tensors by casts alone.
         """
-        plan, path, dot = self.route(x, how)
+        plan = None
+        if torch.compiler.is_compiling():  # library operators plan when they run
+            path, dot = self._route_while_tracing(x, how)
+        else:
+            plan = planned(self.problem(x, how), x[0].device)
+            path, dot = plan.problem.path, plan.problem.dot
         if path == "torch" and self.on_torch is not None and not (plan is None and self.inside(x)):
             return self.on_torch(x, how)
         if self.cast is not None:
@@ -95,15 +100,11 @@ class Planned(Generic[X, S]):
             return None
         return self(plan, call.cast(given) if call.copied else given, call.how, call)
 
-    def route(self, x: X, how: S) -> tuple[Plan | None, str, str]:
-        """Return (plan, path, dot). While torch.compile traces there is no plan: library operators plan when
-        they run."""
-        if torch.compiler.is_compiling():
-            if self.while_tracing is None:
-                return None, "torch", "native"
-            return None, *_route_while_tracing(*self.while_tracing(x, how), self.family, x[0].device)
-        plan = planned(self.problem(x, how), x[0].device)
-        return plan, plan.problem.path, plan.problem.dot
+    def _route_while_tracing(self, x: X, how: S) -> tuple[str, str]:
+        if self.while_tracing is None:
+            return "torch", "native"
+        path, dot = _route_of_traced(*self.while_tracing(x, how), self.family, x[0].device)
+        return path, dot
 
 
 def planned(problem: Problem, device: torch.device) -> Plan:
@@ -180,8 +181,8 @@ def constant_while_tracing(function: Any) -> Any:
 
 
 @constant_while_tracing
-def _route_while_tracing(call: str, mode: str, K: int, V: int, family: str,
-                         device: torch.device) -> tuple[str, str]:
+def _route_of_traced(call: str, mode: str, K: int, V: int, family: str,
+                     device: torch.device) -> tuple[str, str]:
     """Return (path, dot) without B, T or H, so that none is ever specialised."""
     op, dtype, options = parsed(call)
     problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
