@@ -93,6 +93,37 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not wrong, f"{module} may import {', '.join(ROOMS[:room(module) + 1])} (and flashlin.policy), not {', '.join(wrong)}"
 
 
+def cycles(sources: dict[str, str]) -> list[list[str]]:
+    """The modules that import each other, directly or through others, also inside functions; by module
+    name, the text of each."""
+    def known(name: str) -> Iterator[str]:
+        while name and name not in sources:
+            name = name.rpartition(".")[0]
+        yield from filter(None, [name])
+    after = {module: {one for name in imports(ast.parse(text), module, everywhere=True)
+                      for one in known(name)} - {module} for module, text in sources.items()}
+    for _ in sources:  # as far as imports lead
+        further = {module: reached.union(*(after[one] for one in reached)) for module, reached in after.items()}
+        if further == after:
+            break
+        after = further
+    circles = {tuple(sorted(one for one in after[module] if module in after[one]))
+               for module in after if module in after[module]}
+    return sorted(map(list, circles))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert cycles({module_of(path): path.read_text() for path in FILES}) == []
+
+
+def test_a_cycle_is_found_where_it_is() -> None:
+    late = "def f():\n    from p.b import x\n"
+    checked = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.b\n"
+    b, c = "from p import c", "import p.a"
+    assert cycles({"p": "", "p.a": late, "p.b": b, "p.c": c, "p.d": "import p.a"}) == [["p.a", "p.b", "p.c"]]
+    assert cycles({"p": "", "p.a": checked, "p.b": b, "p.c": c}) == []
+
+
 def test_nobody_imports_what_children_run() -> None:
     for path in FILES:
         assert not {*CHILDREN} & {*imports(ast.parse(path.read_text()), module_of(path),

@@ -14,6 +14,7 @@ from torch import Tensor
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import (
     CHUNK_SIZES,
     QKV,
@@ -31,7 +32,8 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,
-                     hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.run)
+                     hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.run,
+    over_ranks=run_over_ranks)
 
 
 @entry

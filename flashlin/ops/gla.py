@@ -12,6 +12,7 @@ from torch import Tensor
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
+from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, by_chunks, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
@@ -20,7 +21,8 @@ from flashlin.ops.simple_gla import v_first
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
 FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
-    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run, decays=lambda x: x.g.sum(1))
+    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run, decays=lambda x: x.g.sum(1),
+    over_ranks=run_over_ranks)
 
 
 @entry

@@ -18,6 +18,7 @@ from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, n
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
+from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
 from flashlin.ops._common.entry import entry, outside
 
@@ -33,7 +34,7 @@ def _decays(x: inputs.Inputs) -> Tensor:
 FAMILY = Chunked("simple_gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "g_gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
-    torch_path.run, one_graph=True, decays=_decays)
+    torch_path.run, one_graph=True, decays=_decays, over_ranks=run_over_ranks)
 
 
 @entry

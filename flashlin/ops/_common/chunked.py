@@ -12,7 +12,7 @@ graph of it would not serve all lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -88,7 +88,8 @@ class Chunked:
     decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
     of factors; None where they do more. scalars: the NamedTuple of the other arguments. One with more
     fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
-    options: where the optional tensors are that planning knows of. operator: the family's kernels.
+    options: where the optional tensors are that planning knows of. over_ranks: runs a call whose sequences several
+    ranks share, ``run_over_ranks``. operator: the family's kernels.
     """
     name: str
     tensors: type[tuple[Any, ...]]
@@ -99,6 +100,7 @@ class Chunked:
     one_graph: bool = False
     decays: Callable[[Any], Tensor] | None = None
     scalars: Any = Scalars
+    over_ranks: Callable[..., tuple[Tensor, Tensor | None]] = field(kw_only=True)
 
     def __post_init__(self) -> None:
         self.options = [(name, at) for at, (name, argument) in enumerate(self.arguments.items())
@@ -212,10 +214,8 @@ def run_chunked(
     ``Chunked.run_planned``. own: the fields of the family's scalars that are not in ``Scalars``.
     """
     if request.process_group is not None or request.cp_context is not None:
-        from flashlin.ops._common import across
-        ran: tuple[Tensor, Tensor | None] = across.run_over_ranks(
-            family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called, **own)
-        return ran
+        return family.over_ranks(family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called,
+                                 **own)
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
     # values of cu_seqlens are not part of a key

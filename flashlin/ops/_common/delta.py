@@ -9,6 +9,7 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import inputs, torch_path
+from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
 from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
@@ -29,7 +30,7 @@ FAMILY = Chunked("delta", inputs.Inputs, {
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "p": Argument(("B", "T", "H", "K"), optional=True)},
-    torch_path.run, kept=("A", "A_low", "lines"), room=_room)
+    torch_path.run, kept=("A", "A_low", "lines"), room=_room, over_ranks=run_over_ranks)
 
 
 def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
