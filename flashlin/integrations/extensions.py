@@ -16,14 +16,8 @@ from flashlin.kernels.plain import wide
 
 @torch.no_grad()
 def fwd(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
     delta_softplus: bool,
 ) -> list[Tensor]:
     """``selective_scan_cuda.fwd``: y before its gate [b, D, T], what is kept [b, D, 1, 2 N] and, with z, y
@@ -39,20 +33,11 @@ def fwd(
 
 
 def bwd(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    dout: Tensor,
-    x: Tensor,
-    out: Tensor | None,
-    dz: Tensor | None,
-    delta_softplus: bool,
-    recompute_out_z: bool,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
+    dout: Tensor, x: Tensor,
+    out: Tensor | None, dz: Tensor | None,
+    delta_softplus: bool, recompute_out_z: bool,
 ) -> list[Tensor | None]:
     """``selective_scan_cuda.bwd``: the gradients of u, delta, A, B, C, D and delta_bias; with z that of z,
     also written to dz, if it is there; and y behind the gate, if asked for. x and out, what forward kept, are
@@ -81,16 +66,11 @@ def causal_conv1d_fwd_function(x: Tensor, weight: Tensor, bias: Tensor | None, s
 
 
 def causal_conv1d_bwd_function(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor, weight: Tensor,
     bias: Tensor | None,
     dout: Tensor,
-    seq_idx: Tensor | None,
-    initial_states: Tensor | None,
-    dfinal_states: Tensor | None,
-    dx: Tensor | None,
-    return_dinitial_states: bool,
-    silu_activation: bool,
+    seq_idx: Tensor | None, initial_states: Tensor | None, dfinal_states: Tensor | None, dx: Tensor | None,
+    return_dinitial_states: bool, silu_activation: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, also written to dx, if it is there, of weight, bias and initial_states."""
     given = {"x": x, "weight": weight, "bias": bias,

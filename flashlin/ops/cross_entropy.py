@@ -42,11 +42,8 @@ class Terms(NamedTuple):
 
 @entry
 def cross_entropy_loss(
-    logits: Tensor,
-    target: Tensor,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    lse_square_scale: float = 0.0,
+    logits: Tensor, target: Tensor,
+    label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
     logit_softcapping: float | None = None,
     ignore_index: int = -100,
     inplace_backward: bool = False,

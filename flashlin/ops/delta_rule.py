@@ -21,20 +21,14 @@ from flashlin.ops._common.recurrent import flags_of, run_recurrent
 
 @entry
 def chunk_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule, chunk by chunk. Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``.
@@ -116,16 +110,11 @@ def fused_recurrent_delta_rule(
 
 @entry
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and

@@ -27,20 +27,14 @@ FAMILY = Chunked("gla", inputs.Inputs, {
 
 @entry
 def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, chunk by chunk. Drop-in for ``fla.ops.gla.chunk_gla``.
@@ -84,16 +78,11 @@ def chunk_gla(
 
 @entry
 def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    gk: Tensor | None = None, gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     **unknown: Any,
@@ -120,16 +109,11 @@ def fused_recurrent_gla(
 
 @entry
 def gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,

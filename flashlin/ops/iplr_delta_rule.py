@@ -25,20 +25,14 @@ CALLED = {"a": "a", "b": "b"}
 
 @entry
 def chunk_iplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     *,
     chunk_size: int | None = None,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The IPLR delta rule, chunk by chunk. Drop-in for
@@ -62,11 +56,7 @@ def chunk_iplr_delta_rule(
 
 @entry
 def fused_recurrent_iplr_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,

@@ -20,20 +20,15 @@ from flashlin.ops.simple_gla import run_simple_gla
 
 @entry
 def chunk_lightning_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer_idx: int,
-    num_layers: int,
+    q: Tensor, k: Tensor, v: Tensor,
+    layer_idx: int, num_layers: int,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
@@ -48,15 +43,11 @@ def chunk_lightning_attn(
 
 @entry
 def fused_recurrent_lightning_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer_idx: int,
-    num_layers: int,
+    q: Tensor, k: Tensor, v: Tensor,
+    layer_idx: int, num_layers: int,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
+    output_final_state: bool = False, reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:

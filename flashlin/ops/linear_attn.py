@@ -24,17 +24,13 @@ State = Tensor | tuple[Tensor, Tensor]
 
 @entry
 def chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: State | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
+    output_final_state: bool = False, normalize: bool = True,
     cu_seqlens: Tensor | None = None,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
     """Linear attention, chunk by chunk. Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``.
@@ -51,14 +47,10 @@ def chunk_linear_attn(
 
 @entry
 def fused_recurrent_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: State | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    normalize: bool = False,
+    output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
@@ -72,13 +64,10 @@ def fused_recurrent_linear_attn(
 
 @entry
 def fused_chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: State | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
+    output_final_state: bool = False, normalize: bool = True,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
@@ -91,13 +80,10 @@ def fused_chunk_linear_attn(
 
 @entry
 def linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: State | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
+    output_final_state: bool = False, normalize: bool = True,
     cu_seqlens: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, State | None]:

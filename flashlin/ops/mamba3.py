@@ -43,17 +43,9 @@ class States(NamedTuple):
 
 @entry
 def mamba3_siso_combined(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ADT: Tensor,
-    DT: Tensor,
-    Trap: Tensor,
-    Q_bias: Tensor,
-    K_bias: Tensor,
+    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor, K_bias: Tensor,
     Angles: Tensor,
-    D: Tensor | None = None,
-    Z: Tensor | None = None,
+    D: Tensor | None = None, Z: Tensor | None = None,
     Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     chunk_size: int = 64,
     return_final_states: bool = False,

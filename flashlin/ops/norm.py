@@ -77,13 +77,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Te
 @entry
 def group_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
+    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
     eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Layer norm of each of num_groups equal slices of a row, as RetNet has it. Drop-in for
@@ -99,14 +95,11 @@ def group_norm(
 
 @entry
 def rms_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    x: Tensor, g: Tensor,
+    weight: Tensor | None, bias: Tensor | None,
     activation: str = "swish",
     residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMS norm of x + residual, multiplied by a gate. Drop-in for
@@ -122,14 +115,11 @@ def rms_norm_gated(
 
 @entry
 def layer_norm_gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    x: Tensor, g: Tensor,
+    weight: Tensor | None, bias: Tensor | None,
     activation: str = "swish",
     residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Layer norm of x + residual, multiplied by a gate. Drop-in for

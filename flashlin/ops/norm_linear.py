@@ -31,15 +31,11 @@ Found = Tensor | tuple[Tensor, Tensor]
 @linear_entry
 def layer_norm_linear(
     x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
+    linear_bias: Tensor | None, residual: Tensor | None = None,
     eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Found:
     """``layer_norm`` (or ``group_norm``, for num_groups > 1) and a linear layer. Drop-in for
@@ -69,14 +65,11 @@ def layer_norm_linear(
 @linear_entry
 def rms_norm_linear(
     x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
+    linear_bias: Tensor | None, residual: Tensor | None = None,
     eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False,
 ) -> Found:
     """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as
     ``layer_norm_linear``."""
@@ -87,15 +80,11 @@ def rms_norm_linear(
 @linear_entry
 def group_norm_linear(
     x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
+    linear_bias: Tensor | None, residual: Tensor | None = None,
     eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
+    prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Found:
     """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments
@@ -106,15 +95,11 @@ def group_norm_linear(
 
 @linear_entry
 def layer_norm_swish_gate_linear(
-    x: Tensor,
-    g: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    x: Tensor, g: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    linear_bias: Tensor | None, residual: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Found:
     """``layer_norm_gated`` with swish and a linear layer. Drop-in for
@@ -128,15 +113,11 @@ def layer_norm_swish_gate_linear(
 
 @linear_entry
 def rms_norm_swish_gate_linear(
-    x: Tensor,
-    g: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
+    x: Tensor, g: Tensor,
+    norm_weight: Tensor | None, norm_bias: Tensor | None,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
+    linear_bias: Tensor | None, residual: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Found:
     """``rms_norm_gated`` with swish and a linear layer. Drop-in for

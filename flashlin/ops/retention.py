@@ -43,14 +43,10 @@ def chunk_retention(
 
 @entry
 def fused_recurrent_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     **unknown: Any,
@@ -97,15 +93,11 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
 
 @entry
 def retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Retention in the mode that suits the call; see ``simple_gla``."""

@@ -21,20 +21,14 @@ from flashlin.ops.gla import FAMILY
 
 @entry
 def chunk_rwkv6(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-6, chunk by chunk. Drop-in for ``fla.ops.rwkv6.chunk_rwkv6``.
@@ -79,15 +73,10 @@ def chunk_rwkv6(
 
 @entry
 def fused_recurrent_rwkv6(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
+    output_final_state: bool = False, reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -130,16 +119,11 @@ def fused_recurrent_rwkv6(
 
 @entry
 def rwkv6(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-6 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and

@@ -60,12 +60,7 @@ def chunk_rwkv7(
 
 @entry
 def fused_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = True,
@@ -108,16 +103,10 @@ def fused_recurrent_rwkv7(
 
 @entry
 def fused_mul_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kk: Tensor,
-    a: Tensor,
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
+    output_final_state: bool = False, reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -141,17 +130,11 @@ def fused_mul_recurrent_rwkv7(
 
 @entry
 def rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     scale: float | None = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and

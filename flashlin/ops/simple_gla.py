@@ -39,22 +39,16 @@ FAMILY = Chunked("simple_gla", inputs.Inputs, {
 
 @entry
 def chunk_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None = None, g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, chunk by chunk. Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``.
@@ -100,16 +94,11 @@ def chunk_simple_gla(
 
 @entry
 def fused_recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None = None, g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    state_v_first: bool = False,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     transpose_state_layout: bool | None = None,
     **unknown: Any,
@@ -155,14 +144,11 @@ def fused_chunk_simple_gla(
 
 @entry
 def parallel_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     g: Tensor | None = None,
     scale: float | None = None,
     output_attentions: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA without states. Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``; o comes from the
@@ -187,17 +173,12 @@ def parallel_simple_gla(
 
 @entry
 def simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None = None, g_gamma: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
@@ -233,11 +214,8 @@ def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -
 
 def run_simple_gla(
     request: Request,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    g_gamma: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None = None, g_gamma: Tensor | None = None,
     *,
     chunk_size: int = 64,
     out_dtype: torch.dtype | None = None,

@@ -32,26 +32,16 @@ from flashlin.ops.norm import mamba_norm
 
 @entry
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: Sequence[float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
+    return_final_states: bool = False, return_varlen_states: bool = False,
     out_dtype: torch.dtype | None = None,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
 

@@ -48,24 +48,16 @@ PARAMETERS = ("beta", "g", "gk", "A_log", "dt_bias")
 
 @entry
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    states: Tensor,
-    indices: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None, beta: Tensor | None,
+    states: Tensor, indices: Tensor,
     *,
-    num_accepted_tokens: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, cu_seqlens: Tensor | None = None,
     scale: float | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
 ) -> Tensor:
     """The next token, or several drafted ones, of N requests. One launch, gates included.
 
@@ -116,25 +108,16 @@ def decode(
 
 @entry
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    states: Tensor,
-    indices: Tensor,
-    cu_seqlens: Tensor,
-    has_initial_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
+    g: Tensor | None, beta: Tensor | None,
+    states: Tensor, indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor,
     *,
     mode: str = "chunk",
     scale: float | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
-    use_gate_in_kernel: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
 ) -> Tensor:
     """Prompts, or pieces of them, of N requests.
 
