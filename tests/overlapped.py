@@ -92,7 +92,7 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
         if oracle:
             h0 = x.get("initial_state")
             o, ht = recurrence(*(x.get(name) for name in ("q", "k", "v", "beta", "g")),
-                               h0.mT if h0 is not None and v_first else h0, scale=D ** -0.5)
+                               h0=h0.mT if h0 is not None and v_first else h0, scale=D ** -0.5)
             return [o, ht.mT if v_first else ht] if state else [o]
         op = flashlin.chunk_gated_delta_rule if gated else flashlin.chunk_delta_rule
         facts = {"state_v_first": True} if v_first else {}

@@ -1,64 +1,111 @@
-"""What the references of the families over sequences share: the walk over tokens, in float64."""
+"""The walk over tokens that the references of ops over sequences share. A family declares one step, which takes
+a state and a token; packed sequences, initial and final states, groups of heads and the direction are handled
+here. All of it is float64, differentiable and slow on purpose."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import repeat
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from flashlin.kernels.spans import spans_of
+Step = Callable[..., tuple[Any, Tensor]]
 
 
-def token_by_token(
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    tensors: Sequence[torch.Tensor | None],
-    h0: torch.Tensor | None,
-    bounds: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable, by step(S_{t-1}, *token) -> (S_t,
-    o_t) for the tokens of each sequence, from S_0 = h0[n] or zeros.
+def spans_of(B: int, T: int, bounds: Iterable[int] | None) -> list[tuple[int, int, int]]:
+    """Return (row of the batch, first token, token after the last) of each sequence.
 
-    tensors: q, k [B, T, H, K], v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j //
-    (HV / H); then others [B, T, HV, ...], or None. step gets one token of each, [HV, ...]. With bounds [N +
-    1] the rows bounds[n] .. bounds[n + 1] of the single batch row are sequence n; rows outside are zero.
+    B rows of T tokens are a sequence each; with bounds [N + 1], a list or a tensor, the one row holds
+    sequence n in the tokens bounds[n] .. bounds[n + 1].
     """
-    q, k, v, *others = (None if x is None else x.double() for x in tensors)
-    assert q is not None and k is not None and v is not None
-    B, T, HV, V = v.shape
-    q, k = (x.repeat_interleave(HV // max(x.shape[2], 1), 2) for x in (q, k))
-    K = q.shape[3]
-    if bounds is None and B:  # all sequences at once
-        tokens = [None if x is None else x.transpose(0, 1) for x in (q, k, v, *others)]
-        at_once = torch.vmap(step, in_dims=(0, *(None if x is None else 0 for x in tokens)))
-        o, S = _walk(at_once, tokens, q.new_zeros(B, HV, K, V) if h0 is None else h0)
-        return o.transpose(0, 1), S
-    o, states = torch.zeros_like(v), []
+    if bounds is None:
+        return [(b, 0, T) for b in range(B)]
+    return [(0, first, end) for first, end in pairwise(map(int, bounds))]
+
+
+def over_tokens(step: Step, *fixed: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the recurrence of ``step``, an op on q, k and v whose state is a matrix [K, V] for each head.
+
+    step(S, q, k, v, ...) -> (S, o) gets the state [HV, K, V] and one token of each tensor, [HV, ...]. fixed:
+    names of its arguments that are the same for all tokens.
+
+    The recurrence takes the step's tensors for all tokens, in its order or by name: q, k [B, T, H, K], v [B,
+    T, HV, V] and others [B, T, H or HV, ...], HV a multiple of H; value head j reads head j // (HV / H). It
+    starts at h0 [N, HV, K, V] or zeros, and returns (scale o [B, T, HV, V], states [N, HV, K, V]). bounds and
+    reverse: as in ``token_by_token``.
+    """
+    names = list(inspect.signature(step).parameters)[1:]
+
+    def recurrence(*tensors: Tensor | None, h0: Tensor | None = None, bounds: Tensor | None = None,
+                   scale: float = 1.0, reverse: bool = False, **named: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = {name: x.double() for name, x in {**dict(zip(names, tensors, strict=False)), **named}.items()
+                 if x is not None}
+        constant = {name: given.pop(name) for name in fixed if name in given}
+        (B, _, _, K), v = given["q"].shape, given["v"]
+        HV, V = v.shape[2], v.shape[-1]
+        tokens = {name: x if x.shape[2] == HV else x.repeat_interleave(HV // max(x.shape[2], 1), 2)
+                  for name, x in given.items()}
+        N = B if bounds is None else len(bounds) - 1
+        S = v.new_zeros(N, HV, K, V) if h0 is None else h0.double()
+        o, S = token_by_token(partial(step, **constant), tokens, S, bounds, reverse)
+        return scale * o, S
+    return recurrence
+
+
+def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Iterable[int] | None = None,
+                   reverse: bool = False) -> tuple[Tensor, Any]:
+    """Return the outputs [B, T, ...] of step(S, **token) -> (S, o), and the states after the last tokens.
+
+    tokens: the step's tensors [B, T, ...] by name. S: the states before the first tokens, a tensor [N, ...] or
+    a tuple of such. With bounds [N + 1] the rows bounds[n] .. bounds[n + 1] of the single batch row are
+    sequence n; rows outside are zero. reverse: from each sequence's last token to its first.
+    """
+    def one(S: Any, token: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        return step(S, **token)
+    B, T = next(iter(tokens.values())).shape[:2]
+    blank = one(tree_map(lambda x: x.new_zeros(x.shape[1:]), S),
+                {name: x.new_zeros(x.shape[2:]) for name, x in tokens.items()})[1].detach()
+    if bounds is None and B and T:  # all sequences at once
+        outputs, S = _walk(torch.vmap(one), {name: x.transpose(0, 1) for name, x in tokens.items()}, S, reverse)
+        return outputs.transpose(0, 1), S
+    o, states = blank.new_zeros(B, T, *blank.shape), []
     for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
-        S = q.new_zeros(HV, K, V) if h0 is None else h0[n]
-        outputs, S = _walk(step, [None if x is None else x[row, first:last] for x in (q, k, v, *others)], S)
-        o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)), outputs)
-        states.append(S)
-    return o, torch.stack(states) if states else q.new_zeros(0, HV, K, V)
+        after = tree_map(lambda x, n=n: x[n], S)
+        if last > first:
+            outputs, after = _walk(one, {name: x[row, first:last] for name, x in tokens.items()}, after, reverse)
+            o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)), outputs)
+        states.append(after)
+    return o, tree_map(lambda *xs: torch.stack(xs), *states) if states else S
 
 
-def _walk(step: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensors: Sequence[torch.Tensor | None],
-          S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs, the state after the last token) of q, k, v and others [T, ...], from S on."""
-    q, _, v, *_ = tensors
-    assert q is not None and v is not None
-    S, outputs = S.double(), []
+def _walk(step: Step, tokens: dict[str, Tensor], S: Any, reverse: bool) -> tuple[Tensor, Any]:
+    """Return the outputs of one or more tokens [T, ...], and the state after the last."""
+    outputs = []
     # unbound at once: an index for each token would make backward quadratic in their number
-    for token in zip(*(repeat(None, len(q)) if x is None else x.unbind() for x in tensors), strict=True):
-        S, o = step(S, *token)
+    every = list(zip(*(x.unbind() for x in tokens.values()), strict=True))
+    for token in reversed(every) if reverse else every:
+        S, o = step(S, dict(zip(tokens, token, strict=True)))
         outputs.append(o)
-    return torch.stack(outputs) if outputs else torch.zeros_like(v), S
+    return torch.stack(outputs[::-1] if reverse else outputs), S
 
 
-def read(S: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """S^T q of each head: [HV, V]."""
+def decayed(S: Tensor, *logs: Tensor | None, values: Tensor | None = None) -> Tensor:
+    """Return e^log S for each of the logs, which belong to heads [HV] or to key channels [HV, K]; values: log
+    decays of value channels [HV, V]."""
+    for log in logs:
+        S = S if log is None else log.exp().view(*log.shape, *(1,) * (3 - log.ndim)) * S
+    return S if values is None else values.exp()[:, None] * S
+
+
+def read(S: Tensor, q: Tensor) -> Tensor:
+    """Return S^T q of each head: [HV, V]."""
     return torch.einsum("hkv,hk->hv", S, q)
 
 
-def written(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """k v^T of each head: [HV, K, V]."""
+def written(k: Tensor, v: Tensor) -> Tensor:
+    """Return k v^T of each head: [HV, K, V]."""
     return k[:, :, None] * v[:, None, :]

@@ -163,8 +163,8 @@ class Call:
 
     def expected(self, cu_seqlens: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
-        o, ht = recurrence(*(leaves[name] for name in "qkvg"), None, leaves["initial_state"], cu_seqlens,
-                           leaves["q"].shape[3] ** -0.5)
+        o, ht = recurrence(*(leaves[name] for name in "qkvg"), h0=leaves["initial_state"], bounds=cu_seqlens,
+                           scale=leaves["q"].shape[3] ** -0.5)
         # the reference of no rows hangs on no tensor
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
@@ -345,7 +345,7 @@ def test_any_scale(op: str, scale: float) -> None:
     call = Call(T=20)
     leaves = [call.inputs[name].double() for name in ("q", "k", "v", "g")]
     o, _ = getattr(flashlin, op)(**call.inputs, scale=scale)
-    expected, _ = recurrence(*leaves, None, call.inputs["initial_state"], None, scale)
+    expected, _ = recurrence(*leaves, h0=call.inputs["initial_state"], scale=scale)
     assert judge("o", o, expected, 1e-4).ok
 
 
@@ -354,5 +354,5 @@ def test_mixed_dtypes_take_the_widest_and_answer_in_vs() -> None:
     q, k, v = call.inputs["q"].half(), call.inputs["k"], call.inputs["v"].half()
     o, ht = flashlin.chunk_simple_gla(q, k, v, call.inputs["g"].half(), output_final_state=True)
     assert ht is not None and o.dtype == torch.float16 and ht.dtype == torch.float32
-    expected, state = recurrence(q, k, v, call.inputs["g"].half(), None, None, None, 0.25)
+    expected, state = recurrence(q, k, v, call.inputs["g"].half(), scale=0.25)
     assert judge("o", o, expected, 1e-3).ok and judge("ht", ht, state, 1e-4).ok

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
+from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.testing.compare import judge, poisoned
 
@@ -40,10 +41,10 @@ def expected(op: str, tensors: list[torch.Tensor], bounds: torch.Tensor | None =
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     if op == "chunk_kda":
         q, k, v, g, beta, h0 = doubles
-        o, ht = recurrence(q, k, v, g, None, None, beta, h0, bounds, scale)
+        o, ht = recurrence_of_keys(q, k, v, beta, g, h0=h0, bounds=bounds, scale=scale)
     else:
         q, k, v, a, b, g, h0 = doubles
-        o, ht = recurrence(q, k, v, g, a, b, None, h0, bounds, scale)
+        o, ht = recurrence(q, k, v, a, b, g, h0=h0, bounds=bounds, scale=scale)
     return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), doubles)]
 
 
@@ -113,8 +114,8 @@ def test_gradients_of_one_of_both(op: str, which: int) -> None:
         grads = torch.autograd.grad(found.sum(), tensors, allow_unused=True, materialize_grads=True)
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     q, k, v, *own, state = doubles
-    g, a, b, beta = (own[0], None, None, own[1]) if op == "chunk_kda" else (own[2], own[0], own[1], None)
-    loss = recurrence(q, k, v, g, a, b, beta, state, None, 0.25)[which].sum()
+    right, own = (recurrence_of_keys, own[::-1]) if op == "chunk_kda" else (recurrence, own)
+    loss = right(q, k, v, *own, h0=state, scale=0.25)[which].sum()
     wanted = torch.autograd.grad(loss, doubles, allow_unused=True, materialize_grads=True)
     assert_right(list(grads), list(wanted))
 

@@ -34,7 +34,8 @@ def expected(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None,
              scale: float | None = None) -> list[torch.Tensor]:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     q, k, v, g, h0 = doubles
-    o, ht = recurrence(q, k, v, g, h0, bounds, q.shape[3] ** -0.5 if scale is None else scale)
+    o, ht = recurrence(q, k, v, g, h0=h0, bounds=bounds,
+                       scale=q.shape[3] ** -0.5 if scale is None else scale)
     return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), doubles)]
 
 
@@ -108,7 +109,7 @@ def test_gradients_of_one_of_both(which: int) -> None:
         found = flashlin.chunk_gla(q, k, v, g, initial_state=h0, output_final_state=True)[which]
         grads = torch.autograd.grad(found.sin().sum(), tensors, allow_unused=True, materialize_grads=True)
     doubles = [x.detach().double().requires_grad_() for x in tensors]
-    reference = recurrence(*doubles, None, 0.25)[which]
+    reference = recurrence(*doubles[:4], h0=doubles[4], scale=0.25)[which]
     wanted = torch.autograd.grad(reference.sin().sum(), doubles, allow_unused=True, materialize_grads=True)
     assert [verdict
             for name, x, y in zip(NAMES[2:], grads, wanted, strict=True)

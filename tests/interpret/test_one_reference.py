@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.kernels.gla import forward
 from flashlin.ops._common import arguments
@@ -41,7 +42,7 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
 
 @pytest.mark.parametrize("edges", [None, (0, 7, 7, 130, 140)], ids=["dense", "packed"])
 @pytest.mark.parametrize(("op", "right", "rates"), [
-    ("chunk_kda", recurrence, {"beta": ()}), ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)}),
+    ("chunk_kda", recurrence_of_keys, {"beta": ()}), ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)}),
     ("chunk_dplr_delta_rule", recurrence, {"a": (70,), "b": (70,)})])
 def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
                                       rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,

@@ -63,8 +63,8 @@ class Call:
 
     def expected(self, bounds: torch.Tensor | None = None) -> Tensors:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
-        o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g", "initial_state")), bounds,
-                           leaves["q"].shape[3] ** -0.5)
+        o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g")),
+                           h0=leaves["initial_state"], bounds=bounds, scale=leaves["q"].shape[3] ** -0.5)
         # the reference of no rows hangs on no tensor
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),

@@ -31,7 +31,8 @@ def results(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None) -> 
 
 def expected(tensors: list[torch.Tensor], bounds: torch.Tensor | None = None) -> list[torch.Tensor]:
     doubles = [x.detach().double().requires_grad_() for x in tensors]
-    o, ht = recurrence(*doubles[:4], doubles[5], bounds, doubles[0].shape[3] ** -0.5, doubles[4])
+    o, ht = recurrence(*doubles[:4], u=doubles[4], h0=doubles[5], bounds=bounds,
+                       scale=doubles[0].shape[3] ** -0.5)
     return [o, ht, *torch.autograd.grad(o.sin().sum() + ht.sin().sum(), doubles)]
 
 

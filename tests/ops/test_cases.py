@@ -87,7 +87,7 @@ def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torc
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: torch.Tensor) -> Tensors:
-    o, ht = recurrence(q, k, v, None, simple_gla_gamma(), initial_state)
+    o, ht = recurrence(q, k, v, gamma=simple_gla_gamma(), h0=initial_state)
     return {"o": o, "ht": ht}
 
 

@@ -128,12 +128,13 @@ def test_references_agree(groups: int) -> None:
     q, k, v, a, b, gk = inputs("chunk_dplr_delta_rule", T=9).values()
     h0 = torch.randn(2, 3, 8, 5, dtype=torch.float64)
     other = recurrence_of_others(q, k, v, gk=gk, a=a, b=b, h0=h0, scale=0.5)
-    for x, y in zip(recurrence(q, k, v, gk, a, b, None, h0, None, 0.5), other, strict=True):
+    for x, y in zip(recurrence(q, k, v, a, b, gk, h0=h0, scale=0.5), other, strict=True):
         torch.testing.assert_close(x, y)
     q, k, v, g, beta = inputs("chunk_kda", T=9).values()
     q, k = q[:, :, :3 // groups], k[:, :, :3 // groups]
-    other = recurrence_of_keys(q, k, v, beta, None, h0, None, 0.5, gk=g)
-    for x, y in zip(recurrence(q, k, v, g, None, None, beta, h0, None, 0.5), other, strict=True):
+    keys, rate = k.repeat_interleave(groups, 2), beta[..., None]
+    other = recurrence_of_others(q, k, rate * v, gk=g, a=-g.exp() * keys, b=rate * keys, h0=h0, scale=0.5)
+    for x, y in zip(recurrence_of_keys(q, k, v, beta, g, h0=h0, scale=0.5), other, strict=True):
         torch.testing.assert_close(x, y)
 
 

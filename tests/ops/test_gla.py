@@ -83,9 +83,8 @@ def run_both(given: Tensors, h0: torch.Tensor, scale: float,
     for call, dtype in ((flashlin.chunk_gla, given["q"].dtype), (None, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (*given.values(), h0)]
         q, k, v, g, state = leaves
-        o, ht = recurrence(q, k, v, g, state, bounds, scale) if call is None else call(q, k, v, g, scale,
-                                                                                       state, True, False,
-                                                                                       bounds)
+        o, ht = (recurrence(q, k, v, g, h0=state, bounds=bounds, scale=scale) if call is None
+                 else call(q, k, v, g, scale, state, True, False, bounds))
         weights = (torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(x.dtype)
                    for x in (o, ht))
         found.append([o, ht, *torch.autograd.grad([o, ht], leaves, list(weights))])

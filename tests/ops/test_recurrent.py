@@ -41,8 +41,9 @@ def gated(**facts: Any) -> Tensors:
 
 def expected(given: Tensors, h0: torch.Tensor | None = None,
              bounds: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return recurrence(given["q"], given["k"], given["v"], given.get("beta"), given.get("g"), h0, bounds,
-                      given["q"].shape[3] ** -0.5, given.get("gk"), given.get("gv"))
+    return recurrence(given["q"], given["k"], given["v"], given.get("beta"), given.get("g"),
+                      given.get("gk"), given.get("gv"), h0=h0, bounds=bounds,
+                      scale=given["q"].shape[3] ** -0.5)
 
 
 def assert_close(got: Any, wanted: Any) -> None:

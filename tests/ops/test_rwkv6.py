@@ -74,7 +74,7 @@ def test_two_references_agree() -> None:
     r, k, v, w, u = given.values()
     h0 = torch.randn(2, 2, 4, 3, dtype=torch.float64)
     others = recurrence_of_others(r, k, v, gk=w, bonus=u, before=True, h0=h0, scale=0.5)
-    for x, y in zip(recurrence(r, k, v, w, h0, None, 0.5, u), others, strict=True):
+    for x, y in zip(recurrence(r, k, v, w, u=u, h0=h0, scale=0.5), others, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -85,7 +85,7 @@ def test_modes_agree(T: int, edges: tuple[int, ...] | None) -> None:
     given = inputs(1 if edges else 2, T)
     r, k, v, w, u = given.values()
     h0 = torch.randn(3 if edges else 2, 3, 8, 5, dtype=torch.float64)
-    wanted = recurrence(r, k, v, w, h0, bounds, 8 ** -0.5, u)
+    wanted = recurrence(r, k, v, w, u=u, h0=h0, bounds=bounds, scale=8 ** -0.5)
     for mode in ("auto", "chunk", "fused_recurrent"):
         found = flashlin.rwkv6(**given, initial_state=h0, output_final_state=True, cu_seqlens=bounds,
                                mode=mode)

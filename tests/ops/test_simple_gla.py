@@ -42,7 +42,8 @@ def expected(given: Tensors, h0: torch.Tensor | None = None, bounds: torch.Tenso
              gamma: torch.Tensor | None = None, scale: float | None = None) -> tuple[torch.Tensor,
              torch.Tensor]:
     scale = given["q"].shape[3] ** -0.5 if scale is None else scale
-    return recurrence(given["q"], given["k"], given["v"], given.get("g"), gamma, h0, bounds, scale)
+    return recurrence(given["q"], given["k"], given["v"], given.get("g"), gamma, h0=h0, bounds=bounds,
+                      scale=scale)
 
 
 def assert_close(got: Any, wanted: Any, allowed: float | None = None) -> None:
@@ -711,8 +712,8 @@ def test_anything_against_the_reference(data: st.DataObject) -> None:
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None,
                   g_gamma: torch.Tensor | None = None, initial_state: torch.Tensor | None = None,
                   cu_seqlens: torch.Tensor | None = None) -> Tensors:
-        o, ht = recurrence(q, k, v, g, g_gamma, initial_state, cu_seqlens,
-                           K ** -0.5 if scale is None else scale)
+        o, ht = recurrence(q, k, v, g, g_gamma, h0=initial_state, bounds=cu_seqlens,
+                           scale=K ** -0.5 if scale is None else scale)
         return {"o": o, "ht": ht}
     case = Case(op, "anything", make, call, reference, {"*": 0.005, "d*": 0.008, "dg": 0.02},
                 constant=("g_gamma",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.spans import spans_of
+from flashlin.kernels.oracle import token_by_token
 
 
 def convolve(
@@ -16,38 +16,29 @@ def convolve(
     silu: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y [B, T, D], final state [N, D, W]) in float64, differentiable. x, residual [B, T, D], weight [D, W],
-    bias [D], initial_state [N, D, W]. Tokens of no sequence are zero.
+    """Return (y [B, T, D], final state [N, D, W]), differentiable. x, residual [B, T, D], weight [D, W], bias
+    [D], initial_state [N, D, W]. Tokens of no sequence are zero.
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t, where the state's slot w holds token
     w - W of its sequence.
     """
-    B, T, _ = x.shape
-    D, W = weight.shape
-    spans = spans_of(B, T, cu_seqlens)
+    def step(window: Tensor, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat([window[:, 1:], x[:, None]], 1)
+        z = (window * weight).sum(-1) + (0 if bias is None else bias.double())
+        return window, (z / (1 + (-z).exp()) if silu else z) + residual
     x, weight = x.double(), weight.double()
-    states = x.new_zeros(len(spans), D, W) if initial_state is None else initial_state.double().clone()
-    y = torch.zeros_like(x)
-    for n, (b, first, end) in enumerate(spans):
-        tokens = torch.cat([states[n].mT, x[b, first:end]])
-        windows = tokens.unfold(0, W, 1)[1:]  # [tokens, D, W]; without the first, which is the state
-        z = (windows * weight).sum(-1) + (0 if bias is None else bias.double())
-        z = z / (1 + (-z).exp()) if silu else z
-        y[b, first:end] = z + (0 if residual is None else residual[b, first:end].double())
-        states[n] = tokens[-W:].mT
-    return y, states
+    tokens = {"x": x, "residual": torch.zeros_like(x) if residual is None else residual.double()}
+    return token_by_token(step, tokens, _initial(initial_state, x, cu_seqlens, weight.shape), cu_seqlens)
 
 
 def shift(x: Tensor, cache: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(x_{t - 1} - x_t [B, T, D], last tokens [N, D]) in float64, differentiable; before a sequence's first
-    token comes its cache [N, D], or 0."""
-    B, T, D = x.shape
-    spans = spans_of(B, T, cu_seqlens)
-    x = x.double()
-    lasts = x.new_zeros(len(spans), D) if cache is None else cache.double().clone()
-    y = torch.zeros_like(x)
-    for n, (b, first, end) in enumerate(spans):
-        tokens = torch.cat([lasts[n, None], x[b, first:end]])
-        y[b, first:end] = tokens[:-1] - tokens[1:]
-        lasts[n] = tokens[-1]
-    return y, lasts
+    """Return (x_{t - 1} - x_t [B, T, D], last tokens [N, D]), differentiable; before a sequence's first token
+    comes its cache [N, D], or 0."""
+    def step(last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, last - x
+    return token_by_token(step, {"x": x.double()}, _initial(cache, x, cu_seqlens, x.shape[2:]), cu_seqlens)
+
+
+def _initial(given: Tensor | None, x: Tensor, bounds: Tensor | None, shape: torch.Size) -> Tensor:
+    N = len(x) if bounds is None else len(bounds) - 1
+    return torch.zeros(N, *shape, dtype=torch.float64) if given is None else given.double()

@@ -1,120 +1,52 @@
-"""The delta recurrences, token by token in float64: what everything else is measured against. Slow on
-purpose."""
+"""The steps of the delta rules, in float64: what everything else is measured against. ``over_tokens``
+names the shapes."""
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from flashlin.kernels.oracle import read, token_by_token, written
+from torch import Tensor
+
+from flashlin.kernels.oracle import decayed, over_tokens, read, written
 
 
-def recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor | None = None,
-    g: torch.Tensor | None = None,
-    h0: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    scale: float = 1.0,
-    gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """S' = e^{g_t} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t}),  u_t = beta_t (v_t - S'^T k_t),  S_t = S' + k_t
-    u_t^T,  o_t = scale S_t^T q_t.
+def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, g: Tensor | None = None,
+         gk: Tensor | None = None, gv: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S' = e^g Diag(e^gk) S Diag(e^gv),  u = beta (v - S'^T k),  S = S' + k u^T,  o = S^T q.
 
-    q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV / H);
-    beta [B, T, HV] or [B, T, HV, V], None for ones; g [B, T, HV]; gk [B, T, HV, K]; gv [B, T, HV, V]; h0 [N,
-    HV, K, V]. Returns (o [B, T, HV, V], states [N, HV, K, V]) in float64. Differentiable. cu_seqlens as
-    bounds in ``token_by_token``.
+    beta of heads or of value channels, 1 if None; g of heads or of key channels, gk of key and gv of value
+    channels.
     """
-    def step(
-        S: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        beta: torch.Tensor | None,
-        g: torch.Tensor | None,
-        gk: torch.Tensor | None,
-        gv: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        S = S if g is None else g.exp()[:, None, None] * S
-        S = S if gk is None else gk.exp()[:, :, None] * S
-        S = S if gv is None else gv.exp()[:, None, :] * S
-        u = v - read(S, k)
-        if beta is not None:
-            u = u * (beta if beta.ndim == 2 else beta[:, None])
-        S = S + written(k, u)
-        return S, scale * read(S, q)
-    return token_by_token(step, (q, k, v, beta, g, gk, gv), h0, cu_seqlens)
+    S = decayed(S, g, gk, values=gv)
+    u = v - read(S, k)
+    S = S + written(k, u if beta is None else (beta if beta.ndim == 2 else beta[:, None]) * u)
+    return S, read(S, q)
 
 
-def product(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    num_householder: int,
-    g: torch.Tensor | None = None,
-    h0: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """n steps for each token: S' = e^{g_t} S_{t-1}, then n times S' <- S' + k (beta (v - S'^T k))^T with the
-    next of its k, v and beta; S_t is the last of them and o_t = scale S_t^T q_t.
-
-    q [B, T, H, K]; g [B, T, HV]; k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV], n =
-    ``num_householder`` rows a token. The rest, and what is returned, as ``recurrence``.
-    """
-    n, HV = num_householder, v.shape[2]
-    k = k.repeat_interleave(HV // max(k.shape[2], 1), 2)
-    keys, values, rates = (x.view(x.shape[0], -1, n, *x.shape[2:]).transpose(2, 3) for x in (k, v, beta))
-
-    def step(
-        S: torch.Tensor,
-        q: torch.Tensor,
-        _: torch.Tensor,
-        last: torch.Tensor,
-        g: torch.Tensor | None,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        S = S if g is None else g.exp()[:, None, None] * S
-        for j in range(n):
-            S = S + written(k[:, j], beta[:, j, None] * (v[:, j] - read(S, k[:, j])))
-        return S, scale * read(S, q)
-    return token_by_token(step, (q, q, values[:, :, :, -1], g, keys, values, rates), h0, cu_seqlens)
+def product_step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
+                 g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S' = e^g S, then n times S' <- S' + k (beta (v - S'^T k))^T with the next of its k, v and beta [HV, n,
+    ...]; S is the last of them and o = S^T q."""
+    S = decayed(S, g)
+    for k_j, v_j, beta_j in zip(k.unbind(1), v.unbind(1), beta.unbind(1), strict=True):
+        S, _ = step(S, q, k_j, v_j, beta_j)
+    return S, read(S, q)
 
 
-def fed_back(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    p: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    h0: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Comba: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T, o_t = scale S_t^T q_t.
+def fed_back_step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, p: Tensor | None = None,
+                  beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Comba: S <- e^g S + beta k (v - S^T p)^T, o = S^T q; p like k, which it is if None, beta 1 if None."""
+    u = v - read(S, k if p is None else p)
+    S = decayed(S, g) + written(k, u if beta is None else beta[:, None] * u)
+    return S, read(S, q)
 
-    g, beta [B, T, HV], beta None for ones; p like k, which it is if None. The rest, and what is returned, as
-    ``recurrence``.
-    """
-    p = k if p is None else p
-    p = p.repeat_interleave(v.shape[2] // max(p.shape[2], 1), 2)
 
-    def step(
-        S: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        p: torch.Tensor,
-        beta: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        u = v - read(S, p)
-        S = g.exp()[:, None, None] * S + written(k, u if beta is None else beta[:, None] * u)
-        return S, scale * read(S, q)
-    return token_by_token(step, (q, k, v, g, p, beta), h0, cu_seqlens)
+recurrence, fed_back = over_tokens(step), over_tokens(fed_back_step)
+
+
+def product(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, num_householder: int,
+            **given: Any) -> tuple[Tensor, Tensor]:
+    """The recurrence of ``product_step`` with n = ``num_householder`` rows of k, v and beta for each token:
+    [B, T n, H or HV, ...]."""
+    rows = (x.view(x.shape[0], x.shape[1] // num_householder, num_householder, *x.shape[2:]).transpose(2, 3)
+            for x in (k, v, beta))
+    return over_tokens(product_step)(q, *rows, **given)

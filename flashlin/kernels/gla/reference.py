@@ -1,26 +1,18 @@
-"""The recurrence, token by token in float64, written from the mathematics. Slow on purpose: everything else
-is checked against it."""
+"""The step of gated linear attention and RWKV-6, in float64, written from the mathematics. ``over_tokens``
+names the shapes."""
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from flashlin.kernels.oracle import read, token_by_token, written
+from flashlin.kernels.oracle import decayed, over_tokens, read, written
 
 
-def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
-               h0: torch.Tensor | None = None, bounds: torch.Tensor | None = None, scale: float = 1.0,
-               u: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]), float64 and differentiable, of  S_t = Diag(e^{g_t}) S_{t-1} +
-    k_t v_t^T  and
-    gla: o_t = scale S_t^T q_t          with u, RWKV-6: o_t = scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t.
+def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gv: Tensor | None = None,
+         u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S' = Diag(e^g) S Diag(e^gv) + k v^T, and o = S'^T q, or with u [HV, K], RWKV-6's bonus, o = (S + Diag(u)
+    k v^T)^T q."""
+    after = decayed(S, g, values=gv) + written(k, v)
+    return after, read(after if u is None else S + written(u * k, v), q)
 
-    q, k, g [B, T, H, K], g natural-log decays; v [B, T, H, V], h0 [N, H, K, V], u [H, K]. bounds as in
-    ``token_by_token``.
-    """
-    u = None if u is None else u.double()
 
-    def step(S: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-             g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        after = g.exp()[:, :, None] * S + written(k, v)
-        return after, scale * read(after if u is None else S + written(u * k, v), q)
-    return token_by_token(step, (q, k, v, g), h0, bounds)
+recurrence = over_tokens(step, "u")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashlin.kernels.spans import spans_of
+from flashlin.kernels.oracle import token_by_token
 
 
 def silu(x: Tensor) -> Tensor:
@@ -160,27 +160,24 @@ def trapezoid(
         y = (S q + D v) silu(Z)
     where pairs of channels (2 i, 2 i + 1) are complex numbers. Shapes as in ops/mamba3.py.
     """
-    (b, T, H, P), N, R = V.shape, Q.shape[3], Angles.shape[3]
+    (b, _, H, P), N, R = V.shape, Q.shape[3], Angles.shape[3]
     Q, K = (x.repeat_interleave(H // max(x.shape[2], 1), 2) for x in (Q, K))
-    spans = spans_of(b, T, bounds)
-    y, left = torch.zeros_like(V), []
-    for n, (row, first, end) in enumerate(spans):
-        theta, S, k, v = ([x[n] for x in states] if states is not None else
-                          [V.new_zeros(H, *sizes) for sizes in ((R,), (P, N), (N,), (P,))])
-        outputs = []
-        for t in range(first, end):
-            dt, share = DT[row, :, t, None], 1 / (1 + (-Trap[row, :, t, None]).exp())
-            theta = theta + math.pi * Angles[row, t].tanh() * dt
-            S = S + ((1 - share) * dt * v)[:, :, None] * k[:, None, :]
-            k, v = turned(K[row, t] + K_bias, theta), V[row, t]
-            S = ADT[row, :, t].exp()[:, None, None] * S + (share * dt * v)[:, :, None] * k[:, None, :]
-            out = (S * turned(Q[row, t] + Q_bias, theta)[:, None, :]).sum(-1)
-            outputs.append(out if D is None else out + D[:, None] * v)
-        if outputs:
-            y = y.index_put((torch.full((end - first,), row), torch.arange(first, end)), torch.stack(outputs))
-        left.append((theta.remainder(2 * math.pi), S, k, v))
-    angles, S, k, v = (torch.stack(xs) for xs in zip(*left, strict=True))
-    return y if Z is None else y * silu(Z), angles, S, k, v
+
+    def step(before: tuple[Tensor, ...], q: Tensor, key: Tensor, value: Tensor, adt: Tensor, dt: Tensor,
+             trap: Tensor, angles: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        theta, S, k, v = before
+        dt, share = dt[:, None], 1 / (1 + (-trap[:, None]).exp())
+        theta = theta + math.pi * angles.tanh() * dt
+        S = S + ((1 - share) * dt * v)[:, :, None] * k[:, None, :]
+        k = turned(key + K_bias, theta)
+        S = adt.exp()[:, None, None] * S + (share * dt * value)[:, :, None] * k[:, None, :]
+        out = (S * turned(q + Q_bias, theta)[:, None, :]).sum(-1)
+        return (theta, S, k, value), out if D is None else out + D[:, None] * value
+    tokens = {"q": Q, "key": K, "value": V, "adt": ADT.mT, "dt": DT.mT, "trap": Trap.mT, "angles": Angles}
+    n = b if bounds is None else len(bounds) - 1
+    before = states or tuple(V.new_zeros(n, H, *sizes) for sizes in ((R,), (P, N), (N,), (P,)))
+    y, (theta, S, k, v) = token_by_token(step, tokens, before, bounds)
+    return y if Z is None else y * silu(Z), theta.remainder(2 * math.pi), S, k, v
 
 
 def turned(x: Tensor, theta: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from flashlin.kernels.spans import spans_of
+from flashlin.kernels.oracle import spans_of
 
 
 def recurrence(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.spans import spans_of
+from flashlin.kernels.oracle import spans_of
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offsets: list[int] | None = None,

@@ -33,8 +33,7 @@ def make(dtype: torch.dtype, generator: torch.Generator, *, reads: str = "share"
 def _reference(*, use_qk_l2norm_in_kernel: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
     if use_qk_l2norm_in_kernel and given.get("p") is not None:
         given["p"] = normalise("l2", given["p"], eps=1e-6)[0]
-    return sequences.outputs(fed_back, {"cu_seqlens": "cu_seqlens"},
-                             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
+    return sequences.outputs(fed_back, {}, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
 
 
 _chunk = Op("chunk_comba", make, _reference, {**delta.TOLERANCES, "dp": 0.01})

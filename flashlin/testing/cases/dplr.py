@@ -2,7 +2,7 @@
 resemble each other, vectors as the layers have them, states, packed sequences, odd sizes."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
@@ -76,13 +77,10 @@ def make(
     return {names.get(name, name): x.contiguous() for name, x in made.items()} | bounds(edges)
 
 
-def _recurrence(q: Tensor, g: Tensor | None = None, **rest: Any) -> tuple[Tensor, Tensor]:
-    return recurrence(q, g=torch.zeros_like(q) if g is None else g, **rest)
-
-
-def _op(name: str, names: Mapping[str, str], scale: float | None = None, **facts: Any) -> Op:
+def _op(name: str, names: Mapping[str, str], recurrence: Callable[..., tuple[Tensor, Tensor]] = recurrence,
+        scale: float | None = None, **facts: Any) -> Op:
     return Op(name, partial(make, names=names, **facts),
-              partial(sequences.outputs, _recurrence, names, scale=scale), TOLERANCES)
+              partial(sequences.outputs, recurrence, names, scale=scale), TOLERANCES)
 
 
 def _shared(case: Op) -> list[Case]:
@@ -105,9 +103,9 @@ def _shared(case: Op) -> list[Case]:
               for name, facts in sequences.LONG.items())]
 
 
-_kda = _op("chunk_kda", {}, vectors=False)
+_kda = _op("chunk_kda", {}, recurrence_of_keys, vectors=False)
 _dplr = _op("chunk_dplr_delta_rule", {"g": "gk"})
-_rwkv7 = _op("chunk_rwkv7", {"q": "r", "g": "w"}, 1.0)
+_rwkv7 = _op("chunk_rwkv7", {"q": "r", "g": "w"}, scale=1.0)
 _iplr = _op("chunk_iplr_delta_rule", {}, gated=False)
 CASES = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),

@@ -32,7 +32,7 @@ def _case(op: Op, id: str, options: dict[str, Any] | None = None, n: int = 2, **
 def _op(name: str) -> partial[Case]:
     """gate: as the delta rule's cases have it."""
     return partial(_case, Op(name, partial(make, gate="random"),
-                             partial(sequences.outputs, product, {"cu_seqlens": "cu_seqlens"}),
+                             partial(sequences.outputs, product, {}),
                              delta.TOLERANCES))
 
 

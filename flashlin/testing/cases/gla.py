@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from flashlin.kernels.gla.reference import recurrence
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.testing.cases import sequences
 from flashlin.testing.cases.inputs import Draw, bounds, extents
 from flashlin.testing.cases.op import Op
@@ -53,19 +50,12 @@ def make(
     return made | bounds(edges)
 
 
-def _recurrence(q: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
-                reverse: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
-    if gv is not None or reverse:
-        return recurrence_of_others(q, gk=gk, gv=gv, reverse=reverse, **rest)
-    decay = g if g is not None else gk
-    return recurrence(q, g=torch.zeros_like(q) if decay is None else decay, **rest)
-
-
 REVERSE = {"reverse": True}
 KEYS, VALUES = {"gk": "B T H K"}, {"gv": "B T H V"}
-reference = partial(sequences.outputs, _recurrence, {})
-_chunk = Op("chunk_gla", partial(make, gates={"g": "B T H K"}), reference, TOLERANCES)
-_token = Op("fused_recurrent_gla", partial(make, gates=KEYS), reference, TOLERANCES)
+_chunk = Op("chunk_gla", partial(make, gates={"g": "B T H K"}),
+            partial(sequences.outputs, recurrence, {}), TOLERANCES)
+_token = Op("fused_recurrent_gla", partial(make, gates=KEYS),
+            partial(sequences.outputs, recurrence, {"g": "gk"}), TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("g=0", gate="0"), _chunk("g=-20", gate="-20"), _chunk("g=-1", gate="-1"),

@@ -85,7 +85,6 @@ def reference(names: Mapping[str, str], state_indices: Tensor | None = None,
               **given: Any) -> tuple[Tensor, Tensor]:
     """names: see sequences.outputs. With a pool of states a sequence of a negative index neither reads nor
     writes, and its outputs are zeros."""
-    names = {"cu_seqlens": "cu_seqlens", **names}
     if state_indices is None:
         return sequences.outputs(recurrence, names, **given)
     pool = given.pop("initial_state")

@@ -43,7 +43,7 @@ def outputs(
     """(o, final states) of an op, in float64: its options, by nothing that the op itself uses, around its
     recurrence.
 
-    names: what the op calls the recurrence's tensors, where that is another name; NAMES go without saying.
+    names: what the op calls the recurrence's tensors, where that is another name. NAMES are added.
     given: the op's tensors, and options that the recurrence has itself.
     """
     ours = {theirs: ours for ours, theirs in {**NAMES, **names}.items()}

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashlin
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.testing.cases import gla, sequences
 from flashlin.testing.cases.op import Op
@@ -31,10 +30,8 @@ def _gamma(kind: str, q: Tensor) -> Tensor | None:
     return q.new_tensor([SLOPES[kind](h, H) for h in range(H)]) if kind in SLOPES else None
 
 
-def _recurrence(kind: str, q: Tensor, reverse: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
-    if reverse:
-        return recurrence_of_others(q, gamma=_gamma(kind, q), reverse=True, **rest)
-    return recurrence(q, gamma=_gamma(kind, q), **rest)
+def _recurrence(kind: str, q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+    return recurrence(q=q, gamma=_gamma(kind, q), **rest)
 
 
 def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
@@ -42,7 +39,7 @@ def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
     """o of the recurrence, and each score from its own sum of decays."""
     B, T, H, K = q.shape
     gamma = _gamma(kind, q)
-    o, _ = recurrence(q, k, v, g, gamma, None, cu_seqlens, K ** -0.5)
+    o, _ = recurrence(q, k, v, g, gamma, bounds=cu_seqlens, scale=K ** -0.5)
     if not output_attentions:
         return o, None
     decay = q.new_zeros(B, T, H) if g is None else g
@@ -56,7 +53,7 @@ def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
 def normalized(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Linear attention with its running sum of keys, token by token."""
     scale = q.shape[3] ** -0.5
-    o, ht = recurrence(q, k, v, None, None, kv, None, scale)
+    o, ht = recurrence(q, k, v, h0=kv, scale=scale)
     sums = k.cumsum(1) + z
     return o / (scale * (q * sums).sum(-1, keepdim=True) + 1e-10), ht, sums[:, -1:]
 
