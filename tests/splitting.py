@@ -19,14 +19,14 @@ NEGLIGIBLE = 3e-6  # an error that float32 has anyway
 
 def weak_keys(dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensors:
     """A large state, and keys that hardly touch it."""
-    made = delta.make(dtype, generator, **facts)
+    made = delta.rule(dtype, generator, **facts)
     return {**made, "k": made["k"] / 50, "initial_state": made["initial_state"] * 1000}
 
 
-def case(make: Callable[..., Tensors], name: str, gate: str = "none", **facts: Any) -> Callable[..., Case]:
-    op = "chunk_delta_rule" if gate == "none" else "chunk_gated_delta_rule"
+def case(make: Callable[..., Tensors], name: str, **facts: Any) -> Callable[..., Case]:
+    op = "chunk_gated_delta_rule" if "gate" in facts else "chunk_delta_rule"
     return partial(Op(op, make, partial(sequences.outputs, recurrence, {}),
-                      delta.TOLERANCES), name, B=1, H=1, HV=1, K=32, V=32, gate=gate, **facts)
+                      delta.TOLERANCES), name, B=1, H=1, HV=1, K=32, V=32, **facts)
 
 
 def kda(name: str, **facts: Any) -> Callable[..., Case]:
@@ -37,10 +37,10 @@ def kda(name: str, **facts: Any) -> Callable[..., Case]:
 
 HARD: dict[str, Callable[..., Case]] = {
     "weak keys beside a large state": case(weak_keys, "weak"),
-    "keys alike, beta 1.9": case(delta.make, "alike-1.9", keys="alike", rate="1.9"),
-    "keys alike, beta 2, slow decays": case(delta.make, "alike-2", keys="alike", rate="2", gate="-0.01"),
-    "one key, beta 1": case(delta.make, "one-key", keys="one-key", rate="1"),
-    "raw keys, strong decays": case(delta.make, "raw", keys="raw", gate="-6"),
+    "keys alike, beta 1.9": case(delta.rule, "alike-1.9", keys="alike", rate="1.9"),
+    "keys alike, beta 2, slow decays": case(delta.gated_rule, "alike-2", keys="alike", rate="2", gate="-0.01"),
+    "one key, beta 1": case(delta.rule, "one-key", keys="one-key", rate="1"),
+    "raw keys, strong decays": case(delta.gated_rule, "raw", keys="raw", gate="-6"),
     "KDA, keys alike": kda("alike", keys="alike", rate="1", gate="-0.01")}
 
 

@@ -1,6 +1,6 @@
-"""The walk over tokens that the references of ops over sequences share. A family declares one step, which takes
-a state and a token; packed sequences, initial and final states, groups of heads and the direction are handled
-here. All of it is float64, differentiable and slow on purpose."""
+"""The walk over tokens that the references of ops over sequences share. A family declares one step, which
+takes a state and a token. Packed sequences, initial and final states, groups of heads and the direction are
+handled here. All of it is float64, differentiable and slow on purpose."""
 from __future__ import annotations
 
 import inspect
@@ -41,9 +41,10 @@ def over_tokens(step: Step, *fixed: str) -> Callable[..., tuple[Tensor, Tensor]]
     names = list(inspect.signature(step).parameters)[1:]
 
     def recurrence(*tensors: Tensor | None, h0: Tensor | None = None, bounds: Tensor | None = None,
-                   scale: float = 1.0, reverse: bool = False, **named: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = {name: x.double() for name, x in {**dict(zip(names, tensors, strict=False)), **named}.items()
-                 if x is not None}
+                   scale: float = 1.0, reverse: bool = False,
+                   **named: Tensor | None) -> tuple[Tensor, Tensor]:
+        named |= dict(zip(names, tensors, strict=False))
+        given = {name: x.double() for name, x in named.items() if x is not None}
         constant = {name: given.pop(name) for name in fixed if name in given}
         (B, _, _, K), v = given["q"].shape, given["v"]
         HV, V = v.shape[2], v.shape[-1]
@@ -60,8 +61,8 @@ def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Ite
                    reverse: bool = False) -> tuple[Tensor, Any]:
     """Return the outputs [B, T, ...] of step(S, **token) -> (S, o), and the states after the last tokens.
 
-    tokens: the step's tensors [B, T, ...] by name. S: the states before the first tokens, a tensor [N, ...] or
-    a tuple of such. With bounds [N + 1] the rows bounds[n] .. bounds[n + 1] of the single batch row are
+    tokens: the step's tensors [B, T, ...] by name. S: the states before the first tokens, a tensor [N, ...]
+    or a tuple of such. With bounds [N + 1] the rows bounds[n] .. bounds[n + 1] of the single batch row are
     sequence n; rows outside are zero. reverse: from each sequence's last token to its first.
     """
     def one(S: Any, token: dict[str, Tensor]) -> tuple[Any, Tensor]:
@@ -70,13 +71,15 @@ def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Ite
     blank = one(tree_map(lambda x: x.new_zeros(x.shape[1:]), S),
                 {name: x.new_zeros(x.shape[2:]) for name, x in tokens.items()})[1].detach()
     if bounds is None and B and T:  # all sequences at once
-        outputs, S = _walk(torch.vmap(one), {name: x.transpose(0, 1) for name, x in tokens.items()}, S, reverse)
+        rows = {name: x.transpose(0, 1) for name, x in tokens.items()}
+        outputs, S = _walk(torch.vmap(one), rows, S, reverse)
         return outputs.transpose(0, 1), S
     o, states = blank.new_zeros(B, T, *blank.shape), []
     for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
         after = tree_map(lambda x, n=n: x[n], S)
         if last > first:
-            outputs, after = _walk(one, {name: x[row, first:last] for name, x in tokens.items()}, after, reverse)
+            rows = {name: x[row, first:last] for name, x in tokens.items()}
+            outputs, after = _walk(one, rows, after, reverse)
             o = o.index_put((torch.full((last - first,), row), torch.arange(first, last)), outputs)
         states.append(after)
     return o, tree_map(lambda *xs: torch.stack(xs), *states) if states else S

@@ -7,7 +7,6 @@ float64. What it says are JSON lines: a kernel before it is started (``launch``)
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from contextlib import suppress
 from functools import partial
@@ -93,11 +92,12 @@ def small_case(op: str, head_dim: int, small: bool) -> Any:
     """The first quick case of an op, or of its family, with heads of that size."""
     from flashlin import dispatch
     from flashlin.testing.cases import CASES
+    from flashlin.testing.cases.inputs import facts_of
     case = next(case for case in CASES if case.quick and case.op in (op, dispatch.OPS[op][0]))
     sizes: dict[str, Any] = {"K": head_dim, "V": head_dim} if head_dim else {}
     if small:
-        usual = inspect.signature(case.make).parameters
-        sizes |= {name: min(size, usual[name].default) for name, size in SMALL.items() if name in usual}
+        usual = facts_of(case.make)
+        sizes |= {name: min(size, usual[name]) for name, size in SMALL.items() if name in usual}
     return case._replace(make=partial(case.make, **sizes)) if sizes else case
 
 

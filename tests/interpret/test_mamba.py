@@ -33,17 +33,17 @@ def results(given: Tensors) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("edges", [(), (0, 20, 20, 37)], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: tuple[int, ...], axis_limits: Callable[..., None]) -> None:
-    given = make_scan(torch.float32, generator(), b=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
+    given = make_scan(torch.float32, generator(), B=3, T=20, H=4, G=2, V=16, K=16, edges=edges)
     whole = results(given)
     axis_limits(8, 1, 1)
     for got, wanted in zip(results(given), whole, strict=True):
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
+@pytest.mark.parametrize("nothing", [{"B": 0}, {"T": 0}, {"H": 0, "G": 0}], ids=str)
 def test_nothing_to_do(nothing: dict[str, int]) -> None:
     given = make_scan(torch.float32, generator(),
-                      **{"b": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
+                      **{"B": 2, "T": 5, "H": 4, "G": 2, "V": 16, "K": 16, **nothing})
     assert all(not x.isnan().any() for x in results(given))
 
 
@@ -100,11 +100,11 @@ def test_the_library_operators_write_in_place() -> None:
         "x", "conv_state", "weight", "bias", "cache_seqlens", "conv_state_indices")), True))
 
 
-@pytest.mark.parametrize("nothing", [{"b": 0}, {"T": 0}], ids=str)
+@pytest.mark.parametrize("nothing", [{"B": 0}, {"T": 0}], ids=str)
 def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
     leaves = {name: x.requires_grad_()
               for name, x in make_selective(torch.float32, generator(),
-                                            **{"b": 2, "T": 5, **nothing}).items()}
+                                            **{"B": 2, "T": 5, **nothing}).items()}
     with poisoned():
         y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)
         assert y.shape == leaves["u"].shape and not last.any()
@@ -135,7 +135,7 @@ def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
 
 
 def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> None:
-    tensors = make_selective(torch.float32, generator(), b=1, T=3, D=2, N=260, given=())
+    tensors = make_selective(torch.float32, generator(), B=1, T=3, D=2, N=260, given=())
     compiled = torch.compile(lambda **x: flashlin.selective_scan_fn(**x), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**tensors), flashlin.selective_scan_fn(**tensors))
 
@@ -166,7 +166,7 @@ def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
 @pytest.mark.parametrize(("T", "N"), [(3, 4), (13, 1), (33, 64), (64, 3), (64, 16)], ids=str)
 def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: tuple[str, ...],
                                                          last: bool) -> None:
-    tensors = make_selective(torch.float32, generator(), b=1, T=T, D=34, N=N, given=given, last=last)
+    tensors = make_selective(torch.float32, generator(), B=1, T=T, D=34, N=N, given=given, last=last)
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     wide = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     with poisoned():
@@ -182,7 +182,7 @@ def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: 
 
 def test_what_is_not_finite_at_the_end_counts_for_no_token_after_it() -> None:
     """Poles of -inf forget everything; a last token that is not finite has no part in the gradient of A."""
-    tensors = make_selective(torch.float32, generator(), b=1, T=13, D=3, N=4, given=("D",))
+    tensors = make_selective(torch.float32, generator(), B=1, T=13, D=3, N=4, given=("D",))
     tensors["A"][0] = -torch.inf
     tensors["u"][:, 1, 12] = torch.nan
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}

@@ -79,7 +79,7 @@ def test_a_sequence_without_a_state_touches_nothing(index: int) -> None:
 
 
 def test_decoding_continues_what_the_scan_began() -> None:
-    given = scan_inputs(given=("D", "z", "dt_bias"), b=2)
+    given = scan_inputs(given=("D", "z", "dt_bias"), B=2)
     y, ht = mamba.mamba_chunk_scan_combined(**given, chunk_size=16, dt_softplus=True,
                                             return_final_states=True)
     state = torch.zeros_like(ht)
@@ -136,13 +136,13 @@ def test_cu_seqlens_counts_only_with_its_states() -> None:
 
 
 def test_nothing_to_do() -> None:
-    for facts in ({"b": 0}, {"T": 0}):
+    for facts in ({"B": 0}, {"T": 0}):
         given = {name: x.requires_grad_() for name, x in scan_inputs(**facts).items()}
         y, ht = mamba.mamba_chunk_scan_combined(**given, chunk_size=16, return_final_states=True)
         assert y.shape == given["x"].shape and torch.equal(ht, given["initial_states"])
         (y.sum() + ht.sum()).backward()
-        assert mamba.causal_conv1d_fn(torch.zeros(facts.get("b", 2), 6, facts.get("T", 3)), torch.zeros(6, 4),
-                                      seq_idx=torch.zeros(facts.get("b", 2), facts.get("T", 3),
+        assert mamba.causal_conv1d_fn(torch.zeros(facts.get("B", 2), 6, facts.get("T", 3)), torch.zeros(6, 4),
+                                      seq_idx=torch.zeros(facts.get("B", 2), facts.get("T", 3),
                                                           dtype=torch.int32)).numel() == 0
     x, groups = torch.zeros(0, 2, 3), torch.zeros(0, 1, 4)
     assert mamba.selective_state_update(torch.zeros(0, 2, 3, 4), x, x, torch.zeros(2, 3, 4), groups,
@@ -331,7 +331,7 @@ def test_lengths_share_a_graph() -> None:
 
 @torch.no_grad()
 def test_a_compiled_step_in_a_pool() -> None:
-    given, columns = made(make_step, tied=False, pool=7), made(make_window, b=3, pool=7, ring=True)
+    given, columns = made(make_step, tied=False, pool=7), made(make_window, B=3, pool=7, ring=True)
 
     def layer(state: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         inputs = (given[name] for name in ("x", "dt", "A", "B", "C"))

@@ -99,7 +99,7 @@ def test_without_the_last_state_y_comes_alone() -> None:
     assert mamba.selective_scan_fn is flashlin.selective_scan_fn
 
 
-@pytest.mark.parametrize("shape", [{"T": 0}, {"b": 0}], ids=str)
+@pytest.mark.parametrize("shape", [{"T": 0}, {"B": 0}], ids=str)
 def test_there_may_be_no_tokens_and_no_rows(shape: dict[str, int]) -> None:
     leaves = {name: x.requires_grad_() for name, x in made(**shape).items()}
     y, last = flashlin.selective_scan_fn(**leaves, return_last_state=True)

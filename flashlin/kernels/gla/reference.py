@@ -9,8 +9,8 @@ from flashlin.kernels.oracle import decayed, over_tokens, read, written
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gv: Tensor | None = None,
          u: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """S' = Diag(e^g) S Diag(e^gv) + k v^T, and o = S'^T q, or with u [HV, K], RWKV-6's bonus, o = (S + Diag(u)
-    k v^T)^T q."""
+    """S' = Diag(e^g) S Diag(e^gv) + k v^T, o = S'^T q. RWKV-6 has a bonus u [HV, K] for the token itself and
+    reads the state before it: o = (S + Diag(u) k v^T)^T q."""
     after = decayed(S, g, values=gv) + written(k, v)
     return after, read(after if u is None else S + written(u * k, v), q)
 

@@ -14,8 +14,8 @@ def step(h: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def recurrence(x: Tensor, g: Tensor, h0: Tensor | None = None,
                bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (all h [B, T, D], final states [N, D]). x, g [B, T, D], h0 [N, D] or zeros. Tokens of no sequence
-    are zero."""
+    """Return (all h [B, T, D], final states [N, D]). x, g [B, T, D], h0 [N, D] or zeros. Tokens of no
+    sequence are zero."""
     N = x.shape[0] if bounds is None else len(bounds) - 1
     h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0
     return token_by_token(step, {"x": x.double(), "g": g.double()}, h0.double(), bounds)

@@ -1,5 +1,5 @@
-"""The step of linear attention with a decay for each head, in float64, written from the mathematics. ``over_tokens``
-names the shapes."""
+"""The step of linear attention with a decay for each head, in float64, written from the mathematics.
+``over_tokens`` names the shapes."""
 from __future__ import annotations
 
 from torch import Tensor

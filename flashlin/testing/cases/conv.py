@@ -2,7 +2,7 @@
 filter."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,34 +10,27 @@ from torch import Tensor
 
 import flashlin
 from flashlin.kernels.conv.reference import convolve, shift
-from flashlin.testing.cases.inputs import Draw, bounds, dtype_of, extents
+from flashlin.testing.cases.inputs import Input, Maker
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-OPTIONAL = {"bias": "D", "residual": "B T D", "initial_state": "N D W"}
+# row: x is the first part of rows of so many parts. others: dtype of all but x.
+OTHERS = {"bias": Input("D", dtype="others", when="given"),
+          "residual": Input("B T D", dtype="others", when="given"),
+          "initial_state": Input("N D W", dtype="others", when="given")}
+FACTS = {"B": 2, "T": 70, "D": 48, "W": 4, "of": 1, "others": "same"}
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    B: int = 2,
-    T: int = 70,
-    D: int = 48,
-    W: int = 4,
-    given: Collection[str] = OPTIONAL,
-    edges: tuple[int, ...] = (),
-    others: str = "same",
-    of: int = 1,
-) -> Tensors:
-    """given: those of OPTIONAL. others: dtype of all but x, ``same`` for x's. of: x is the first part of rows
-    of so many parts."""
-    B, T, N = extents(B, T, edges)
-    draw, own = Draw(generator, B=B, T=T, D=D, W=W, N=N, row=D * of), dtype_of(others, dtype)
-    made = {"x": draw("B T row").to(dtype), "weight": draw("D W").to(own)}
-    made |= {name: draw(dimensions).to(own) for name, dimensions in OPTIONAL.items() if name in given}
-    return made | bounds(edges)
+def _row(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"row": facts["D"] * facts["of"]}
+
+
+_make = Maker({"x": Input("B T row"), "weight": Input("D W", dtype="others"), **OTHERS}, FACTS, _row)
+_make_update = Maker({"x": Input("B row"), "weight": Input("D W", dtype="others"), "bias": OTHERS["bias"],
+                      "residual": Input("B D", dtype="others", when="given"),
+                      "cache": Input("N D W", dtype="others")}, FACTS, _row)
+_make_shift = Maker({"x": Input("B T row"), "cache": Input("N D", dtype="others", when="given")}, FACTS, _row)
 
 
 def call(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
@@ -47,13 +40,6 @@ def call(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, Tensor | None
 def reference(x: Tensor, weight: Tensor, activation: str | None = None,
               **tensors: Tensor) -> tuple[Tensor, Tensor]:
     return convolve(x[..., :len(weight)], weight, **tensors, silu=activation is not None)
-
-
-def make_update(dtype: torch.dtype, generator: torch.Generator, *, given: Collection[str] = OPTIONAL,
-                **facts: Any) -> Tensors:
-    made = make(dtype, generator, T=1, given=(*given, "initial_state"), **facts)
-    made |= {name: made[name][:, 0] for name in ("x", "residual") if name in made}
-    return made | {"cache": made.pop("initial_state")}
 
 
 def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
@@ -73,13 +59,6 @@ def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | No
     return y[:, 0], y[:, 0].detach(), after.detach(), after.detach()
 
 
-def make_shift(dtype: torch.dtype, generator: torch.Generator, *, cached: bool = True,
-               **facts: Any) -> Tensors:
-    made = make(dtype, generator, W=1, given=("initial_state",) if cached else (), **facts)
-    del made["weight"]
-    return made | ({"cache": made.pop("initial_state")[..., 0].contiguous()} if cached else {})
-
-
 def call_shift(x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
     return flashlin.token_shift(_shifted(x, cache), cache=cache, **given, output_cache=True)
 
@@ -93,10 +72,10 @@ def _shifted(x: Tensor, cache: Tensor | None) -> Tensor:
     return x if cache is None else x[..., :cache.shape[-1]]
 
 
-_conv = Op("causal_conv1d", make, reference, TOLERANCES, ("y", "ht"), call=call)
-_update = Op("causal_conv1d_update", make_update, update_reference, TOLERANCES,
+_conv = Op("causal_conv1d", _make, reference, TOLERANCES, ("y", "ht"), call=call)
+_update = Op("causal_conv1d_update", _make_update, update_reference, TOLERANCES,
              ("y", "y_of_the_kernel", "cache", "cache_too"), {}, call_update, ("cache",))
-_shift = Op("token_shift", make_shift, shift_reference, TOLERANCES, ("y", "last"), {}, call_shift)
+_shift = Op("token_shift", _make_shift, shift_reference, TOLERANCES, ("y", "last"), {}, call_shift)
 SILU = {"activation": "silu"}
 # empty ones, ones shorter than any filter, ones of several blocks
 PACKED = (0, 1, 1, 3, 40, 41, 105, 107, 150)
@@ -117,8 +96,8 @@ CASES: list[Case] = [
     _update("linear", B=5), _update("bare", SILU, given=(), B=1),
     _update("fp32-others", SILU, others="float32"), _update("D=300", SILU, D=300),
     *(_update(f"W={W}", SILU, W=W, D=20) for W in (1, 2, 3, 7, 16))]
-CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("bare", cached=False),
-          _shift("bare-packed", cached=False, edges=PACKED), _shift("one-token", B=3, T=1),
+CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("bare", given=()),
+          _shift("bare-packed", given=(), edges=PACKED), _shift("one-token", B=3, T=1),
           _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, D=16),
           _shift("fp32-cache", others="float32"), _shift("sliced", of=2, D=20), _shift("D=1", D=1),
           _shift("D=300", D=300)]

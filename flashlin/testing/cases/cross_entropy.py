@@ -2,7 +2,6 @@
 rows, extreme logits."""
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin.kernels.cross_entropy.reference import cross_entropy
+from flashlin.testing.cases.inputs import Draw, Input, Maker
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
@@ -18,37 +18,35 @@ TOLERANCES = {"*": 0.001, "d*": 0.005}
 LINEAR = {"*": 0.005, "d*": 0.02}   # 16-bit logits between the products
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    N: int = 37,
-    V: int = 100,
-    D: int = 0,
-    bias: bool = True,
-    kind: str = "random",
-    ignored: str = "",
-    ignore_index: int = -100,
-    index: str = "int64",
-) -> Tensors:
-    """D: of the linear layer, 0 for logits as they are. kind: ``far`` logits, ``masked`` ones, which are
-    -inf, or ``peaked`` ones, which leave no doubt about the highest. ignored: ``some`` rows, or ``all``."""
-    def randn(*shape: int, size: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * size).to(dtype)
-    target = torch.randint(0, V, (N,), generator=generator)
-    if ignored:
-        target[slice(None, None, 3 if ignored == "some" else 1)] = ignore_index
-    made = {"target": target.to(getattr(torch, index))}
-    if D:
-        made |= {"x": randn(N, D), "weight": randn(V, D, size=D**-0.5)} | ({"bias": randn(V)} if bias else {})
-    else:
-        made["logits"] = randn(N, V, size=50.0 if kind == "far" else 2.0)
-    if kind == "peaked":
+def _target(draw: Draw, shape: str) -> Tensor:
+    target = draw.integers(draw["V"], shape)
+    if draw["ignored"]:
+        target[slice(None, None, 3 if draw["ignored"] == "some" else 1)] = draw["ignore_index"]
+    return target.to(getattr(torch, draw["index"]))
+
+
+def _logits(draw: Draw, shape: str) -> Tensor:
+    return draw(shape) * (50.0 if draw["kind"] == "far" else 2.0)
+
+
+def _special(made: Tensors, draw: Draw) -> Tensors:
+    if draw["kind"] == "peaked":
         made["bias"][7] += 20
-    if kind == "masked":
+    if draw["kind"] == "masked":
         made["logits"][:, 1::2] = -torch.inf
         made["target"] -= made["target"] % 2
     return made
+
+
+# kind: ``far`` logits, ``masked`` ones, which are -inf, or ``peaked`` ones, which leave no doubt about the
+# highest. ignored: ``some`` rows, or ``all``.
+FACTS = {"N": 37, "V": 100, "kind": "random", "ignored": "", "ignore_index": -100, "index": "int64"}
+_make = Maker({"target": Input("N", _target), "logits": Input("N V", _logits)}, FACTS, finish=_special)
+_make_linear = _make.but(
+    inputs={"target": Input("N", _target), "x": Input("N D"),
+            "weight": Input("V D", lambda draw, shape: draw(shape) * draw["D"] ** -0.5),
+            "bias": Input("V", when="given")},
+    facts={**FACTS, "D": 24, "V": 60})
 
 
 def call(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -85,8 +83,8 @@ def linear_reference(
     return loss + squares - squares.detach()
 
 
-_loss = Op("cross_entropy_loss", make, reference, TOLERANCES, ("loss", "z_loss"), {}, call)
-_linear = Op("fused_linear_cross_entropy_loss", partial(make, D=24, V=60), linear_reference, LINEAR,
+_loss = Op("cross_entropy_loss", _make, reference, TOLERANCES, ("loss", "z_loss"), {}, call)
+_linear = Op("fused_linear_cross_entropy_loss", _make_linear, linear_reference, LINEAR,
              ("loss",), {})
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "logit_scale": 1.7, "lse_square_scale": 0.01,
                        "logit_softcapping": 3.0}
@@ -104,7 +102,7 @@ CASES += [_loss("negative-scale", {"logit_scale": -0.5}), _loss("smoothing-1", {
           _loss("far-capped", {"logit_softcapping": 30.0}, kind="far"), _loss("masked", kind="masked"),
           _loss("masked-wide", kind="masked", V=9000, N=5),
           _loss("in-place", {**ALL, "inplace_backward": True}, V=500, ignored="some")]
-CASES += [_linear("random", quick=True), _linear("sum", {"reduction": "sum"}), _linear("no-bias", bias=False),
+CASES += [_linear("random", quick=True), _linear("sum", {"reduction": "sum"}), _linear("no-bias", given=()),
           _linear("chunks", N=300, V=400, ignored="some"),
           _linear("few-chunks", {"num_chunks": 2}, N=150, V=200), _linear("all-ignored", ignored="all"),
           _linear("no-rows", N=0),

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-import torch.nn.functional as F
-
 from flashlin.kernels.delta.reference import recurrence
-from flashlin.testing.cases import forgetting, sequences
-from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
+from flashlin.testing.cases import sequences
+from flashlin.testing.cases.inputs import FLOAT32, Input, Maker, decays, keys, rates, times, unit
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.recurrent import forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
 # One key with beta = 1: every token overwrites the last one's value, so what the gates' gradients gain from
@@ -25,37 +22,15 @@ FORGETFUL = {"dg": 0.05}
 REFLECTED = {"*": 0.6, "d*": 0.6, "dbeta": 0.6}
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    B: int = 2,
-    T: int = 100,
-    H: int = 2,
-    HV: int = 2,
-    K: int = 64,
-    V: int = 64,
-    keys: str = "random",
-    rate: str = "random",
-    gate: str = "none",
-    state: bool = True,
-    edges: tuple[int, ...] = (),
-    raw: bool = False,
-) -> Tensors:
-    """keys: one of KEYS. rate: beta, as for Draw.rates. gate: ``none`` or as for Draw.decay. raw: gate and
-    beta are what becomes decays and rates inside the op."""
-    B, T, N = extents(B, T, edges)
-    draw = Draw(generator, B=B, T=T, H=H, HV=HV, K=K, V=V, N=N)
-    q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")
-    made = {"q": q.to(dtype), "k": k.to(dtype).contiguous(), "v": v.to(dtype)}
-    if gate != "none":
-        made["g"] = forgetting.raw(gate, draw("B T HV")) if raw else draw.decay(gate, "B T HV", 0.0)
-    made["beta"] = draw.rates(rate, "B T HV", raw)
-    if raw:
-        made |= {"A_log": draw("HV") * 0.5, "dt_bias": draw("HV")}
-    if state:
-        made["initial_state"] = draw("N HV K V")
-    return made | bounds(edges)
+QKV = {"q": Input("B T H K", unit), "k": Input("B T H K", keys), "v": Input("B T HV V")}
+REST = {"beta": Input("B T HV", rates, FLOAT32), "A_log": Input("HV", times(0.5), FLOAT32, "raw"),
+        "dt_bias": Input("HV", dtype=FLOAT32, when="raw"),
+        "initial_state": Input("N HV K V", dtype=FLOAT32, when="state")}
+# keys: one of KEYS. rate: of beta. gate: of g. raw: gate and beta become decays and rates inside the op.
+FACTS = {"B": 2, "T": 100, "H": 2, "HV": 2, "K": 64, "V": 64, "keys": "random", "rate": "random",
+         "gate": "random", "raw": False, "state": True}
+rule = Maker({**QKV, **REST}, FACTS)
+gated_rule = Maker({**QKV, "g": Input("B T HV", decays(0.0), FLOAT32), **REST}, FACTS)
 
 
 def _family(case: Op) -> list[Case]:
@@ -69,7 +44,7 @@ def _family(case: Op) -> list[Case]:
              case("alike", keys="alike", rate="1"), case("alike-l2", L2, keys="alike"),
              case("period-4", keys="period-4", rate="1"), case("beta=0", rate="0"),
              case("zero-keys", L2, keys="zero", K=32, V=32, T=70)]
-    cases += [case(name, gate=sequences.SLOW if gated else "none", **facts)
+    cases += [case(name, gate=sequences.SLOW, **facts)
               for name, facts in sequences.LONG.items()]
     if gated:
         cases += [case("g=0", gate="0"), case("g=-20", gate="-20"),
@@ -89,5 +64,5 @@ def _family(case: Op) -> list[Case]:
 
 
 reference = partial(sequences.outputs, recurrence, {})
-CASES = [*_family(Op("chunk_delta_rule", make, reference, TOLERANCES)),
-         *_family(Op("chunk_gated_delta_rule", partial(make, gate="random"), reference, TOLERANCES))]
+CASES = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES)),
+         *_family(Op("chunk_gated_delta_rule", gated_rule, reference, TOLERANCES))]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
-from flashlin.testing.cases import forgetting, sequences
-from flashlin.testing.cases.inputs import KEYS, Draw, bounds, extents
+from flashlin.testing.cases import delta, sequences
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays, keys, renamed
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.recurrent import forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
@@ -28,59 +28,43 @@ FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    vectors: bool = True,
-    gated: bool = True,
-    names: Mapping[str, str],
-    B: int = 1,
-    T: int = 100,
-    H: int = 2,
-    HV: int | None = None,
-    K: int = 64,
-    V: int = 64,
-    keys: str = "random",
-    rate: str = "random",
-    gate: str = "random",
-    free: bool = False,
-    state: bool = True,
-    v_first: bool = False,
-    edges: tuple[int, ...] = (),
-    raw: bool = False,
-) -> Tensors:
-    """vectors: a and b, else beta. gated: with g. names: the op's, where they are not the recurrence's. HV: H
-    if None. keys: one of KEYS. rate: beta, or how much of what a reads b writes back: a = -k', b = rate k',
-    k' like the keys. free: a and b have nothing to do with each other. gate: as for Draw.decay. raw: gates
-    that become decays inside the op."""
-    B, T, N = extents(B, T, edges)
-    draw = Draw(generator, B=B, T=T, H=H, HV=HV or H, K=K, V=V, N=N)
-    q, k, v = F.normalize(draw("B T H K"), dim=-1), KEYS[keys](draw("B T H K")), draw("B T HV V")
-    made = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype),
-            "g": forgetting.raw(gate, 4 * draw("B T HV K")) if raw else draw.decay(gate, "B T HV K")}
-    if vectors:
-        read = KEYS[keys](draw("B T HV K"))
-        share = draw("B T HV K").sigmoid() if rate == "random" else float(rate)
-        written = F.normalize(draw("B T HV K"), dim=-1) / 2 if free else read * share
-        made |= {"a": (-read).to(dtype), "b": written.to(dtype)}
-    else:
-        beta = draw("B T HV")  # where beta is a number, too: the initial state of such cases depends on it
-        made["beta"] = (torch.full_like(beta, float(rate)) if rate != "random" else beta if raw
-                        else beta.sigmoid())
-    if raw:
-        made |= {"A_log": draw("HV") * 0.5, "dt_bias": draw("HV K").flatten()}
-    if state:
-        made["initial_state"] = draw("N HV V K" if v_first else "N HV K V")
-    if not gated:
-        del made["g"]
-    return {names.get(name, name): x.contiguous() for name, x in made.items()} | bounds(edges)
+def _minus_read(draw: Draw, shape: str) -> Tensor:
+    draw.kept["read"] = keys(draw, shape)
+    return -draw.kept["read"]
 
 
-def _op(name: str, names: Mapping[str, str], recurrence: Callable[..., tuple[Tensor, Tensor]] = recurrence,
-        scale: float | None = None, **facts: Any) -> Op:
-    return Op(name, partial(make, names=names, **facts),
-              partial(sequences.outputs, recurrence, names, scale=scale), TOLERANCES)
+def _back(draw: Draw, shape: str) -> Tensor:
+    """A share of what a reads, as large as ``rate`` says; with the fact ``free``, a vector of its own."""
+    share = draw(shape).sigmoid() if draw["rate"] == "random" else float(draw["rate"])
+    return F.normalize(draw(shape), dim=-1) / 2 if draw["free"] else draw.kept["read"] * share
+
+
+def _beta(draw: Draw, shape: str) -> Tensor:
+    """Drawn where it is a number, too: the initial state of such cases depends on it."""
+    beta = draw(shape)
+    return (torch.full_like(beta, float(draw["rate"])) if draw["rate"] != "random" else beta if draw["raw"]
+            else beta.sigmoid())
+
+
+def _heads(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"HV": facts["HV"] or facts["H"], "HVK": (facts["HV"] or facts["H"]) * facts["K"]}
+
+
+DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
+STATE = delta.REST["initial_state"]
+VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
+# HV: H if None. keys: one of KEYS. rate: of beta, or the share of what a reads that b writes back. raw: gates
+# become decays inside the op.
+FACTS = {**delta.FACTS, "B": 1, "HV": None, "free": False}
+kda = Maker({**delta.QKV, "g": DECAY, "beta": Input("B T HV", _beta, FLOAT32), "A_log": delta.REST["A_log"],
+             "dt_bias": Input("HVK", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS, _heads)
+dplr = kda.but(inputs={**delta.QKV, "gk": DECAY, **VECTORS, "initial_state": STATE})
+
+
+def _op(name: str, make: Maker, recurrence: Callable[..., tuple[Tensor, Tensor]] = recurrence,
+        scale: float | None = None, **names: str) -> Op:
+    """names: the op's, by the recurrence's."""
+    return Op(name, make, partial(sequences.outputs, recurrence, names, scale=scale), TOLERANCES)
 
 
 def _shared(case: Op) -> list[Case]:
@@ -103,13 +87,14 @@ def _shared(case: Op) -> list[Case]:
               for name, facts in sequences.LONG.items())]
 
 
-_kda = _op("chunk_kda", {}, recurrence_of_keys, vectors=False)
-_dplr = _op("chunk_dplr_delta_rule", {"g": "gk"})
-_rwkv7 = _op("chunk_rwkv7", {"q": "r", "g": "w"}, scale=1.0)
-_iplr = _op("chunk_iplr_delta_rule", {}, gated=False)
+_kda = _op("chunk_kda", kda, recurrence_of_keys)
+_dplr = _op("chunk_dplr_delta_rule", dplr, g="gk")
+_rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r",
+             g="w")
+_iplr = _op("chunk_iplr_delta_rule", dplr.having(without=("gk",)))
 CASES = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),
-    _kda("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
+    _kda("v-first", V_FIRST, K=24, V=40, T=70),
     _kda("gates", INSIDE, raw=True, keys="raw", allowed={"dg": 0.03}),
     _kda("gates-resets", INSIDE, raw=True, gate="resets", K=32, V=32, T=70),
     _kda("bounded", {**INSIDE, "lower_bound": -5.0}, raw=True, keys="raw", T=70),

@@ -2,60 +2,45 @@
 sizes."""
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.cases import sequences
-from flashlin.testing.cases.inputs import Draw, bounds, extents
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.sequences import V_FIRST
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    B: int = 2,
-    T: int = 150,
-    H: int = 2,
-    K: int = 64,
-    V: int = 64,
-    gates: Mapping[str, str],
-    gate: str = "random",
-    shift: float = 2.0,
-    kind: str = "random",
-    state: bool = True,
-    v_first: bool = False,
-    edges: tuple[int, ...] = (),
-) -> Tensors:
-    """gates: the decays' names and dimensions; gate, shift: as for Draw.decay. kind: of q, k and v,
-    ``random``, ``constant`` or ``one-key``."""
-    B, T, N = extents(B, T, edges)
-    draw = Draw(generator, B=B, T=T, H=H, K=K, V=V, N=N)
-    q, k, v = (draw(dimensions).to(dtype) for dimensions in ("B T H K", "B T H K", "B T H V"))
-    if kind == "constant":
-        q, k, v = (torch.full_like(x, 0.5) for x in (q, k, v))
-    elif kind == "one-key":
-        k = k[:, :1].expand_as(k).contiguous()
-    made = {"q": q, "k": k, "v": v}
-    made |= {name: draw.decay(gate, dimensions, shift) for name, dimensions in gates.items()}
-    if state:
-        made["initial_state"] = draw("N H V K" if v_first else "N H K V")
-    return made | bounds(edges)
+def _values(draw: Draw, shape: str) -> Tensor:
+    x = draw(shape)
+    return torch.full_like(x, 0.5) if draw["kind"] == "constant" else x
+
+
+def _keys(draw: Draw, shape: str) -> Tensor:
+    x = _values(draw, shape)
+    return x[:, :1].expand_as(x) if draw["kind"] == "one-key" else x
+
+
+QKV = {"q": Input("B T H K", _values), "k": Input("B T H K", _keys), "v": Input("B T H V", _values)}
+DECAY, DECAY_OF_VALUES = Input("B T H K", decays(), FLOAT32), Input("B T H V", decays(), FLOAT32, "values")
+STATE = Input("N H K V", dtype=FLOAT32, when="state")
+# gate: of the decays. kind: of q, k and v, ``random``, ``constant`` or ``one-key``.
+FACTS = {"B": 2, "T": 150, "H": 2, "K": 64, "V": 64, "gate": "random", "kind": "random", "state": True}
+chunked = Maker({**QKV, "g": DECAY, "initial_state": STATE}, FACTS)
+# keys, values: which of them decay
+_by_token = Maker({**QKV, "gk": DECAY._replace(when="keys"), "gv": DECAY_OF_VALUES, "initial_state": STATE},
+                  {**FACTS, "keys": True, "values": False})
 
 
 REVERSE = {"reverse": True}
-KEYS, VALUES = {"gk": "B T H K"}, {"gv": "B T H V"}
-_chunk = Op("chunk_gla", partial(make, gates={"g": "B T H K"}),
-            partial(sequences.outputs, recurrence, {}), TOLERANCES)
-_token = Op("fused_recurrent_gla", partial(make, gates=KEYS),
-            partial(sequences.outputs, recurrence, {"g": "gk"}), TOLERANCES)
+_chunk = Op("chunk_gla", chunked, partial(sequences.outputs, recurrence, {}), TOLERANCES)
+_token = Op("fused_recurrent_gla", _by_token, partial(sequences.outputs, recurrence, {"g": "gk"}), TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("g=0", gate="0"), _chunk("g=-20", gate="-20"), _chunk("g=-1", gate="-1"),
@@ -65,18 +50,18 @@ CASES: list[Case] = [
     _chunk("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
     _chunk("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _chunk("wide", K=128, V=128, T=100),
     _chunk("narrow", K=64, V=32, T=70),
-    _chunk("odd", K=100, V=36, T=70), _chunk("v-first", V_FIRST, v_first=True, K=24, V=40, T=70),
+    _chunk("odd", K=100, V=36, T=70), _chunk("v-first", V_FIRST, K=24, V=40, T=70),
     _chunk("one-token", T=1), _chunk("short", T=21), _chunk("K=256,V=256", K=256, V=256, B=1, T=80),
     _chunk("K=512,V=64", K=512, B=1, T=80), _chunk("K=64,V=512", V=512, B=1, T=80),
     _chunk("K=129,V=20", K=129, V=20, B=1, T=80),
     *(_chunk(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items()),
     _token("random", quick=True, T=8, H=1, K=32, V=32),
     _token("strong", gate="strong", T=12, K=32, V=40, B=1),
-    _token("resets", gate="resets", gates=KEYS | VALUES, T=9, K=16, V=24),
-    _token("ungated", gates={}, T=6, K=16, V=24), _token("both-gates", gates=KEYS | VALUES, T=6, K=16, V=24),
-    _token("values-only", gates=VALUES, T=5, K=16),
+    _token("resets", gate="resets", values=True, T=9, K=16, V=24),
+    _token("ungated", keys=False, T=6, K=16, V=24), _token("both-gates", values=True, T=6, K=16, V=24),
+    _token("values-only", keys=False, values=True, T=5, K=16),
     _token("packed", {"scale": -0.7}, edges=(0, 1, 1, 5, 9), K=16, V=24),
-    _token("v-first", V_FIRST, v_first=True, K=24, V=40, T=6), _token("reverse", REVERSE, T=6, K=16, V=24),
-    _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, gates=KEYS | VALUES),
+    _token("v-first", V_FIRST, K=24, V=40, T=6), _token("reverse", REVERSE, T=6, K=16, V=24),
+    _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, values=True),
     _token("segments", B=1, H=1, T=66, K=16, V=16),
-    _token("ungated-segments", gates={}, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]
+    _token("ungated-segments", keys=False, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]

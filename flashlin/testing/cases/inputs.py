@@ -1,7 +1,11 @@
-"""What the inputs of cases are drawn with."""
+"""Declared tensors: the shape, the values and the dtype of each tensor of an op, from which cases make it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +16,22 @@ from flashlin.testing.compare import Tensors
 
 
 class Draw:
-    """Random numbers in float32 on the CPU, of shapes in words: ``Draw(generator, B=2, T=9)("B T")`` is
-    normal numbers [2, 9]. A size that is None is a dimension that is not there."""
+    """Random numbers in float32 on the CPU. Shapes are the names of facts: ``Draw(generator, {"B": 2, "T":
+    9})("B T")`` returns normal numbers [2, 9].
 
-    def __init__(self, generator: torch.Generator, **sizes: int | None) -> None:
-        self.generator, self.sizes = generator, sizes
+    A size that is None is no dimension, and a tuple is several. kept: values that tensors share.
+    """
+
+    def __init__(self, generator: torch.Generator, facts: Mapping[str, Any]) -> None:
+        self.generator, self.facts, self.kept = generator, facts, Tensors()
+
+    def __getitem__(self, fact: str) -> Any:
+        return self.facts[fact]
 
     def shape(self, dimensions: str) -> list[int]:
-        sizes = [self.sizes[name] for name in dimensions.split()]
-        return [size for size in sizes if size is not None]
+        sizes = [self.facts[name] for name in dimensions.split()]
+        several = [size if isinstance(size, tuple) else (size,) for size in sizes if size is not None]
+        return [n for size in several for n in size]
 
     def __call__(self, dimensions: str) -> Tensor:
         return torch.randn(self.shape(dimensions), generator=self.generator)
@@ -28,6 +39,10 @@ class Draw:
     def uniform(self, dimensions: str) -> Tensor:
         """From 0 to 1."""
         return torch.rand(self.shape(dimensions), generator=self.generator)
+
+    def integers(self, high: int, dimensions: str) -> Tensor:
+        """From 0 to high - 1."""
+        return torch.randint(0, high, self.shape(dimensions), generator=self.generator)
 
     def decay(self, kind: str, dimensions: str, shift: float = 2.0) -> Tensor:
         """Log decays: of one of forgetting.KINDS (logsigmoid of normal numbers + shift); ``layer`` (uniform
@@ -52,6 +67,109 @@ class Draw:
         return logits if raw else logits.sigmoid()
 
 
+Values = Callable[[Draw, str], Tensor]
+
+
+def unit(draw: Draw, shape: str) -> Tensor:
+    return F.normalize(draw(shape), dim=-1)
+
+
+def keys(draw: Draw, shape: str) -> Tensor:
+    """Of the kind that the fact ``keys`` names, one of KEYS."""
+    return KEYS[draw["keys"]](draw(shape))
+
+
+def decays(shift: float = 2.0, size: float = 1.0) -> Values:
+    """Log decays of the kind that the fact ``gate`` names. With the fact ``raw`` they are gates of this size,
+    which become decays inside the op."""
+    def values(draw: Draw, shape: str) -> Tensor:
+        if draw.facts.get("raw"):
+            return forgetting.raw(draw["gate"], size * draw(shape))
+        return draw.decay(draw["gate"], shape, shift)
+    return values
+
+
+def rates(draw: Draw, shape: str) -> Tensor:
+    """Of the kind that the fact ``rate`` names; with the fact ``raw``, before their sigmoid."""
+    return draw.rates(draw["rate"], shape, draw.facts.get("raw", False))
+
+
+def times(factor: float, plus: float = 0.0) -> Values:
+    return lambda draw, shape: draw(shape) * factor + plus
+
+
+class Input(NamedTuple):
+    """A tensor of an op. shape: the name of a size for each dimension. dtype: ``same`` for that of the case,
+    another, or a fact that names it. when: the fact without which the tensor is not made. ``given`` stands
+    for that list of names: a tensor that is not in it is drawn and dropped, so that others keep their values.
+    """
+    shape: str
+    of: Values = Draw.__call__
+    dtype: str = "same"
+    when: str = ""
+
+
+FLOAT32 = "float32"
+GIVEN: Mapping[str, Any] = MappingProxyType({"given": None, "without": (), "edges": ()})
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the tensors of a case, in the order in which they are declared.
+
+    facts: what a case may choose, with the usual values; sizes among them. derived: facts that follow from
+    others. finish: changes the tensors made. Of every maker a case may choose ``edges`` of packed sequences,
+    ``v_first``, names ``given`` of tensors that are so declared (all if None), or those to go ``without``.
+    """
+    inputs: Mapping[str, Input]
+    facts: Mapping[str, Any]
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda facts: {}
+    finish: Callable[[Tensors, Draw], Tensors] = lambda made, draw: made
+
+    def __call__(self, dtype: torch.dtype, generator: torch.Generator, **chosen: Any) -> Tensors:
+        facts = {"v_first": False, **GIVEN, **self.facts, **chosen}
+        if unknown := chosen.keys() - {"v_first", *GIVEN, *self.facts}:
+            raise TypeError(f"facts: got {', '.join(sorted(unknown))}, need {', '.join(self.facts)}")
+        edges = facts["edges"]
+        facts |= {"B": 1, "T": edges[-1]} if edges else {}  # packed sequences are one row
+        facts = {"N": len(edges) - 1 if edges else facts.get("B"), **facts}
+        draw, made = Draw(generator, {**facts, **self.derived(facts)}), Tensors()
+        for name, one in self.inputs.items():
+            given = facts["given"] is None or name in facts["given"]
+            if one.when in ("", "given") or draw[one.when]:
+                shape = one.shape.replace("K V", "V K") if facts["v_first"] and "state" in name else one.shape
+                x = one.of(draw, shape).contiguous()
+                if (given or one.when != "given") and name not in facts["without"]:
+                    made[name] = x.to(self.dtype_of(one, draw, dtype)) if x.is_floating_point() else x
+        bounds = {"cu_seqlens": torch.tensor(edges, dtype=facts.get("bounds", torch.int32))} if edges else {}
+        return self.finish(made | bounds, draw)
+
+    def dtype_of(self, one: Input, draw: Draw, dtype: torch.dtype) -> torch.dtype:
+        name = draw.facts.get(one.dtype, one.dtype)
+        found: torch.dtype = dtype if name == "same" else getattr(torch, name)
+        return found
+
+    def having(self, **facts: Any) -> Maker:
+        """With other facts as the usual ones."""
+        return self.but(facts={**self.facts, **facts})
+
+    def but(self, **fields: Any) -> Maker:
+        """With other fields."""
+        return replace(self, **fields)
+
+
+def facts_of(make: Callable[..., Tensors]) -> Mapping[str, Any]:
+    """Return the facts with which a case's ``make`` makes its tensors; none where they are not declared."""
+    maker, chosen = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
+    return {**maker.facts, **chosen} if isinstance(maker, Maker) else {}
+
+
+def renamed(inputs: Mapping[str, Input], **names: str) -> dict[str, Input]:
+    """The inputs with other names: ``r="q"`` calls q r."""
+    ours = {theirs: name for name, theirs in names.items()}
+    return {ours.get(name, name): one for name, one in inputs.items()}
+
+
 def _unit(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: F.normalize(change(x), dim=-1)
 
@@ -70,25 +188,3 @@ KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "raw": lambda x: x,
     "zero": torch.zeros_like,
     "every-other-zero": _unit(_every_other_zero)}
-
-
-def extents(B: int, T: int, edges: tuple[int, ...]) -> tuple[int, int, int]:
-    """B, T and the number of sequences; packed ones, which lie between ``edges``, are one row."""
-    return (1, edges[-1], len(edges) - 1) if edges else (B, T, B)
-
-
-def bounds(edges: tuple[int, ...]) -> Tensors:
-    """The op's cu_seqlens, if the sequences are packed."""
-    return {"cu_seqlens": torch.tensor(edges, dtype=torch.int32)} if edges else {}
-
-
-def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """torch's dtype of that name; ``same`` is ``dtype``."""
-    named: torch.dtype = dtype if name == "same" else getattr(torch, name)
-    return named
-
-
-def typed(made: Tensors, dtype: torch.dtype, own: Mapping[str, torch.dtype],
-          without: Container[str] = ()) -> Tensors:
-    """The tensors made, but for those in ``without``, in their own dtypes, or else in ``dtype``."""
-    return {name: x.to(own.get(name, dtype)) for name, x in made.items() if name not in without}

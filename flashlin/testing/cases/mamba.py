@@ -3,7 +3,7 @@ steps in place, gated norms."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import flashlin
 from flashlin.kernels.conv.reference import convolve
 from flashlin.kernels.mamba.reference import scan, selective, silu, step, window
 from flashlin.kernels.norm.reference import normalise
-from flashlin.testing.cases.inputs import Draw, bounds, dtype_of, extents, typed
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, times
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
@@ -31,56 +31,56 @@ STEPS = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting
 UPDATE = ("y", "y_of_the_kernel", "state", "state_too")
 
 
-def chosen(made: Tensors, optional: Collection[str], given: Collection[str], dtype: torch.dtype,
-           own: Mapping[str, torch.dtype]) -> Tensors:
-    """made without what is optional and not given, in ``dtype`` or that of its own."""
-    return typed(made, dtype, own, set(optional) - set(given))
+def numbers(draw: Draw, _: str) -> Tensor:
+    """seq_idx of rows made of sequences of the lengths ``seq``. In row i the first one is i tokens longer,
+    and the last one is i tokens shorter."""
+    lengths = draw["seq"]
+    rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(draw["B"])]
+    numbered = torch.stack([torch.arange(len(lengths)).repeat_interleave(row) for row in rows])
+    return torch.where(numbered == 1, -1, numbered).int() if draw.facts.get("padding") else numbered.int()
 
 
-def numbers(lengths: tuple[int, ...], b: int) -> Tensors:
-    """seq_idx of rows made of sequences of these lengths, if there are any; of row i the first one is i
-    tokens longer, at the cost of the last."""
-    rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(b) if lengths]
-    numbered = [torch.arange(len(lengths)).repeat_interleave(row) for row in rows]
-    return {"seq_idx": torch.stack(numbered).int()} if numbered else {}
+def channels_last(*names: str) -> Callable[[Tensors, Draw], Tensors]:
+    """With the fact ``last``, lay the channels of these [B, channels, T] side by side in memory, as a
+    projection leaves them."""
+    return lambda made, draw: made | {name: made[name].mT.contiguous().mT for name in names
+                                      if name in made and draw["last"]}
 
 
-def channels_last(made: Tensors, *names: str) -> Tensors:
-    """made, these [b, channels, T] with the channels side by side in memory, as a projection leaves them."""
-    return made | {name: made[name].mT.contiguous().mT for name in names if name in made}
+def steps(draw: Draw, shape: str) -> Tensor:
+    made = draw(shape) + STEPS[draw["step"]]
+    return made.abs() if draw["step"] == "positive" else made
 
 
-def make_scan(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 2,
-    T: int = 150,
-    H: int = 4,
-    V: int = 32,
-    G: int = 2,
-    K: int = 64,
-    given: Collection[str] = ("D", "z", "dt_bias", "initial_states"),
-    wide_D: bool = False,
-    step: str = "usual",
-    seq: tuple[int, ...] = (),
-    edges: tuple[int, ...] = (),
-    others: str = "float32",
-) -> Tensors:
-    """Heads of V and states of K columns, as other makers call them. given: the optional tensors. step: one
-    of STEPS. others: dtype of dt and of what belongs to heads. seq: lengths of the sequences in each row.
-    edges: of packed ones."""
-    b, T, _ = extents(b, T, edges)
-    draw = Draw(generator, b=b, T=T, H=H, P=V, G=G, N=K)
-    made = {"x": draw("b T H P"), "dt": draw("b T H") + STEPS[step], "A": -(1 + 3 * draw.uniform("H")),
-            "B": draw("b T G N"), "C": draw("b T G N") / K ** 0.5, "D": draw("H P" if wide_D else "H"),
-            "z": draw("b T H P"), "dt_bias": draw("H"), "initial_states": draw("b H P N")}
-    if step == "forgetting":
-        made["A"][1:3] = torch.tensor([-1e6, -1e30])
-    own = dict.fromkeys(("dt", "A", "D", "dt_bias"), dtype_of(others, dtype))
-    made = chosen(made, ("D", "z", "dt_bias", "initial_states"), given, dtype,
-                  own | {"initial_states": torch.float32})
-    return made | numbers(seq, b) | bounds(edges)
+def rates(draw: Draw, shape: str) -> Tensor:
+    A = -(1 + 3 * draw.uniform(shape))
+    if draw["step"] == "forgetting" and A.ndim == 1:
+        A[1:3] = torch.tensor([-1e6, -1e30])
+    elif draw["step"] == "forgetting":
+        A[::3, ::2], A[1::3] = -1e6, -1e30
+    return A
+
+
+def divided(name: str) -> Values:
+    """Divided by the root of the size of this name."""
+    return lambda draw, shape: draw(shape) / draw[name] ** 0.5
+
+
+def wide_D(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"V_of_D": facts["V"] if facts["wide_D"] else None}
+
+
+SEQ_IDX = Input("B T", numbers, when="seq")
+# Heads of V and states of K columns, as other makers call them. step: one of STEPS. others: dtype of dt and
+# of what belongs to heads. seq: lengths of the sequences in each row.
+make_scan = Maker(
+    {"x": Input("B T H V"), "dt": Input("B T H", steps, "others"), "A": Input("H", rates, "others"),
+     "B": Input("B T G K"), "C": Input("B T G K", divided("K")),
+     "D": Input("H V_of_D", dtype="others", when="given"),
+     "z": Input("B T H V", when="given"), "dt_bias": Input("H", dtype="others", when="given"),
+     "initial_states": Input("B H V K", dtype=FLOAT32, when="given"), "seq_idx": SEQ_IDX},
+    {"B": 2, "T": 150, "H": 4, "V": 32, "G": 2, "K": 64, "wide_D": False, "step": "usual", "seq": (),
+     "others": FLOAT32}, wide_D)
 
 
 def scan_reference(
@@ -95,33 +95,14 @@ def scan_reference(
                 softplus=dt_softplus, limit=dt_limit)
 
 
-def make_selective(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 2,
-    D: int = 40,
-    T: int = 75,
-    N: int = 16,
-    G: int | None = None,
-    given: Collection[str] = ("D", "z", "delta_bias"),
-    step: str = "usual",
-    others: str = "float32",
-    last: bool = False,
-) -> Tensors:
-    """G = None: B and C without groups. given: the optional tensors. step: one of STEPS. others: dtype of
-    what belongs to channels. last: channels last."""
-    draw = Draw(generator, b=b, D=D, T=T, N=N, G=G)
-    made = {"u": draw("b D T"), "delta": draw("b D T") + STEPS[step], "A": -(1 + 3 * draw.uniform("D N")),
-            "D": draw("D"), "z": draw("b D T"), "delta_bias": draw("D"), "B": draw("b G N T"),
-            "C": draw("b G N T") / N ** 0.5}
-    if step == "positive":
-        made["delta"] = made["delta"].abs()
-    if step == "forgetting":
-        made["A"][::3, ::2], made["A"][1::3] = -1e6, -1e30
-    own = dict.fromkeys(("A", "D", "delta_bias"), dtype_of(others, dtype))
-    made = chosen(made, ("D", "z", "delta_bias"), given, dtype, own)
-    return channels_last(made, "u", "z", "B") if last else made
+# G = None: B and C without groups. others: dtype of what belongs to channels. last: channels last.
+make_selective = Maker(
+    {"u": Input("B D T"), "delta": Input("B D T", steps), "A": Input("D N", rates, "others"),
+     "D": Input("D", dtype="others", when="given"), "z": Input("B D T", when="given"),
+     "delta_bias": Input("D", dtype="others", when="given"), "B": Input("B G N T"),
+     "C": Input("B G N T", divided("N"))},
+    {"B": 2, "D": 40, "T": 75, "N": 16, "G": None, "step": "usual", "others": FLOAT32, "last": False},
+    finish=channels_last("u", "z", "B"))
 
 
 def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool = True,
@@ -129,35 +110,24 @@ def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool =
     return selective(**tensors, bias=delta_bias, softplus=delta_softplus)
 
 
-LAYER_OPTIONAL = ("conv1d_bias", "initial_states", "rmsnorm_weight", "outproj_weight", "outproj_bias")
+def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the two projections beside the layer, the scan and the convolution."""
+    D, M = facts["H"] * facts["V"], facts["M"]
+    C = D + 2 * facts["G"] * facts["K"]
+    return {**wide_D(facts), "D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M, "out": 24}
 
 
-def make_layer(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 2,
-    T: int = 90,
-    H: int = 4,
-    V: int = 16,
-    G: int = 2,
-    K: int = 16,
-    M: int = 0,
-    W: int = 4,
-    given: Collection[str] = ("conv1d_bias", "rmsnorm_weight", "outproj_weight"),
-    wide_D: bool = False,
-    seq: tuple[int, ...] = (),
-) -> Tensors:
-    """As make_scan. M: half the columns of the MLP beside the scan. W: taps of the convolution."""
-    D, C = H * V, H * V + 2 * G * K
-    rows, inner = 2 * M + D + C + H, D + M  # widths of the two projections beside the layer
-    draw = Draw(generator, b=b, T=T, H=H, P=V, N=K, W=W, D=D, C=C, rows=rows, inner=inner, out=24)
-    made = {"zxbcdt": draw("b T rows"), "conv1d_weight": draw("C W") / W ** 0.5, "conv1d_bias": draw("C"),
-            "dt_bias": draw("H") - 2, "A": -1 - 3 * draw.uniform("H"), "D": draw("H P" if wide_D else "H"),
-            "initial_states": draw("b H P N"), "rmsnorm_weight": 1 + 0.1 * draw("D"),
-            "outproj_weight": draw("out inner") / D ** 0.5, "outproj_bias": draw("out")}
-    own = dict.fromkeys(("dt_bias", "A", "D", "initial_states"), torch.float32)
-    return chosen(made, LAYER_OPTIONAL, given, dtype, own) | numbers(seq, b)
+# As for the scan. M: half the columns of the MLP beside the scan. W: taps of the convolution.
+make_layer = Maker(
+    {"zxbcdt": Input("B T rows"), "conv1d_weight": Input("C W", divided("W")),
+     "conv1d_bias": Input("C", when="given"),
+     "dt_bias": Input("H", times(1, -2), FLOAT32), "A": Input("H", rates, FLOAT32),
+     "D": Input("H V_of_D", dtype=FLOAT32), "initial_states": Input("B H V K", dtype=FLOAT32, when="given"),
+     "rmsnorm_weight": Input("D", times(0.1, 1), when="given"),
+     "outproj_weight": Input("out inner", divided("D"), when="given"),
+     "outproj_bias": Input("out", when="given"), "seq_idx": SEQ_IDX},
+    {"B": 2, "T": 90, "H": 4, "V": 16, "G": 2, "K": 16, "M": 0, "W": 4, "wide_D": False, "step": "usual",
+     "seq": (), "given": ("conv1d_bias", "rmsnorm_weight", "outproj_weight")}, widths)
 
 
 def layer_reference(
@@ -210,28 +180,14 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | No
     return torch.cat(rows)
 
 
-def make_fn(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 2,
-    D: int = 20,
-    T: int = 70,
-    W: int = 4,
-    given: Collection[str] = ("bias", "initial_states"),
-    seq: tuple[int, ...] = (),
-    padding: bool = False,
-    others: str = "same",
-    last: bool = True,
-) -> Tensors:
-    """given: the optional tensors. seq: lengths of the sequences in each row; padding: the second is none.
-    others: dtype of all but x. last: channels last, as layers have them."""
-    draw, own = Draw(generator, b=b, D=D, T=T, W=W, past=W - 1), dtype_of(others, dtype)
-    made = {"x": draw("b D T"), "weight": draw("D W"), "bias": draw("D"), "initial_states": draw("b D past")}
-    made = chosen(made, ("bias", "initial_states"), given, own, {"x": dtype}) | numbers(seq, b)
-    if padding:
-        made["seq_idx"][made["seq_idx"] == 1] = -1
-    return channels_last(made, "x") if last else made
+# seq: lengths of the sequences in each row; padding: the second is none. others: dtype of all but x. last:
+# channels last, as layers have them.
+make_fn = Maker(
+    {"x": Input("B D T"), "weight": Input("D W", dtype="others"),
+     "bias": Input("D", dtype="others", when="given"),
+     "initial_states": Input("B D past", dtype="others", when="given"), "seq_idx": SEQ_IDX},
+    {"B": 2, "D": 20, "T": 70, "W": 4, "seq": (), "padding": False, "others": "same", "last": True},
+    lambda facts: {"past": facts["W"] - 1}, channels_last("x"))
 
 
 def fn_reference(
@@ -270,36 +226,25 @@ def stepped(pool: Tensor, indices: Tensor | None,
     return y, y.detach(), after, after
 
 
-def drawn_from(pool: int, b: int, generator: torch.Generator) -> Tensor:
-    """Indices [b] into a pool of states, of which the second is none."""
-    indices = torch.randperm(pool, generator=generator)[:b].int()
+def drawn_from_pool(draw: Draw, shape: str) -> Tensor:
+    """Indices into a pool of states, of which the second is none."""
+    indices = torch.randperm(draw["pool"], generator=draw.generator)[:draw["B"]].int()
     indices[1] = -1
     return indices
 
 
-def make_window(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 5,
-    D: int = 20,
-    T: int = 1,
-    W: int = 4,
-    L: int = 4,
-    bias: bool = True,
-    ring: bool = False,
-    pool: int = 0,
-    others: str = "same",
-) -> Tensors:
-    """L: tokens that a state keeps. others: dtype of all but x."""
-    draw = Draw(generator, b=b, D=D, T=T, W=W, L=L, states=pool or b)
-    made = {"x": draw("b D T"), "conv_state": draw("states D L"), "weight": draw("D W")}
-    if bias:
-        made["bias"] = draw("D")
-    made = typed(made, dtype_of(others, dtype), {"x": dtype})
-    if ring:
-        made["cache_seqlens"] = torch.randint(0, 100, (b,), generator=generator, dtype=torch.int32)
-    return made | ({"conv_state_indices": drawn_from(pool, b, generator)} if pool else {})
+def states(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"states": facts["pool"] or facts["B"]}
+
+
+# L: tokens that a state keeps. others: dtype of all but x.
+make_window = Maker(
+    {"x": Input("B D T"), "conv_state": Input("states D L", dtype="others"),
+     "weight": Input("D W", dtype="others"), "bias": Input("D", dtype="others", when="bias"),
+     "cache_seqlens": Input("B", lambda draw, shape: draw.integers(100, shape).int(), when="ring"),
+     "conv_state_indices": Input("B", drawn_from_pool, when="pool")},
+    {"B": 5, "D": 20, "T": 1, "W": 4, "L": 4, "bias": True, "ring": False, "pool": 0, "others": "same"},
+    states)
 
 
 def call_window(x: Tensor, conv_state: Tensor, **given: Any) -> tuple[Tensor, ...]:
@@ -319,30 +264,21 @@ def window_reference(
                    lambda state: window(x, state, weight, bias, cache_seqlens, activation is not None))
 
 
-def make_step(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    b: int = 3,
-    H: int = 4,
-    P: int = 20,
-    G: int = 2,
-    N: int = 24,
-    tied: bool = True,
-    given: Collection[str] = ("D", "z", "dt_bias"),
-    states: str = "float32",
-    pool: int = 0,
-) -> Tensors:
-    """tied: one dt, A, D and dt_bias for each head, as Mamba2's; the call expands them. H = 0: a state
-    without heads, as Mamba1's."""
-    draw = Draw(generator, b=b, H=H or None, P=P, G=G if H else None, N=N, states=pool or b)
-    parameter = "H" if tied else "H P"
-    made = {"state": draw("states H P N"), "x": draw("b H P"), "dt": draw(f"b {parameter}"),
-            "A": -draw("H" if tied else "H P N").abs(), "B": draw("b G N"), "C": draw("b G N"),
-            "D": draw(parameter), "z": draw("b H P"), "dt_bias": draw(parameter)}
-    own = {**dict.fromkeys(("A", "D", "dt_bias"), torch.float32), "state": dtype_of(states, dtype)}
-    made = chosen(made, ("D", "z", "dt_bias"), given, dtype, own)
-    return made | ({"state_batch_indices": drawn_from(pool, b, generator)} if pool else {})
+def tied(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**states(facts), "H": facts["H"] or None, "G": facts["G"] if facts["H"] else None,
+            **{f"{name}_each": None if facts["tied"] else facts[name] for name in "PN"}}
+
+
+# tied: one dt, A, D and dt_bias for each head, as Mamba2's; the call expands them. H = 0: a state without
+# heads, as Mamba1's.
+make_step = Maker(
+    {"state": Input("states H P N", dtype="state_dtype"), "x": Input("B H P"), "dt": Input("B H P_each"),
+     "A": Input("H P_each N_each", lambda draw, shape: -draw(shape).abs(), FLOAT32), "B": Input("B G N"),
+     "C": Input("B G N"), "D": Input("H P_each", dtype=FLOAT32, when="given"),
+     "z": Input("B H P", when="given"),
+     "dt_bias": Input("H P_each", dtype=FLOAT32, when="given"),
+     "state_batch_indices": Input("B", drawn_from_pool, when="pool")},
+    {"B": 3, "H": 4, "P": 20, "G": 2, "N": 24, "tied": True, "state_dtype": FLOAT32, "pool": 0}, tied)
 
 
 def expanded(state: Tensor, given: Tensors) -> Tensors:
@@ -372,13 +308,10 @@ def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_
     return stepped(state, state_batch_indices, of_one_head)
 
 
-def make_norm(dtype: torch.dtype, generator: torch.Generator, *, D: int = 96, given: Collection[str] = ("z",),
-              others: str = "same") -> Tensors:
-    """given: the optional tensors. others: dtype of weight and bias."""
-    draw = Draw(generator, rows=3, T=37, D=D)
-    made = {"x": draw("rows T D"), "weight": draw("D"), "bias": draw("D"), "z": draw("rows T D")}
-    own = dict.fromkeys(("weight", "bias"), dtype_of(others, dtype))
-    return chosen(made, ("bias", "z"), given, dtype, own)
+# others: dtype of weight and bias.
+_make_norm = Maker({"x": Input("rows T D"), "weight": Input("D", dtype="others"),
+                    "bias": Input("D", dtype="others", when="given"), "z": Input("rows T D", when="given")},
+                   {"rows": 3, "T": 37, "D": 96, "given": ("z",), "others": "same"})
 
 
 def norm_reference(
@@ -402,7 +335,7 @@ def norm_reference(
 
 _scan = Op("mamba_chunk_scan_combined", make_scan, scan_reference, SCAN, ("y", "ht", "states"),
            {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
-_selective = Op("selective_scan_fn", partial(make_selective, last=True), selective_reference, SCAN,
+_selective = Op("selective_scan_fn", make_selective.having(last=True), selective_reference, SCAN,
                 ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
 _SIZES: dict[str, Any] = {"headdim": 16, "ngroups": 2, "rmsnorm_eps": 1e-5}
 _layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_reference, **_SIZES), LAYER,
@@ -414,7 +347,7 @@ _window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, 
 _step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True},
            call_step, ("state",))
 _rmsnorm, _layernorm = (
-    Op(name, make_norm, partial(norm_reference, kind=kind), SCAN, ("y",), {"bias": None})
+    Op(name, _make_norm, partial(norm_reference, kind=kind), SCAN, ("y",), {"bias": None})
     for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
 VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
 # Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads
@@ -427,15 +360,15 @@ CASES: list[Case] = [
     _scan("no-groups", G=4, T=70), _scan("no-gate", given=("D", "initial_states"), T=70),
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"),
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
-    _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("in-parts", b=1, T=1600),
-    _scan("token-each", seq=(1,) * 66, b=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
+    _scan("sequences", seq=(5, 1, 60, 70, 14)), _scan("in-parts", B=1, T=1600),
+    _scan("token-each", seq=(1,) * 66, B=1, T=66, given=("initial_states",)), _scan("one-token", T=1),
     _scan("packed", VARLEN, edges=(0, 1, 1, 66, 130, 150)),
     _scan("packed-no-state", VARLEN, edges=(0, 40, 40), given=("z",)),
     _scan("packed-and-numbered", VARLEN, edges=(0, 30, 70), seq=(10, 20, 40)),
     _scan("same-dtype", others="same", T=70), _scan("odd", V=36, K=100, T=70),
-    _scan("real", b=1, T=70, H=16, V=64, G=1, K=128), _scan("whole-chunks", T=192, H=4, V=64, G=2, K=128),
-    _scan("whole-chunks-many-heads", b=2, T=128, H=20, V=64, G=1, K=128),
-    _scan("real-eight-groups", b=1, T=9, H=80, V=64, G=8, K=128), _selective("random", quick=True),
+    _scan("real", B=1, T=70, H=16, V=64, G=1, K=128), _scan("whole-chunks", T=192, H=4, V=64, G=2, K=128),
+    _scan("whole-chunks-many-heads", B=2, T=128, H=20, V=64, G=1, K=128),
+    _scan("real-eight-groups", B=1, T=9, H=80, V=64, G=8, K=128), _selective("random", quick=True),
     _selective("tokens-together", last=False), _selective("bare", given=(), T=33),
     _selective("one-token", T=1), _selective("groups", G=2, D=70), _selective("a-group-each", G=3, D=3, T=40),
     _selective("no-gate", given=("D",), T=64),
@@ -444,9 +377,9 @@ CASES: list[Case] = [
     _selective("forgetting", step="forgetting", T=40), _selective("same-dtype", others="same"),
     _selective("one-state", N=1, T=40), _selective("odd-states", N=23, T=40),
     _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
-    _selective("real", b=1, D=256, T=200), _layer("random", quick=True, wide_D=True),
+    _selective("real", B=1, D=256, T=200), _layer("random", quick=True, wide_D=True),
     _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
-    _layer("everything", {"ngroups": 1}, given=LAYER_OPTIONAL, M=12, T=40, G=1),
+    _layer("everything", {"ngroups": 1}, given=None, M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),
     _fn("sequences", ONLY_Y, seq=(1, 2, 40, 27), given=("bias",)),
     _fn("sequences-state", ONLY_Y, seq=(2, 40, 28)),
@@ -461,9 +394,9 @@ CASES: list[Case] = [
     _window("fp32-state", others="float32"), _window("W=2", W=2, L=1), _window("W=1", W=1, L=1),
     _step("random", quick=True), _step("general", tied=False), _step("no-heads", tied=False, H=0),
     _step("bare", {"dt_softplus": False}, given=()), _step("pool", pool=7),
-    _step("pool-general", pool=7, tied=False, H=0), _step("same-dtype", states="same"),
+    _step("pool-general", pool=7, tied=False, H=0), _step("same-dtype", state_dtype="same"),
     _step("no-bias", given=("D",)), _step("mamba1", tied=False, H=0, P=130, N=16),
-    _step("real", b=2, H=80, P=64, G=8, N=128), _step("real-one-group", b=2, H=8, P=64, G=1, N=128),
+    _step("real", B=2, H=80, P=64, G=8, N=128), _step("real-one-group", B=2, H=8, P=64, G=1, N=128),
     _rmsnorm("random", quick=True), _rmsnorm("gate-first", GATE_FIRST),
     _rmsnorm("no-gate", given=()),
     _rmsnorm("groups", {"group_size": 24, "eps": 1e-5}, others="float32"),

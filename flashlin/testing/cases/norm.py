@@ -1,7 +1,7 @@
 """Cases of the norms: random, constant and zero rows, short and long rows, residuals, mixed dtypes."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashlin.kernels.norm.reference import normalise
-from flashlin.testing.cases.inputs import dtype_of
+from flashlin.testing.cases.inputs import Draw, Input, Maker
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
@@ -30,31 +30,25 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "large": lambda x: x * 1000}  # squares of these overflow fp16
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    shape: tuple[int, ...] = (3, 5, 256),
-    kind: str = "random",
-    residual: str = "",
-    weight: str = "same",
-    bias: str = "same",
-    gate: str = "",
-) -> Tensors:
-    """kind: one of KINDS. residual, weight, bias, gate: ``""`` for none, ``same`` for x's dtype, or the name
-    of another."""
-    def randn(dtype_name: str, sizes: tuple[int, ...], scale: float = 1) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype_of(dtype_name, dtype)) * scale
-    made = {"x": KINDS[kind](randn("same", shape))}
-    if residual:
-        made["residual"] = randn(residual, shape)
-    if weight:
-        made["weight"] = randn(weight, shape[-1:])
-    if bias:
-        made["bias"] = randn(bias, shape[-1:])
-    if gate:
-        made["g"] = randn(gate, shape, 3)
-    return made
+def of_kind(made: Tensors, draw: Draw) -> Tensors:
+    return {**made, "x": KINDS[draw["kind"]](made["x"])}
+
+
+def _opened(made: Tensors, draw: Draw) -> Tensors:
+    """With gates far from 0."""
+    return of_kind({**made, **({"g": 3 * made["g"]} if "g" in made else {})}, draw)
+
+
+def _rows(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"rows": facts["shape"][:-1], "D": facts["shape"][-1]}
+
+
+# kind: one of KINDS. residual, weight, bias, gate: ``""`` for none, ``same`` for x's dtype, or another.
+FACTS = {"shape": (3, 5, 256), "kind": "random", "residual": "", "weight": "same", "bias": "same", "gate": ""}
+make = Maker({"x": Input("rows D"), "residual": Input("rows D", dtype="residual", when="residual"),
+              "weight": Input("D", dtype="weight", when="weight"),
+              "bias": Input("D", dtype="bias", when="bias"),
+              "g": Input("rows D", dtype="gate", when="gate")}, FACTS, _rows, _opened)
 
 
 def reference(
@@ -79,7 +73,7 @@ def reference(
 
 
 def _op(name: str, kind: str, eps: float, **facts: Any) -> Op:
-    return Op(name, partial(make, **facts), partial(reference, kind=kind, eps=eps), TOLERANCES,
+    return Op(name, make.having(**facts), partial(reference, kind=kind, eps=eps), TOLERANCES,
               ("y", "residual_out"), {} if name == "l2norm" else {"weight": None, "bias": None})
 
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.testing.cases import norm
+from flashlin.testing.cases.inputs import Input, renamed
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.008, "residual_out": 0.005, "d*": 0.012, "dnorm_weight": 0.02, "dnorm_bias": 0.02}
 
 
-def make(dtype: torch.dtype, generator: torch.Generator, *, E: int = 40, shape: tuple[int, ...] = (3, 5, 64),
-         bias: bool = True, gated: bool = False, **facts: Any) -> Tensors:
-    """As the norms' make; E: columns of the linear layer, which has a bias or not."""
-    randn = partial(torch.randn, generator=generator)
-    made = norm.make(dtype, generator, shape=shape, **facts)
-    made = {"norm_" + name if name in ("weight", "bias") else name: x for name, x in made.items()}
-    if gated:
-        made["g"] = randn(shape).to(dtype)
-    made["linear_weight"] = (randn(E, shape[-1]) * shape[-1]**-0.5).to(dtype)
-    return made | ({"linear_bias": randn(E).to(dtype)} if bias else {})
+# As the norms'; E: columns of the linear layer, which has a bias or not.
+_make = norm.make.but(
+    inputs={**renamed(norm.make.inputs, norm_weight="weight", norm_bias="bias"),
+            "g": Input("rows D", when="gated"),
+            "linear_weight": Input("E D", lambda draw, shape: draw(shape) * draw["D"] ** -0.5),
+            "linear_bias": Input("E", when="linear_bias")},
+    facts={**norm.FACTS, "shape": (3, 5, 64), "E": 40, "gated": False, "linear_bias": True},
+    finish=norm.of_kind)
 
 
 def reference(
@@ -44,7 +42,7 @@ def reference(
 def _op(name: str) -> Op:
     gated = name.endswith("swish_gate_linear")
     kind, eps = "rms" if name.startswith("rms") else "layer", 1e-6 if gated else 1e-5
-    return Op(name, partial(make, gated=gated), partial(reference, kind=kind, eps=eps), TOLERANCES,
+    return Op(name, _make.having(gated=gated), partial(reference, kind=kind, eps=eps), TOLERANCES,
               ("out", "residual_out"), dict.fromkeys(("norm_weight", "norm_bias", "linear_bias")))
 
 
@@ -54,7 +52,7 @@ _layer, _rms, _group, *_gated = (_op(name + "_linear") for name in (
 for _norm in (_layer, _rms, _group, *_gated):
     _groups = {"num_groups": 4} if _norm is _group else {}
     CASES += [_norm("random", _groups), _norm("prenorm", {**_groups, "prenorm": True}, residual="float32"),
-              _norm("bare", {**_groups, "eps": 0.1}, weight="", bias=False)]
+              _norm("bare", {**_groups, "eps": 0.1}, weight="", linear_bias=False)]
 CASES += [_rms("D=1100", shape=(7, 1100), E=3), _rms("no-rows", shape=(0, 64)),
           _rms("residual-in-fp32", {"prenorm": True, "residual_in_fp32": True}),
           _layer("is-rms-norm", {"is_rms_norm": True, "num_groups": 2})]

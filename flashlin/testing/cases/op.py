@@ -33,6 +33,7 @@ class Op(NamedTuple):
                  allowed: Mapping[str, float] | None = None, **facts: Any) -> Case:
         """options: of the call. allowed: tolerances of this case alone."""
         options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
+        facts |= {"v_first": True} if options.get("state_v_first") else {}
         return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
                     partial(expected, self, options), tolerances, self.constant, quick)
 

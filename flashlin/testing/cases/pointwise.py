@@ -2,44 +2,24 @@
 far from zero on either side."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashlin.kernels.pointwise import reference
-from flashlin.testing.cases.inputs import Draw, dtype_of, typed
+from flashlin.testing.cases.inputs import Draw, Input, Maker, Values, times
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 MIXES = ("xr", "xw", "xk", "xv", "xa", "xg")
 PARAMETERS = (*MIXES, "A_log", "dt_bias", "ka", "r_k")
 TOLERANCES = {"*": 0.005, "d*": 0.008, **{"d" + name: 0.02 for name in PARAMETERS}}
 
 
-def make(
-    tensors: Mapping[str, str],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    B: int | None = 2,
-    T: int | None = 35,
-    H: int = 3,
-    K: int = 20,
-    D: int = 48,
-    one: int | None = 1,
-    parameters: str = "same",
-    far: float = 1.0,
-    without: Collection[str] = (),
-) -> Tensors:
-    """tensors: their dimensions, by name. B, T, one: None for tensors without that dimension. parameters:
-    their dtype, ``same`` for the others'. far: what raw gates are multiplied by. without: tensors to leave
-    out."""
-    draw, factors = Draw(generator, B=B, T=T, H=H, K=K, D=D, HK=H * K, one=one), {"g": far, "A_log": 0.5}
-    made = {name: draw(dimensions) * factors.get(name, 1) for name, dimensions in tensors.items()}
-    return typed(made, dtype, dict.fromkeys(PARAMETERS, dtype_of(parameters, dtype)), without)
+# B, T, one: None for tensors without that dimension. parameters: their dtype. far: what raw gates are times.
+FACTS = {"B": 2, "T": 35, "H": 3, "K": 20, "D": 48, "one": 1, "parameters": "same", "far": 1.0}
+VALUES: dict[str, Values] = {"g": lambda draw, shape: draw(shape) * draw["far"], "A_log": times(0.5)}
 
 
 def gdn_reference(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
@@ -52,7 +32,10 @@ def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[T
 
 def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], outputs: tuple[str, ...] = ("y",),
         **sizes: Any) -> Op:
-    return Op(name, partial(make, tensors, **sizes), expected, TOLERANCES, outputs, {})
+    inputs = {name: Input(shape, VALUES.get(name, Draw.__call__),
+                          "parameters" if name in PARAMETERS else "same") for name, shape in tensors.items()}
+    make = Maker(inputs, {**FACTS, **sizes}, lambda facts: {"HK": facts["H"] * facts["K"]})
+    return Op(name, make, expected, TOLERANCES, outputs, {})
 
 
 _gdn = _op("fused_gdn_gate", gdn_reference, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)

@@ -9,38 +9,25 @@ from torch import Tensor
 
 import flashlin
 from flashlin.kernels.rotary.reference import rotate
-from flashlin.testing.cases.inputs import dtype_of
+from flashlin.testing.cases.inputs import Draw, Input, Maker
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.005}
 
 
-def make(
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    B: int = 2,
-    T: int = 35,
-    H: int = 3,
-    D: int = 32,
-    R: int = 16,
-    TR: int = 70,
-    tables: str = "same",
-    offsets: tuple[int, ...] = (),
-    edges: tuple[int, ...] = (),
-    bounds: str = "int32",
-) -> Tensors:
-    """tables: their dtype, ``same`` for x's. edges: cu_seqlens, of the dtype ``bounds``."""
-    angles = torch.rand(TR, R, generator=generator) * 6.3
-    kind = dtype_of(tables, dtype)
-    made = {"x": torch.randn(B, T, H, D, generator=generator).to(dtype), "cos": angles.cos().to(kind),
-            "sin": angles.sin().to(kind)}
-    if offsets:
-        made["seqlen_offsets"] = torch.tensor(offsets)
-    if edges:
-        made["cu_seqlens"] = torch.tensor(edges, dtype=dtype_of(bounds, dtype))
-    return made
+def _cosines(draw: Draw, shape: str) -> Tensor:
+    draw.kept["angles"] = 6.3 * draw.uniform(shape)
+    return draw.kept["angles"].cos()
+
+
+# offsets: seqlen_offsets. bounds: dtype of cu_seqlens.
+_make = Maker({"cos": Input("TR R", _cosines, "tables"),
+               "sin": Input("TR R", lambda draw, _: draw.kept["angles"].sin(), "tables"),
+               "x": Input("B T H D"),
+               "seqlen_offsets": Input("N", lambda draw, _: torch.tensor(draw["offsets"]), when="offsets")},
+              {"B": 2, "T": 35, "H": 3, "D": 32, "R": 16, "TR": 70, "tables": "same", "offsets": (),
+               "bounds": torch.int32})
 
 
 def call(x: Tensor, **given: Any) -> Tensor:
@@ -56,7 +43,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor 
     return rotate(x, cos, sin, interleaved, offsets, bounds)
 
 
-_rotary = Op("rotary_embedding", make, reference, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
+_rotary = Op("rotary_embedding", _make, reference, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
 PAIRS = {"interleaved": True}
 CASES: list[Case] = [
     _rotary("random", quick=True), _rotary("interleaved", PAIRS), _rotary("partial", D=40, R=12),
@@ -70,5 +57,5 @@ CASES: list[Case] = [
     _rotary("in-place-partial", {"inplace": True, "interleaved": True}, D=40, R=12),
     _rotary("packed", B=1, T=50, edges=(0, 7, 7, 8, 50)),
     _rotary("packed-offsets", B=1, T=50, edges=(0, 7, 7, 8, 50), offsets=(60, 3, -1, 28)),
-    _rotary("packed-one", B=1, T=33, edges=(0, 33), bounds="int64"), _rotary("no-tokens", T=0),
+    _rotary("packed-one", B=1, T=33, edges=(0, 33), bounds=torch.int64), _rotary("no-tokens", T=0),
     _rotary("no-batch", B=0)]

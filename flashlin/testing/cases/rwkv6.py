@@ -2,27 +2,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
-
-import torch
 
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.cases import gla, sequences
+from flashlin.testing.cases.inputs import Input, Maker, renamed
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dw": 0.02}
 
 
-def make(dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensors:
-    """facts: as for gla.make."""
-    made = gla.make(dtype, generator, gates={"w": "B T H K"}, **facts)
-    made["r"] = made.pop("q")
-    # a parameter, so of the model's dtype
-    return made | {"u": torch.randn(made["r"].shape[2:], generator=generator).to(dtype)}
-
-
-_chunk = Op("chunk_rwkv6", make, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}), TOLERANCES)
+# a parameter, so of the model's dtype
+_make = Maker({**renamed(gla.chunked.inputs, r="q", w="g"), "u": Input("H K")}, gla.FACTS)
+_chunk = Op("chunk_rwkv6", _make, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}), TOLERANCES)
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("constant", kind="constant"), _chunk("one-key", kind="one-key"),
     _chunk("w=0", gate="0"), _chunk("w=-20", gate="-20"), _chunk("strong", gate="strong"),

@@ -13,8 +13,9 @@ from torch import Tensor
 import flashlin
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.testing.cases import gla, sequences
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays
 from flashlin.testing.cases.op import Op
-from flashlin.testing.compare import Case, Tensors
+from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 LAYER: dict[str, Any] = {"layer_idx": 3, "num_layers": 12}
@@ -64,20 +65,23 @@ def call_normalized(op: str, kv: Tensor, z: Tensor, **tensors: Tensor) -> tuple[
     return o, ht, z_out
 
 
-def make_normalized(dtype: torch.dtype, generator: torch.Generator) -> Tensors:
-    """Positive features, as linear attention uses: a normaliser near zero would magnify rounding without
-    end."""
-    B, T, H, K, V = 2, 100, 2, 32, 40
-    randn = partial(torch.randn, generator=generator)
-    q, k = (F.elu(randn(B, T, H, K)).add(1.1).to(dtype) for _ in range(2))
-    return {"q": q, "k": k, "v": randn(B, T, H, V).to(dtype), "kv": randn(B, H, K, V),
-            "z": torch.rand(B, 1, H, K, generator=generator).to(dtype)}
+def _features(draw: Draw, shape: str) -> Tensor:
+    """Positive, as linear attention uses them: a normaliser near zero would magnify rounding without end."""
+    return F.elu(draw(shape)).add(1.1)
+
+
+_plain = Maker({**gla.QKV, "initial_state": gla.STATE}, gla.FACTS)
+_gated = Maker({**gla.QKV, "g": Input("B T H", decays(0.0), FLOAT32), "initial_state": gla.STATE}, gla.FACTS)
+_of_features = Maker(
+    {"q": Input("B T H K", _features), "k": Input("B T H K", _features), "v": Input("B T H V"),
+     "kv": Input("B H K V", dtype=FLOAT32), "z": Input("B one H K", Draw.uniform)},
+    {"B": 2, "T": 100, "H": 2, "K": 32, "V": 40, "one": 1})
 
 
 def _op(mode: str, kind: str) -> Op:
-    maker = partial(gla.make, gates={"g": "B T H"} if kind == "simple_gla" else {}, shift=0.0)
+    maker = _gated if kind == "simple_gla" else _plain
     if mode == "parallel_":
-        return Op(mode + kind, partial(maker, state=False, T=40), partial(parallel, kind), TOLERANCES,
+        return Op(mode + kind, maker.having(state=False, T=40), partial(parallel, kind), TOLERANCES,
                   ("o", "attn"), {"output_attentions": True})
     return Op(mode + kind, maker, partial(sequences.outputs, partial(_recurrence, kind), {}), TOLERANCES,
               always={"output_final_state": True, **ALWAYS.get(kind, {})})
@@ -85,7 +89,7 @@ def _op(mode: str, kind: str) -> Op:
 
 def _normalized(mode: str) -> Case:
     name = mode + "linear_attn"
-    return Op(name, make_normalized, normalized, {**TOLERANCES, "dq": 0.02, "dk": 0.02}, ("o", "ht", "z"), {},
+    return Op(name, _of_features, normalized, {**TOLERANCES, "dq": 0.02, "dk": 0.02}, ("o", "ht", "z"), {},
               partial(call_normalized, name))("normalized")
 
 
