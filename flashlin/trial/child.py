@@ -92,11 +92,11 @@ def small_case(op: str, head_dim: int, small: bool) -> Any:
     """The first quick case of an op, or of its family, with heads of that size."""
     from flashlin import dispatch
     from flashlin.testing.cases import CASES
-    from flashlin.testing.cases.inputs import facts_of
+    from flashlin.testing.cases.op import facts_of
     case = next(case for case in CASES if case.quick and case.op in (op, dispatch.OPS[op][0]))
     sizes: dict[str, Any] = {"K": head_dim, "V": head_dim} if head_dim else {}
     if small:
-        usual = facts_of(case.make)
+        usual = facts_of(case)
         sizes |= {name: min(size, usual[name]) for name, size in SMALL.items() if name in usual}
     return case._replace(make=partial(case.make, **sizes)) if sizes else case
 

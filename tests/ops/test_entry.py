@@ -121,7 +121,7 @@ def test_a_mamba_layer_under_autocast_is_its_ops_and_linear_layers(dtype: torch.
 def test_a_mamba2_layer_under_autocast_rounds_its_product_alone(dtype: torch.dtype) -> None:
     op = "mamba_split_conv1d_scan_combined"
     given = {**hostile.arguments(op), "outproj_weight": None, "outproj_bias": None}
-    weight, bias = torch.randn(5, hostile.H * hostile.K), torch.randn(5)
+    weight, bias = torch.randn(5, hostile.H * hostile.D), torch.randn(5)
     y, states = flashlin.mamba_split_conv1d_scan_combined(**given)
     with torch.autocast("cpu", dtype):
         out, found = flashlin.mamba_split_conv1d_scan_combined(

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -156,12 +155,6 @@ class Maker:
     def but(self, **fields: Any) -> Maker:
         """With other fields."""
         return replace(self, **fields)
-
-
-def facts_of(make: Callable[..., Tensors]) -> Mapping[str, Any]:
-    """Return the facts with which a case's ``make`` makes its tensors; none where they are not declared."""
-    maker, chosen = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
-    return {**maker.facts, **chosen} if isinstance(maker, Maker) else {}
 
 
 def renamed(inputs: Mapping[str, Input], **names: str) -> dict[str, Input]:

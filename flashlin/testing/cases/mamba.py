@@ -114,7 +114,7 @@ def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of the two projections beside the layer, the scan and the convolution."""
     D, M = facts["H"] * facts["V"], facts["M"]
     C = D + 2 * facts["G"] * facts["K"]
-    return {**wide_D(facts), "D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M, "out": 24}
+    return {**wide_D(facts), "D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
 
 
 # As for the scan. M: half the columns of the MLP beside the scan. W: taps of the convolution.
@@ -127,7 +127,7 @@ make_layer = Maker(
      "outproj_weight": Input("out inner", divided("D"), when="given"),
      "outproj_bias": Input("out", when="given"), "seq_idx": SEQ_IDX},
     {"B": 2, "T": 90, "H": 4, "V": 16, "G": 2, "K": 16, "M": 0, "W": 4, "wide_D": False, "step": "usual",
-     "seq": (), "given": ("conv1d_bias", "rmsnorm_weight", "outproj_weight")}, widths)
+     "out": 24, "seq": (), "given": ("conv1d_bias", "rmsnorm_weight", "outproj_weight")}, widths)
 
 
 def layer_reference(

@@ -43,12 +43,13 @@ def _rows(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"rows": facts["shape"][:-1], "D": facts["shape"][-1]}
 
 
-# kind: one of KINDS. residual, weight, bias, gate: ``""`` for none, ``same`` for x's dtype, or another.
-FACTS = {"shape": (3, 5, 256), "kind": "random", "residual": "", "weight": "same", "bias": "same", "gate": ""}
+# kind: one of KINDS. residual, weight, bias, gate_dtype: ``""`` for none, ``same`` for x's dtype, or another.
+FACTS = {"shape": (3, 5, 256), "kind": "random", "residual": "", "weight": "same", "bias": "same",
+         "gate_dtype": ""}
 make = Maker({"x": Input("rows D"), "residual": Input("rows D", dtype="residual", when="residual"),
               "weight": Input("D", dtype="weight", when="weight"),
               "bias": Input("D", dtype="bias", when="bias"),
-              "g": Input("rows D", dtype="gate", when="gate")}, FACTS, _rows, _opened)
+              "g": Input("rows D", dtype="gate_dtype", when="gate_dtype")}, FACTS, _rows, _opened)
 
 
 def reference(
@@ -79,8 +80,8 @@ def _op(name: str, kind: str, eps: float, **facts: Any) -> Op:
 
 _layer, _rms = _op("layer_norm", "layer", 1e-5), _op("rms_norm", "rms", 1e-5)
 _group, _l2 = _op("group_norm", "layer", 1e-5), _op("l2norm", "l2", 1e-6, weight="", bias="")
-_layer_gated = _op("layer_norm_gated", "layer", 1e-6, gate="same")
-_rms_gated = _op("rms_norm_gated", "rms", 1e-6, gate="same")
+_layer_gated = _op("layer_norm_gated", "layer", 1e-6, gate_dtype="same")
+_rms_gated = _op("rms_norm_gated", "rms", 1e-6, gate_dtype="same")
 CASES: list[Case] = []
 for _norm in (_layer, _rms, _l2):
     CASES += [_norm("random", quick=True), _norm("constant", kind="constant"),
@@ -115,7 +116,7 @@ for _norm in (_layer_gated, _rms_gated):
               _norm("eps", {"eps": 0.1}), _norm("D=3", shape=(50, 3)),
               _norm("D=3000", shape=(9, 3000)), _norm("D=8192", shape=(5, 8192)),
               _norm("D=16400", shape=(3, 16400)),
-              _norm("fp32-gate", weight="float32", bias="", gate="float32"),
+              _norm("fp32-gate", weight="float32", bias="", gate_dtype="float32"),
               _norm("residual", residual="same"),
               _norm("prenorm", {"prenorm": True, "residual_in_fp32": True}, residual="float32"),
               _norm("prenorm-no-residual", {"prenorm": True, "activation": "silu"}, bias="")]

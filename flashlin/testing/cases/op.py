@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import flashlin
+from flashlin.testing.cases.inputs import GIVEN, Maker
 from flashlin.testing.compare import Case, Tensors
 
 
@@ -36,6 +37,19 @@ class Op(NamedTuple):
         facts |= {"v_first": True} if options.get("state_v_first") else {}
         return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
                     partial(expected, self, options), tolerances, self.constant, quick)
+
+
+def facts_of(case: Case) -> Mapping[str, Any]:
+    """Return the facts with which a case makes its tensors, where these are declared."""
+    make = case.make
+    declared = isinstance(make, partial) and isinstance(make.func, Maker)
+    return {**GIVEN, **make.func.facts, **make.keywords} if declared else {}  # type: ignore[attr-defined]
+
+
+def options_of(case: Case) -> Mapping[str, Any]:
+    """Return the options with which a case calls its op."""
+    op, options = case.call.args if isinstance(case.call, partial) else (None, {})
+    return {**op.always, **options} if isinstance(op, Op) else options
 
 
 def called(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
