@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 import flashlin
+from flashlin.dispatch import OPS
+from flashlin.testing.cases.op import facts_of, op_of
+from tests.hostile import case_of
 
 CHUNK = 64
 SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
-         "E": 12, "O": 1, "Z": 50, "M": 16, "F": 32}
+         "E": 16, "O": 1, "Z": 50, "M": 16, "F": 32}
 EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
 # of each token's sequence
 NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
@@ -204,62 +207,55 @@ def with_states(**tensors: Any) -> Any:
 
 LAST = {"output_final_state": True}
 QKV, STATE = "q:BTHK k:BTHK v:BTHV", "initial_state:NHKV"
-SCALAR = f"{QKV} g:BTH {STATE}"
-RULE = f"{QKV} beta:BTH {STATE}"
-GATED = f"{QKV} g:BTH beta:BTH {STATE}"
-PAIR = "a:BTHK b:BTHK"
-ERASING, FED_BACK = f"{QKV} g:BTHK b:BTHK w:BTHV {STATE}", f"{GATED} p:BTHK"
-SEVEN = f"r:BTHK w:BTHK k:BTHK v:BTHV {PAIR} {STATE}"
-SIX = f"r:BTHK k:BTHK v:BTHV w:BTHK u:HK {STATE}"
-LIGHTNING = {**LAST, "layer_idx": 399, "num_layers": 400}  # with weak decays
-PLAIN = {**LAST, "normalize": False}
-BOTH = "BTHV NHKV"
+LETTERS = {"HV": "H", "HK": "E", "rows": "BT", "row": "C", "one": "O", "beta_of": ""}  # of sizes whose names are longer
+# Facts and options of derived calls that are not those of the op's first case.
+FACTS: dict[str, dict[str, Any]] = {"fused_recurrent_gated_delta_rule": {"g": "random", "gv": "random"},
+                                    "layernorm_fn": {"given": None}, "rmsnorm_fn": {"given": None},
+                                    "fused_kda_gate": {"without": ("dt_bias",)}}
+WEAK = {"layer_idx": 399, "num_layers": 400}  # decays
+EXTRA: dict[str, list[dict[str, Any]]] = {
+    **{f"{mode}_lightning_attn": [{**LAST, **WEAK}] for mode in ("chunk", "fused_recurrent")},
+    "fused_recurrent_simple_gla": [LAST, {**LAST, "reverse": True}], "group_norm": [{"num_groups": 2}],
+    "causal_conv1d": [{**LAST, "activation": "silu"}], "token_shift": [{"output_cache": True}]}
+# Other names of the same code, each once, packed or not.
+ONCE = {"fused_recurrent_retention": False, "fused_recurrent_linear_attn": False,
+        "fused_recurrent_lightning_attn": False, "chunk_hgrn": False, "fused_chunk_simple_gla": True,
+        "fused_chunk_retention": True, "fused_chunk_linear_attn": True}
 
 
-def _both(op: str, inputs: str, outputs: str = BOTH, extra: dict[str, Any] = LAST,
-          **facts: Any) -> list[Call]:
+def _both(op: str, inputs: str, outputs: str, extra: dict[str, Any] = LAST, **facts: Any) -> list[Call]:
     return [Call(op, inputs, outputs, extra, packed, **facts) for packed in (False, True)]
 
 
-CALLS: list[Call] = [
-    *_both("chunk_simple_gla", SCALAR), *_both("chunk_retention", f"{QKV} {STATE}"),
-    *_both("chunk_linear_attn", f"{QKV} {STATE}", extra=PLAIN),
-    *_both("chunk_lightning_attn", f"{QKV} {STATE}", extra=LIGHTNING), *_both("chunk_delta_rule", RULE),
-    *_both("chunk_gated_delta_rule", GATED), *_both("chunk_gla", f"{QKV} g:BTHK {STATE}"),
-    *_both("chunk_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("chunk_rwkv6", SIX),
-    *_both("chunk_rwkv7", SEVEN), *_both("chunk_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
-    *_both("chunk_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
-    *_both("fused_recurrent_simple_gla", SCALAR),
-    *_both("fused_recurrent_simple_gla", SCALAR, extra={**LAST, "reverse": True}),
-    *_both("fused_recurrent_delta_rule", RULE),
-    *_both("fused_recurrent_gated_delta_rule", f"{GATED} gv:BTHV"),
-    *_both("fused_recurrent_gla", f"{QKV} gk:BTHK {STATE}"),
-    *_both("fused_recurrent_kda", f"{QKV} g:BTHK beta:BTH {STATE}"), *_both("fused_recurrent_rwkv6", SIX),
-    *_both("fused_recurrent_rwkv7", SEVEN),
-    *_both("fused_mul_recurrent_rwkv7", f"r:BTHK w:BTHK k:BTHK v:BTHV kk:BTHK a:BTHK {STATE}"),
-    *_both("fused_recurrent_dplr_delta_rule", f"{QKV} {PAIR} gk:BTHK {STATE}"),
-    *_both("fused_recurrent_iplr_delta_rule", f"{QKV} {PAIR} {STATE}"),
-    *_both("chunk_gdn2", ERASING), *_both("fused_recurrent_gdn2", ERASING),
-    *_both("chunk_comba", FED_BACK), *_both("fused_recurrent_comba", FED_BACK),
+def _letters(shape: str) -> str:
+    return "".join(LETTERS.get(name, name) for name in shape.split())
+
+
+def _declared(op: str) -> list[Call]:
+    """Return the calls of an op with the tensors and outputs that its cases declare. Without sequences, rows
+    keep to themselves."""
+    case = case_of(op)
+    declared, facts = op_of(case), {**facts_of(case), **FACTS.get(op, {})}
+    if not isinstance(declared.outputs, Mapping):
+        return []
+    inputs = " ".join(f"{'*' * (name in declared.constant)}{name}:{_letters(one.shape)}"
+                      for name, one in declared.make.inputs.items() if one.made(name, facts))
+    outputs = " ".join(_letters(shape) for shape in declared.outputs.values() if shape)
+    always = {name: value for name, value in declared.always.items() if value is not None}
+    sequences = ":N" in inputs  # whose states are among the inputs
+    layouts = (ONCE[op],) if op in ONCE else (False, True) if sequences else (False,)
+    return [Call(op, inputs, outputs, extra, packed, CHUNK if sequences else 1)
+            for extra in EXTRA.get(op, [always]) for packed in layouts]
+
+
+SPECIAL: list[Call] = [
     *(call for op in ("chunk_gated_delta_product", "fused_recurrent_gated_delta_product")
-      for call in _both(op, f"{GATED} kk:BTHK", function=two_steps(op))),
-    # Other names of the same code, each once. Without a state dg of the first token is rounding, which says
-    # nothing.
-    Call("fused_recurrent_retention", f"{QKV} {STATE}", BOTH, LAST),
-    Call("fused_recurrent_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN),
-    Call("fused_recurrent_lightning_attn", f"{QKV} {STATE}", BOTH, LIGHTNING),
-    Call("fused_chunk_simple_gla", SCALAR, BOTH, LAST, True),
-    Call("fused_chunk_retention", f"{QKV} {STATE}", BOTH, LAST, True),
-    Call("fused_chunk_linear_attn", f"{QKV} {STATE}", BOTH, PLAIN, True),
+      for call in _both(op, f"{QKV} g:BTH beta:BTH {STATE} kk:BTHK", "BTHV NHKV", function=two_steps(op))),
+    # Without a state dg of the first token is rounding, which says nothing.
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV", {}, True),
     Call("parallel_retention", QKV, "BTHV", {}, True),
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV BHTT", {"output_attentions": True}),
     Call("parallel_retention", QKV, "BTHV BHTT", {"output_attentions": True}),
-    Call("chunk_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC", LAST),
-    *_both("fused_recurrent_hgrn", "x:BTC g:BTC initial_state:NC", "BTC NC"),
-    *_both("causal_conv1d", "x:BTC weight:CW bias:C residual:BTC initial_state:NCW", "BTC NCW",
-           {**LAST, "activation": "silu"}),
-    *_both("token_shift", "x:BTC cache:NC", "BTC NC", {"output_cache": True}),
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK",
          "BTHV NHVK", {"chunk_size": 64, "return_final_states": True}),
@@ -284,20 +280,9 @@ CALLS: list[Call] = [
          function=in_place("mamba_causal_conv1d_update", "conv_state")),
     Call("mamba_split_conv1d_scan_combined", "zxbcdt:BTZ conv1d_weight:FW conv1d_bias:F dt_bias:H A:H D:HV",
          "BTM NHVK", {"chunk_size": 64, "return_final_states": True}),
-    # rows by themselves
-    *(Call(op, "x:BTD weight:D bias:D", "BTD", at_once=1) for op in ("layer_norm", "rms_norm")),
-    Call("l2norm", "x:BTD", "BTD", at_once=1),
-    Call("group_norm", "x:BTD weight:D bias:D", "BTD", {"num_groups": 2}, at_once=1),
-    *(Call(op, "x:BTD g:BTD weight:D bias:D", "BTD", at_once=1)
-      for op in ("layer_norm_gated", "rms_norm_gated")),
-    *(Call(op, "x:BTD weight:D bias:D z:BTD", "BTD", at_once=1) for op in ("layernorm_fn", "rmsnorm_fn")),
-    Call("fused_gdn_gate", "g:BTH A_log:H dt_bias:H", "BTH", at_once=1),
-    Call("fused_kda_gate", "g:BTHK A_log:H", "BTHK", at_once=1),
-    Call("fused_addcmul_rwkv7",
-         "hidden_states:BTD delta:BTD " + " ".join(f"x{name}:OOD" for name in "rwkvag"), "BTD " * 6,
-         at_once=1),
-    Call("fused_k_rwkv7", "k:BTD a:BTD ka:D", "BTD", at_once=1),
-    Call("gate_output_correction", "o:BTE r:BTHD k:BTHD r_k:HD v:BTHD g:BTE", "BTE", at_once=1),
     *(Call("rotary_embedding", "x:BTHK *cos:PR *sin:PR", "BTHK", {}, packed, 1) for packed in (False, True)),
     Call("cross_entropy_loss", "logits:TV", "T T", {"lse_square_scale": 0.1}, at_once=1, function=losses),
 ]
+OWN = {call.op for call in SPECIAL}
+CALLS: list[Call] = SPECIAL + [call for op, (_, mode) in OPS.items() if mode != "auto" and op not in OWN
+                               for call in _declared(op)]

@@ -16,21 +16,21 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
 # row: x is the first part of rows of so many parts. others: dtype of all but x.
-OTHERS = {"bias": Input("D", dtype="others", when="given"),
-          "residual": Input("B T D", dtype="others", when="given"),
-          "initial_state": Input("N D W", dtype="others", when="given")}
-FACTS = {"B": 2, "T": 70, "D": 48, "W": 4, "of": 1, "others": "same"}
+OTHERS = {"bias": Input("C", dtype="others", when="given"),
+          "residual": Input("B T C", dtype="others", when="given"),
+          "initial_state": Input("N C W", dtype="others", when="given")}
+FACTS = {"B": 2, "T": 70, "C": 48, "W": 4, "of": 1, "others": "same"}
 
 
 def _row(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"row": facts["D"] * facts["of"]}
+    return {"row": facts["C"] * facts["of"]}
 
 
-_make = Maker({"x": Input("B T row"), "weight": Input("D W", dtype="others"), **OTHERS}, FACTS, _row)
-_make_update = Maker({"x": Input("B row"), "weight": Input("D W", dtype="others"), "bias": OTHERS["bias"],
-                      "residual": Input("B D", dtype="others", when="given"),
-                      "cache": Input("N D W", dtype="others")}, FACTS, _row)
-_make_shift = Maker({"x": Input("B T row"), "cache": Input("N D", dtype="others", when="given")}, FACTS, _row)
+_make = Maker({"x": Input("B T row"), "weight": Input("C W", dtype="others"), **OTHERS}, FACTS, _row)
+_make_update = Maker({"x": Input("B row"), "weight": Input("C W", dtype="others"), "bias": OTHERS["bias"],
+                      "residual": Input("B C", dtype="others", when="given"),
+                      "cache": Input("N C W", dtype="others")}, FACTS, _row)
+_make_shift = Maker({"x": Input("B T row"), "cache": Input("N C", dtype="others", when="given")}, FACTS, _row)
 
 
 def call(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
@@ -72,10 +72,12 @@ def _shifted(x: Tensor, cache: Tensor | None) -> Tensor:
     return x if cache is None else x[..., :cache.shape[-1]]
 
 
-_conv = Op("causal_conv1d", _make, reference, TOLERANCES, ("y", "ht"), call=call)
+_conv = Op("causal_conv1d", _make, reference, TOLERANCES,
+           {"y": "B T C", "ht": "N C W"}, call=call)
 _update = Op("causal_conv1d_update", _make_update, update_reference, TOLERANCES,
              ("y", "y_of_the_kernel", "cache", "cache_too"), {}, call_update, ("cache",))
-_shift = Op("token_shift", _make_shift, shift_reference, TOLERANCES, ("y", "last"), {}, call_shift)
+_shift = Op("token_shift", _make_shift, shift_reference, TOLERANCES, {"y": "B T C", "last": "N C"}, {},
+            call_shift)
 SILU = {"activation": "silu"}
 # empty ones, ones shorter than any filter, ones of several blocks
 PACKED = (0, 1, 1, 3, 40, 41, 105, 107, 150)
@@ -86,20 +88,20 @@ CASES: list[Case] = [
     _conv("packed-linear", edges=PACKED, given=("initial_state",)),
     _conv("no-bias", SILU, given=("residual",)), _conv("one-token", SILU, B=5, T=1),
     _conv("two-tokens", SILU, B=3, T=2), _conv("short-without-state", SILU, B=3, T=2, given=("bias",)),
-    _conv("many-short", SILU, B=50, T=3, D=16), _conv("empty-sequences", SILU, edges=(0, 0, 0, 7, 7)),
-    _conv("D=1", SILU, D=1), _conv("D=3", SILU, D=3), _conv("D=100", SILU, D=100),
-    _conv("D=300", SILU, D=300, T=40), _conv("sliced", SILU, of=3),
-    _conv("sliced-odd", SILU, D=20, of=2, edges=PACKED), _conv("one-row-of-many", SILU, B=3, T=1, of=2),
-    _conv("fp32-others", SILU, others="float32"), _conv("long", SILU, T=1100, B=1, D=8),
-    *(_conv(f"W={W}", SILU, W=W, D=20, T=40) for W in (1, 2, 3, 5, 7, 8, 16)),
-    _conv("W=16-packed", SILU, W=16, D=20, edges=PACKED), _update("random", SILU, quick=True, B=5),
+    _conv("many-short", SILU, B=50, T=3, C=16), _conv("empty-sequences", SILU, edges=(0, 0, 0, 7, 7)),
+    _conv("D=1", SILU, C=1), _conv("D=3", SILU, C=3), _conv("D=100", SILU, C=100),
+    _conv("D=300", SILU, C=300, T=40), _conv("sliced", SILU, of=3),
+    _conv("sliced-odd", SILU, C=20, of=2, edges=PACKED), _conv("one-row-of-many", SILU, B=3, T=1, of=2),
+    _conv("fp32-others", SILU, others="float32"), _conv("long", SILU, T=1100, B=1, C=8),
+    *(_conv(f"W={W}", SILU, W=W, C=20, T=40) for W in (1, 2, 3, 5, 7, 8, 16)),
+    _conv("W=16-packed", SILU, W=16, C=20, edges=PACKED), _update("random", SILU, quick=True, B=5),
     _update("linear", B=5), _update("bare", SILU, given=(), B=1),
-    _update("fp32-others", SILU, others="float32"), _update("D=300", SILU, D=300),
-    *(_update(f"W={W}", SILU, W=W, D=20) for W in (1, 2, 3, 7, 16))]
+    _update("fp32-others", SILU, others="float32"), _update("D=300", SILU, C=300),
+    *(_update(f"W={W}", SILU, W=W, C=20) for W in (1, 2, 3, 7, 16))]
 CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("bare", given=()),
           _shift("bare-packed", given=(), edges=PACKED), _shift("one-token", B=3, T=1),
-          _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, D=16),
-          _shift("fp32-cache", others="float32"), _shift("sliced", of=2, D=20), _shift("D=1", D=1),
-          _shift("D=300", D=300)]
+          _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, C=16),
+          _shift("fp32-cache", others="float32"), _shift("sliced", of=2, C=20), _shift("D=1", C=1),
+          _shift("D=300", C=300)]
 # More blocks of rows than a large card has programs to share out the gradients of weight and bias.
-CASES += [_conv("many-blocks", SILU, B=1, T=1200, D=4096, given=("bias",))]
+CASES += [_conv("many-blocks", SILU, B=1, T=1200, C=4096, given=("bias",))]

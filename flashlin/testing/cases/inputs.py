@@ -107,6 +107,12 @@ class Input(NamedTuple):
     dtype: str = "same"
     when: str = ""
 
+    def made(self, name: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether a case of these facts has the tensor, which is called ``name``."""
+        given = facts["given"] is None or name in facts["given"]
+        return bool(given if self.when == "given" else not self.when or facts[self.when]
+                    ) and name not in facts["without"]
+
 
 FLOAT32 = "float32"
 GIVEN: Mapping[str, Any] = MappingProxyType({"given": None, "without": (), "edges": ()})
@@ -134,11 +140,10 @@ class Maker:
         facts = {"N": len(edges) - 1 if edges else facts.get("B"), **facts}
         draw, made = Draw(generator, {**facts, **self.derived(facts)}), Tensors()
         for name, one in self.inputs.items():
-            given = facts["given"] is None or name in facts["given"]
             if one.when in ("", "given") or draw[one.when]:
                 shape = one.shape.replace("K V", "V K") if facts["v_first"] and "state" in name else one.shape
                 x = one.of(draw, shape).contiguous()
-                if (given or one.when != "given") and name not in facts["without"]:
+                if one.made(name, facts):
                     made[name] = x.to(self.dtype_of(one, draw, dtype)) if x.is_floating_point() else x
         bounds = {"cu_seqlens": torch.tensor(edges, dtype=facts.get("bounds", torch.int32))} if edges else {}
         return self.finish(made | bounds, draw)

@@ -309,9 +309,9 @@ def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_
 
 
 # others: dtype of weight and bias.
-_make_norm = Maker({"x": Input("rows T D"), "weight": Input("D", dtype="others"),
-                    "bias": Input("D", dtype="others", when="given"), "z": Input("rows T D", when="given")},
-                   {"rows": 3, "T": 37, "D": 96, "given": ("z",), "others": "same"})
+_make_norm = Maker({"x": Input("rows D"), "weight": Input("D", dtype="others"),
+                    "bias": Input("D", dtype="others", when="given"), "z": Input("rows D", when="given")},
+                   {"rows": (3, 37), "D": 96, "given": ("z",), "others": "same"})
 
 
 def norm_reference(
@@ -347,7 +347,7 @@ _window = Op("mamba_causal_conv1d_update", make_window, window_reference, SCAN, 
 _step = Op("selective_state_update", make_step, step_reference, SCAN, UPDATE, {"dt_softplus": True},
            call_step, ("state",))
 _rmsnorm, _layernorm = (
-    Op(name, _make_norm, partial(norm_reference, kind=kind), SCAN, ("y",), {"bias": None})
+    Op(name, _make_norm, partial(norm_reference, kind=kind), SCAN, {"y": "rows D"}, {"bias": None})
     for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
 VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
 # Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads

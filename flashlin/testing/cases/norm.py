@@ -75,7 +75,7 @@ def reference(
 
 def _op(name: str, kind: str, eps: float, **facts: Any) -> Op:
     return Op(name, make.having(**facts), partial(reference, kind=kind, eps=eps), TOLERANCES,
-              ("y", "residual_out"), {} if name == "l2norm" else {"weight": None, "bias": None})
+              {"y": "rows D", "residual_out": ""}, {} if name == "l2norm" else {"weight": None, "bias": None})
 
 
 _layer, _rms = _op("layer_norm", "layer", 1e-5), _op("rms_norm", "rms", 1e-5)

@@ -1,7 +1,7 @@
 """A public op as its cases see it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,15 +17,17 @@ class Op(NamedTuple):
     """What the cases of one op share; called with what is special about one of them it gives that Case.
 
     make: the tensors by name, of a dtype, a generator and the facts of a case. reference: the op in float64,
-    with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return.
-    always: options of every call, which the reference is not told. call: in the place of the op, where there
-    is more to do than to call it with its tensors and options. constant: tensors without gradients.
+    with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return,
+    with their shapes where tests/isolation.py has no call of its own for the op ("" of what only some calls
+    return). always: options of every call, which the reference is not told. call: in the place of the op,
+    where there is more to do than to call it with its tensors and options. constant: tensors without
+    gradients.
     """
     name: str
     make: Callable[..., Tensors]
     reference: Callable[..., Any]
     tolerances: dict[str, float]
-    outputs: tuple[str, ...] = ("o", "ht")
+    outputs: Iterable[str] = MappingProxyType({"o": "B T HV V", "ht": "N HV K V"})
     always: Mapping[str, Any] = MappingProxyType({"output_final_state": True})
     call: Callable[..., Any] | None = None
     constant: tuple[str, ...] = ()
@@ -41,15 +43,19 @@ class Op(NamedTuple):
 
 def facts_of(case: Case) -> Mapping[str, Any]:
     """Return the facts with which a case makes its tensors, where these are declared."""
-    make = case.make
-    declared = isinstance(make, partial) and isinstance(make.func, Maker)
-    return {**GIVEN, **make.func.facts, **make.keywords} if declared else {}  # type: ignore[attr-defined]
+    make = op_of(case).make
+    return {**GIVEN, **make.facts, **getattr(case.make, "keywords", {})} if isinstance(make, Maker) else {}
+
+
+def op_of(case: Case) -> Op:
+    """Return the op whose case this is."""
+    op: Op = case.call.args[0]  # type: ignore[attr-defined]  # of the partial that an Op makes
+    return op
 
 
 def options_of(case: Case) -> Mapping[str, Any]:
     """Return the options with which a case calls its op."""
-    op, options = case.call.args if isinstance(case.call, partial) else (None, {})
-    return {**op.always, **options} if isinstance(op, Op) else options
+    return {**op_of(case).always, **case.call.args[1]}  # type: ignore[attr-defined]
 
 
 def called(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
@@ -61,8 +67,8 @@ def expected(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
     return _by_name(op.outputs, op.reference(**tensors, **options))
 
 
-def _by_name(names: tuple[str, ...], returned: Any) -> Tensors:
-    """The tensors among what was returned; None is what the call was not asked for."""
-    values = returned if isinstance(returned, tuple) else (returned,)
+def _by_name(outputs: Iterable[str], returned: Any) -> Tensors:
+    """Return the tensors among what was returned; None is what the call was not asked for."""
+    names, values = tuple(outputs), returned if isinstance(returned, tuple) else (returned,)
     named = zip(names[:len(values)], values, strict=True)
     return {name: x for name, x in named if x is not None}

@@ -2,7 +2,8 @@
 far from zero on either side."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[T
     return reference.mix(hidden_states, delta, *xs.values())
 
 
-def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], outputs: tuple[str, ...] = ("y",),
+def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], outputs: Iterable[str] = MappingProxyType({"y": "B T H"}),
         **sizes: Any) -> Op:
     inputs = {name: Input(shape, VALUES.get(name, Draw.__call__),
                           "parameters" if name in PARAMETERS else "same") for name, shape in tensors.items()}
@@ -39,13 +40,15 @@ def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], output
 
 
 _gdn = _op("fused_gdn_gate", gdn_reference, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)
-_kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "HK"})
+_kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "HK"},
+           {"y": "B T H K"})
 _mix = _op("fused_addcmul_rwkv7", mix_reference,
            {"hidden_states": "B T D", "delta": "B T D", **dict.fromkeys(MIXES, "one one D")},
-           tuple(f"y{n}" for n in range(len(MIXES))))
-_key = _op("fused_k_rwkv7", reference.key, {"k": "B T D", "a": "B T D", "ka": "D"})
+           {f"y{n}": "B T D" for n in range(len(MIXES))})
+_key = _op("fused_k_rwkv7", reference.key, {"k": "B T D", "a": "B T D", "ka": "D"}, {"y": "B T D"})
 _correction = _op("gate_output_correction", reference.correction,
-                  {"o": "B T HK", **dict.fromkeys(("r", "k", "v"), "B T H K"), "g": "B T HK", "r_k": "H K"})
+                  {"o": "B T HK", **dict.fromkeys(("r", "k", "v"), "B T H K"), "g": "B T HK", "r_k": "H K"},
+                  {"y": "B T HK"})
 OPS = (_gdn, _kda, _mix, _key, _correction)
 BOUND = {"lower_bound": -5.0}
 CASES: list[Case] = [_any("random", quick=True) for _any in OPS]
