@@ -2,10 +2,35 @@
 family is in it if it has a file beside this one with ``CASES``."""
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 
+import flashlin
+from flashlin.testing.cases.op import facts_of, op_of, options_of
 from flashlin.testing.compare import Case
 
+# Options that change no numbers: they are there for compatibility, or choose what is returned and where.
+WITHOUT_CASES = {"safe_gate", "disable_recompute", "use_graph", "return_intermediate_states", "inplace_state",
+                 "output_cache", "residual_in_fp32", "accumulate_grad_in_fp32"}
+
+
+def _of_scalars(cases: list[Case]) -> Iterator[Case]:
+    """Yield a case for each number and flag of an op that none of these chooses: the op's first case with
+    twice the number, or with the other flag."""
+    chosen: dict[str, set[str]] = {}
+    for case in cases:
+        chosen.setdefault(case.op, set(WITHOUT_CASES)).update(options_of(case))
+    for case in {case.op: case for case in reversed(cases) if hasattr(flashlin, case.op)}.values():
+        for name, parameter in inspect.signature(getattr(flashlin, case.op)).parameters.items():
+            usual = parameter.default
+            if isinstance(usual, (bool, float)) and name not in chosen[case.op]:
+                options, other = options_of(case), not usual if isinstance(usual, bool) else 2 * usual or 0.5
+                options = {key: x for key, x in options.items() if key not in op_of(case).always}
+                yield op_of(case)(f"{name}={other}", {**options, name: other}, **facts_of(case))
+
+
 _modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-CASES: tuple[Case, ...] = tuple(case for module in _modules for case in getattr(module, "CASES", ()))
+_written = [case for module in _modules for case in getattr(module, "CASES", ())]
+CASES: tuple[Case, ...] = (*_written, *_of_scalars(_written))

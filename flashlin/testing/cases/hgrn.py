@@ -23,7 +23,8 @@ def reference(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
     return recurrence(x, g, initial_state, cu_seqlens)
 
 
-_chunk, _token = (Op(name, _make, reference, TOLERANCES, {"o": "B T C", "ht": "N C"}) for name in ("chunk_hgrn", "fused_recurrent_hgrn"))
+_chunk, _token = (Op(name, _make, reference, TOLERANCES, {"o": "B T C", "ht": "N C"})
+                  for name in ("chunk_hgrn", "fused_recurrent_hgrn"))
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("no-state", state=False, B=1), _chunk("g=0", gate="0"),
     _chunk("strong", gate="strong"), _chunk("resets", gate="resets"),

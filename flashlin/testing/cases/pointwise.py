@@ -31,8 +31,8 @@ def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[T
     return reference.mix(hidden_states, delta, *xs.values())
 
 
-def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str], outputs: Iterable[str] = MappingProxyType({"y": "B T H"}),
-        **sizes: Any) -> Op:
+def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str],
+        outputs: Iterable[str] = MappingProxyType({"y": "B T H"}), **sizes: Any) -> Op:
     inputs = {name: Input(shape, VALUES.get(name, Draw.__call__),
                           "parameters" if name in PARAMETERS else "same") for name, shape in tensors.items()}
     make = Maker(inputs, {**FACTS, **sizes}, lambda facts: {"HK": facts["H"] * facts["K"]})
