@@ -46,32 +46,27 @@ from flashlin.compat.target import probe
 from flashlin.guards.problem import Problem
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
+def doubled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
     T, K = x.shape
     dtype = str(x.dtype).removeprefix("torch.")
     problem = Problem("doubled", "doubling", "", 1, T, 1, K, K, 1, dtype)
     dispatch.plan(problem, probe(x.device), policy.current())
-    return 2 * x
+    return factor * x
 
 
 twice = doubled
 """
 CASES = """
-import torch
-
-import flashlin
+from flashlin.testing.cases.inputs import Input, Maker
 from flashlin.testing.cases.op import Op
 
 
-def make(dtype, generator):
-    return {"x": torch.randn(3, 5, generator=generator).to(dtype)}
+def reference(x, factor=2.0):
+    return x * factor
 
 
-def reference(x):
-    return x + x
-
-
-doubled = Op("doubled", make, reference, {"*": 0.01, "d*": 0.01}, ("o",), {})
+make = Maker({"x": Input("T D")}, {"T": 3, "D": 5})
+doubled = Op("doubled", make, reference, {"*": 0.01, "d*": 0.01}, {"o": "T D"}, {})
 CASES = [doubled("random", quick=True)]
 """
 FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIPE,
@@ -82,7 +77,7 @@ FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIP
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, the matrix and the tools, and the new family in them."""
     folder = tmp_path_factory.mktemp("copy")
-    for part in ("flashlin", "matrix", "tools"):
+    for part in ("flashlin", "matrix", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name, text in FILES.items():
         (folder / "flashlin" / name).parent.mkdir(exist_ok=True)
@@ -132,6 +127,30 @@ def test_a_family_of_three_places_is_everywhere(copy: Path) -> None:
         [call] = [call for call in workload.calls() if str(call) == "doubled bfloat16 random"]
         [seen] = workload.seen(call, parse(H200)).plans
         assert seen.asked.op == "doubled" and seen.path == "triton"
+        """)
+
+
+def test_what_its_cases_declare_is_tested_everywhere(copy: Path) -> None:
+    """Its scalar has a case and a value, and no test names the op."""
+    run(copy, """
+        import torch
+        from flashlin.testing.cases import CASES
+        from flashlin.testing.compare import check
+        from tests import hostile, isolation
+
+        [case] = [case for case in CASES if str(case) == "doubled-factor=4.0"]
+        assert all(one.ok for one in check(case, torch.device("cpu"), torch.float32))
+        wrong = case._replace(reference=lambda x: {"o": 2 * x})
+        assert [one.tensor for one in check(wrong, torch.device("cpu"), torch.float32)] == ["o", "dx"]
+        assert not any(one.ok for one in check(wrong, torch.device("cpu"), torch.float32))
+
+        given = hostile.arguments("doubled")
+        assert given["x"].shape == (6, 8) and given["factor"] == 4.0 and len(given) == 2
+
+        [call] = [call for call in isolation.CALLS if call.op == "doubled"]
+        assert (call.inputs, call.outputs) == ("x:TD", "TD") and list(isolation.leaks(call)) == []
+        spread = call._replace(function=lambda x: x + 0 * x.sum())
+        assert "nan in x reaches output 0" in list(isolation.leaks(spread))
         """)
 
 

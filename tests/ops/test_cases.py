@@ -2,6 +2,7 @@
 notice what is wrong."""
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ import flashlin
 from flashlin.guards.problem import Plan
 from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops._common.pipeline import planned
-from flashlin.testing.cases import CASES
-from flashlin.testing.cases.op import Op
+from flashlin.testing.cases import CASES, WITHOUT_CASES
+from flashlin.testing.cases.inputs import Draw, Input, Maker
+from flashlin.testing.cases.op import Op, options_of
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned, results
 
 CPU = torch.device("cpu")
@@ -72,6 +74,52 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
    # the others with a mode chosen
    "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6", "kda",
    "rwkv7")}
+
+
+def test_every_number_and_flag_is_chosen_by_a_case() -> None:
+    """Or the op's value and that of its reference may differ without anybody's notice."""
+    chosen: dict[str, set[str]] = {}
+    for case in CASES:
+        chosen.setdefault(case.op, set()).update(options_of(case))
+    scalars = {(op, one.name) for op in chosen if hasattr(flashlin, op)
+               for one in inspect.signature(getattr(flashlin, op)).parameters.values()
+               if isinstance(one.default, (bool, float))}
+    assert {(op, name) for op, name in scalars if name not in chosen[op]} == {
+        (op, name) for op, name in scalars if name in WITHOUT_CASES - chosen[op]}
+    assert WITHOUT_CASES <= {name for _, name in scalars}
+    assert {"chunk_rwkv7-scale=2.0", "chunk_simple_gla-state_v_first=True"} <= {str(case) for case in CASES}
+
+
+DECLARED = Maker({"x": Input("B T D", Draw.uniform), "gate": Input("T", dtype="own", when="gated"),
+                  "bias": Input("D", when="given"), "weight": Input("D", when="given"),
+                  "state": Input("N K V", dtype="float32")},
+                 {"B": 2, "T": 3, "D": 4, "K": 5, "V": 6, "own": "float64", "gated": False})
+
+
+def declared(**facts: Any) -> Tensors:
+    return DECLARED(torch.bfloat16, torch.Generator().manual_seed(0), **facts)
+
+
+def test_declared_tensors_have_their_shapes_and_dtypes() -> None:
+    made = declared(gated=True)
+    assert {name: (tuple(x.shape), x.dtype) for name, x in made.items()} == {
+        "x": ((2, 3, 4), torch.bfloat16), "gate": ((3,), torch.float64), "bias": ((4,), torch.bfloat16),
+        "weight": ((4,), torch.bfloat16), "state": ((2, 5, 6), torch.float32)}
+    assert made["x"].min() >= 0 and set(declared()) == set(made) - {"gate"}
+    packed = declared(edges=(0, 2, 7), v_first=True, own="float32")
+    assert packed["x"].shape == (1, 7, 4) and packed["state"].shape == (2, 6, 5)
+    assert packed["cu_seqlens"].tolist() == [0, 2, 7] and packed["cu_seqlens"].dtype == torch.int32
+
+
+def test_a_tensor_that_is_not_given_leaves_the_others_as_they_are() -> None:
+    every, some = declared(), declared(given=("weight",), without=("x",))
+    assert set(some) == {"weight", "state"}
+    assert torch.equal(some["weight"], every["weight"]) and torch.equal(some["state"], every["state"])
+
+
+def test_a_fact_that_is_not_declared_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"facts: got H, need B, T, D, K, V, own, gated"):
+        declared(H=3)
 
 
 # What follows breaks a right op in one way each.
