@@ -28,7 +28,7 @@ import torch
 import flashlin
 from flashlin.compat.target import probe
 from flashlin.guards import verdicts
-from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.compare import judge
 from matrix import record
 

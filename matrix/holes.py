@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.cases import CASES
 from flashlin.testing.cases.delta import TOLERANCES
 from flashlin.testing.cases.op import called

@@ -26,7 +26,8 @@ SIZES = {"B": 2, "T": T, "H": H, "HV": H, "G": 1, "K": D, "V": D, "D": D, "P": D
          "E": 5, "R": 3, "TR": 9, "n": 1, "out": 5, "shape": (T, D), "rows": (T,)}
 # Facts of cases with which all tensors are made that go together.
 ALL = {"raw": True, "residual": "same", "gate_dtype": "same", "g": "random", "gk": "random", "gv": "random",
-       "gate": "random", "gated": True, "values": True, "tied": False, "given": None, "without": ()}
+       "gate": "random", "gated": True, "values": True, "tied": False, "wide_D": False,
+       "given": None, "without": ()}
 
 
 def function(op: str) -> Any:

@@ -61,10 +61,10 @@ def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.
               **{name: torch.rand(B, T, H, *more) for name, more in rates.items()}}
     if "a" in inputs:  # what is erased and written again: vectors of length 1, or the state would grow
         inputs["a"], inputs["b"] = -k, k * inputs["b"]
-    gate = "gk" if "a" in inputs else "g"
+        inputs["gk"] = inputs.pop("g")
     bounds = None if edges is None else torch.tensor(edges)
     weight, found = torch.randn(B, T, H, V), []
-    for run in (lambda g, **x: getattr(flashlin, op)(**{gate: g}, **x, scale=0.5, cu_seqlens=bounds)[0],
+    for run in (lambda **x: getattr(flashlin, op)(**x, scale=0.5, cu_seqlens=bounds)[0],
                 lambda **x: right(**x, scale=0.5, bounds=bounds)[0]):
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         o = run(**leaves)

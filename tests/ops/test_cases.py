@@ -12,7 +12,7 @@ import torch
 
 import flashlin
 from flashlin.guards.problem import Plan
-from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.kernels.gla.reference import recurrence
 from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases import CASES, WITHOUT_CASES
 from flashlin.testing.cases.inputs import Draw, Input, Maker

@@ -12,9 +12,9 @@ import flashlin
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.ops import kda, rwkv7
 from flashlin.testing.compare import Tensors, judge
+from tests.naive import recurrence as recurrence_of_others
 
 META = torch.device("meta")
 GIVEN = {"chunk_kda": "q k v g beta", "chunk_rwkv7": "r w k v a b", "chunk_dplr_delta_rule": "q k v a b gk",

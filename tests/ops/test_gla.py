@@ -12,10 +12,10 @@ import flashlin
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.gla.reference import recurrence
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.ops import gla
 from flashlin.ops._common import recurrent
 from flashlin.testing.compare import Tensors, judge
+from tests.naive import recurrence as recurrence_of_others
 
 META = torch.device("meta")
 
@@ -139,6 +139,19 @@ def test_two_references_agree() -> None:
     others = recurrence_of_others(given["q"], given["k"], given["v"], gk=given["g"], h0=h0, scale=0.5)
     for x, y in zip(recurrence(**given, h0=h0, scale=0.5), others, strict=True):
         torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_references_agree_about_all_decays_of_packed_sequences(reverse: bool) -> None:
+    given, bounds = inputs(1, 9, 4, 4, 3), torch.tensor([1, 4, 4, 8])
+    q, k, v, gk = given["q"][:, :, :2], given["k"][:, :, :2], given["v"], given["g"]
+    decays = {"g": gk[..., 0], "gamma": gk[0, 0, :, 1], "gk": gk, "gv": -v.abs()}
+    rest = {"h0": torch.randn(3, 4, 4, 3, dtype=torch.float64), "bounds": bounds, "scale": 0.5,
+            "reverse": reverse}
+    for bonus in (None, torch.randn(4, 4, dtype=torch.float64)):
+        others = recurrence_of_others(q, k, v, **decays, bonus=bonus, before=bonus is not None, **rest)
+        for x, y in zip(recurrence(q, k, v, **decays, u=bonus, **rest), others, strict=True):
+            torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -12,10 +12,10 @@ import flashlin
 from flashlin.guards.limits import FEW_TOKENS
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.gla.reference import recurrence
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
 from flashlin.ops import rwkv6
 from flashlin.ops._common import recurrent
 from flashlin.testing.compare import Tensors
+from tests.naive import recurrence as recurrence_of_others
 
 META = torch.device("meta")
 

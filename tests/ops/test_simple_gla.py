@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlin
+from flashlin.kernels.gla.reference import recurrence
 from flashlin.kernels.simple_gla import torch_path
-from flashlin.kernels.simple_gla.reference import recurrence
 from flashlin.ops._common.slopes import lightning_slopes, retention_slopes, slopes_dtype
 from flashlin.testing.compare import Case, Tensors, check, judge
 

@@ -8,9 +8,9 @@ from flashlin.kernels.oracle import decayed, over_tokens, read, written
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-         g: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """S <- Diag(e^g) S + b (a^T S) + k v^T, o = S^T q."""
-    S = decayed(S, g) + written(b, read(S, a)) + written(k, v)
+         gk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """S <- Diag(e^gk) S + b (a^T S) + k v^T, o = S^T q."""
+    S = decayed(S, gk) + written(b, read(S, a)) + written(k, v)
     return S, read(S, q)
 
 

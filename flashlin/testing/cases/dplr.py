@@ -88,9 +88,9 @@ def _shared(case: Op) -> list[Case]:
 
 
 _kda = _op("chunk_kda", kda, recurrence_of_keys)
-_dplr = _op("chunk_dplr_delta_rule", dplr, g="gk")
+_dplr = _op("chunk_dplr_delta_rule", dplr)
 _rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r",
-             g="w")
+             gk="w")
 _iplr = _op("chunk_iplr_delta_rule", dplr.having(without=("gk",)))
 CASES = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),

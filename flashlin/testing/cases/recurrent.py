@@ -6,7 +6,7 @@ has cases of more tokens.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flashlin.kernels.delta.reference import recurrence
-from flashlin.kernels.recurrent.reference import recurrence as recurrence_of_others
+from flashlin.kernels.dplr.reference import recurrence as recurrence_of_vectors
+from flashlin.kernels.gla.reference import recurrence as recurrence_of_decays
 from flashlin.testing.cases import forgetting, sequences
 from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, keys, renamed, unit
 from flashlin.testing.cases.op import Op
@@ -180,7 +181,7 @@ OTHERS = {"a": Input("B T HV K", _minus_unit, when="given"), "b": Input("B T HV 
           "h0": Input("N HV K V", dtype=FLOAT32), "g": Input("B T HV", _weak, FLOAT32, "given"),
           "gamma": Input("HV", lambda draw, shape: -draw.uniform(shape), FLOAT32, "given"),
           "gk": Input("B T HV K", _weak, FLOAT32, "given"), "gv": Input("B T HV V", _weak, FLOAT32, "given"),
-          "bonus": Input("HV K", dtype=FLOAT32, when="given")}
+          "u": Input("HV K", dtype=FLOAT32, when="given")}
 # unsigned: a and b as the layer has them, a vector and its rate.
 _other_make = Maker(OTHERS, {"B": 1, "T": 5, "HV": 2, "K": 16, "V": 24, "gate": "random", "unsigned": False,
                               "bounds": torch.int64})
@@ -194,27 +195,32 @@ def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
     return recurrent.run_recurrent("recurrent", inputs, flags, has_ht=True)
 
 
+def _before(k: Tensor, before: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
+    """Linear attention that reads the state before a token: with a bonus of 0 for it."""
+    return recurrence_of_decays(k=k, **rest, **({"u": k.new_zeros(k.shape[2:])} if before else {}))
+
+
 def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
-    return recurrence_of_others(a=-a, b=a * b, **rest)
+    return recurrence_of_vectors(a=-a, b=a * b, **rest)
 
 
 def _public(op: str, given: Collection[str], names: Mapping[str, str] = MappingProxyType({}),
-            unsigned: bool = False, **options: Any) -> Op:
+            formula: Callable[..., tuple[Tensor, Tensor]] = recurrence_of_vectors, **options: Any) -> Op:
     """options: what the reference does of itself where the op is not told."""
     inputs = renamed(OTHERS, initial_state="h0", **{ours: theirs for theirs, ours in names.items()})
     make = _other_make.but(inputs=inputs)
-    return Op(op, make.having(given=[names.get(name, name) for name in given], unsigned=unsigned),
-              partial(sequences.outputs, _unsigned if unsigned else recurrence_of_others, names, **options),
+    return Op(op, make.having(given=[names.get(name, name) for name in given], unsigned=formula is _unsigned),
+              partial(sequences.outputs, formula, names, **options),
               {**TOLERANCES, "du": 0.02, "dw": 0.02})
 
 
 REVERSE = {"reverse": True}
 DPLR, RWKV = ("gk", "a", "b"), {"q": "r", "gk": "w"}
-_other = Op("recurrent", _other_make, partial(sequences.outputs, recurrence_of_others, {"h0": "h0"}),
+_other = Op("recurrent", _other_make, partial(sequences.outputs, _before, {"h0": "h0"}),
             TOLERANCES, always={}, call=call_other, constant=("gamma",))
-_rwkv6 = _public("fused_recurrent_rwkv6", ("gk", "bonus"), {**RWKV, "bonus": "u"}, before=True)
+_rwkv6 = _public("fused_recurrent_rwkv6", ("gk", "u"), RWKV, recurrence_of_decays)
 _rwkv7 = _public("fused_recurrent_rwkv7", DPLR, RWKV)
-_mul = _public("fused_mul_recurrent_rwkv7", DPLR, {**RWKV, "a": "kk", "b": "a"}, unsigned=True, scale=1.0)
+_mul = _public("fused_mul_recurrent_rwkv7", DPLR, {**RWKV, "a": "kk", "b": "a"}, _unsigned, scale=1.0)
 _dplr = _public("fused_recurrent_dplr_delta_rule", DPLR)
 _iplr = _public("fused_recurrent_iplr_delta_rule", ("a", "b"))
 CASES += [

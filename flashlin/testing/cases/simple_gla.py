@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashlin
-from flashlin.kernels.simple_gla.reference import recurrence
+from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.cases import gla, sequences
 from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays
 from flashlin.testing.cases.op import Op

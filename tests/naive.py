@@ -1,6 +1,6 @@
 """The recurrences without a delta term, token by token in float64. Slow on purpose.
-(kernels/delta/reference.py has those with one.) It goes head by head and shares nothing with the other
-references, since they are checked against it."""
+It goes head by head and shares nothing with the references in flashlin/kernels, since they are checked against
+it."""
 from __future__ import annotations
 
 import torch
@@ -33,7 +33,7 @@ def recurrence(
     rwkv6 (before):   o_t = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t, the state as above
     dplr (a and b):   S_t = D_t(S_{t-1}) + b_t (a_t^T S_{t-1}) + k_t v_t^T
 
-    Shapes as in inputs.py. reverse: from a sequence's last token to its first.
+    Shapes as in kernels/recurrent/inputs.py. reverse: from a sequence's last token to its first.
     """
     q, k, v = (x.double() for x in (q, k, v))
     g, gamma, gk, gv, bonus, a, b, h0 = (None if x is None else x.double()
