@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,11 +55,12 @@ def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
 
 def measured(checkout: Path, having: str) -> Rows:
     """In a process of that checkout, the calls that have one of these in their name."""
-    from flashlin.compat.child import python  # not in the child, which imports the other flashlin
+    # not in the child, which imports the other flashlin
+    from flashlin.compat.subprocesses import python, run_to_end
     command = python("benchmarks.before_after", "--child", str(checkout), "--call", having)
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"before_after: {checkout}: {done.stderr[-2000:]}")
+    done = run_to_end(command)
+    if done.failure:
+        raise SystemExit(f"before_after: {checkout}: {done.how}: {done.stderr[-2000:]}")
     rows: Rows = json.loads(done.stdout.splitlines()[-1])
     return rows
 

@@ -99,8 +99,8 @@ def first(op: Op, device: str) -> dict[str, Any]:
             for caches in ("empty", "full"):
                 child = record.child("benchmarks.first", "--op", op.name, "--what", what, "--device", device,
                                      seconds=120, TRITON_CACHE_DIR=cache, FLASHLIN_HOME=home)
-                found[caches][what] = child.said[-1]["seconds"] if child.said and not child.ending else (
-                    f"{child.ending}: {child.stderr.strip()[-300:]}")
+                found[caches][what] = (child.messages[-1]["seconds"] if child.messages and not child.failure
+                                       else child.ending)
     return found
 
 

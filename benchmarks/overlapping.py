@@ -21,7 +21,7 @@ from benchmarks import timing
 from benchmarks.calls import Shape, find, output, runs
 from flashlin import dispatch
 from flashlin.compat import launch as door
-from flashlin.compat.child import channel
+from flashlin.compat.subprocesses import channel
 from flashlin.kernels import scans
 from matrix import record
 
@@ -93,7 +93,7 @@ def row(name: str, shape: Shape) -> dict[str, Any]:
 def tried(name: str, number: int, shape: Shape) -> dict[str, Any]:
     """A row, made by a child, or why there is none."""
     done = record.child("benchmarks.overlapping", "--row", name, str(number), seconds=SECONDS)
-    found = done.said[-1] if done.said else {"failed": done.died}
+    found = done.messages[-1] if done.messages else {"failed": done.ending}
     return {"op": name, "shape": str(shape), **found}
 
 

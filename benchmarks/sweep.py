@@ -133,7 +133,7 @@ def main() -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     for name in starts:
         child = record.child("benchmarks.sweep", *same_call, "--kernel", name, seconds=given.seconds)
-        rows[name] = child.said + ([{"failed": child.died}] if child.ending else [])
+        rows[name] = child.messages + ([{"failed": child.failure}] if child.failure else [])
         best = min((row for row in rows[name] if "us" in row and "wrong" not in row), key=lambda row: row["us"],
                    default=None)
         print(f"{name:24} planned {rows[name][0]}  best {best}", flush=True)

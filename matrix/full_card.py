@@ -108,7 +108,7 @@ def main() -> int:
             child = record.child("matrix.full_card", "--out", str(given.out), "--process", name,
                                  FLASHLIN_HOME=str(Path(home, "flashlin")))
             row = {"process": name, "failed": child.stderr[-2000:], "as wanted": False}
-            rows.append(row if child.ending else child.said[-1])
+            rows.append(row if child.failure else child.messages[-1])
             print(name, "as wanted" if rows[-1]["as wanted"] else "NOT AS WANTED", json.dumps(rows[-1]))
     record.write(given.out, "full-card", record.this_card(), rows=rows)
     return 0 if all(row["as wanted"] for row in rows) else 1

@@ -105,16 +105,15 @@ def rows_of_worker(of: int, options: list[str], seconds: float, cards: list[str]
                    part: int) -> list[dict[str, Any]]:
     child = record.child("matrix.gpu", "--part", f"{part}/{of}", *options, seconds=seconds,
                          CUDA_VISIBLE_DEVICES=cards[part % len(cards)])
-    rows = [line for line in child.said if "op" in line]
-    if not child.ending:
+    rows = [line for line in child.messages if "op" in line]
+    if not child.failure:
         return rows
-    last = child.said[-1] if child.said else {}
+    last = child.messages[-1] if child.messages else {}
     early = dict(zip(("op", "case", "dtype"), last.get("starting", ["?"] * 3), strict=True), ok=False)
     if child.code is None:
-        how, why = "not tried", "the time was up, and what its worker had still to do is not run either"
+        how, why = "not tried", f"{child.how}, and what its worker had still to do is not run either"
     else:
-        said = child.stderr[-300:]
-        how, why = failure(blame.of_exit(child.code, said)), f"worker ended with {child.code}: {said}"
+        how, why = failure(child.fault), f"worker {child.how}: {child.stderr[-300:]}"
     return [*rows, {**early, how: why}]
 
 

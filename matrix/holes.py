@@ -274,7 +274,7 @@ LARGE = ("more than 2^31 elements", "more than 2^31 elements, packed")
 def outcome(hole: str, side: str) -> str:
     """In a child: an error may poison the CUDA context, and the next hole wants a clean one."""
     child = record.child("matrix.holes", "--one", hole, "--side", side, seconds=SECONDS)
-    return str(child.said[-1]["outcome"]) if child.said else child.died
+    return str(child.messages[-1]["outcome"]) if child.messages else f"error: {child.ending}"
 
 
 def main() -> int:

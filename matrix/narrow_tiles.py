@@ -102,8 +102,8 @@ def row(number: int) -> dict[str, Any]:
     """What came of a tile, in a child process."""
     tried = everything()[number]
     child = record.child("matrix.narrow_tiles", "--process", str(number))
-    if not child.ending:
-        facts = child.said[-1]
+    if not child.failure:
+        facts = child.messages[-1]
     elif "illegal memory access" in child.stderr:
         whole = {} if tried.kernel in IN_STRIPS else {"BK": D, "BV": D}
         facts = {"tile": {"BT": 64, **whole, **tried.tile}, "found": "illegal access"}

@@ -360,11 +360,11 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
     answers: dict[str, str] = {}
     while missing := [aspect for aspect in ASPECTS if aspect not in answers]:
         child = record.child("matrix.peers", "--one", name, "--side", side, *missing, seconds=seconds)
-        said = child.said or [{"starting": missing[0]}]
+        said = child.messages or [{"starting": missing[0]}]
         for line in said:
             answers.update({aspect: text for aspect, text in line.items() if aspect != "starting"})
         if "starting" in said[-1]:
-            answers[said[-1]["starting"]] = f"error: {child.ending or 'process ended with 0'}"
+            answers[said[-1]["starting"]] = f"error: {child.ending}"
     return {"op": name, "side": side, **answers}
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flashlin.compat.child import end, messages, python
+from flashlin.compat.subprocesses import Ended, python, run_to_end
 from flashlin.compat.target import Target
 from flashlin.testing.compare import Verdict
 from matrix.results import one_a_line
@@ -61,33 +59,9 @@ def raised(error: Exception, most: int = 200) -> str:
     return f"error: {type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
-class Child(NamedTuple):
-    """said: the JSON objects that it printed, a line each. ending: how it ended, ``""`` if as it should;
-    code: its exit status, None if its time was up."""
-    said: list[dict[str, Any]]
-    ending: str
-    stderr: str
-    code: int | None
-
-    @property
-    def died(self) -> str:
-        """Its end as an outcome: that its time was up, or the last line that it had to say."""
-        last = self.stderr.strip().rpartition("\n")[2]
-        return f"error: {self.ending if self.code is None else last[:200] or self.ending}"
-
-
-def child(module: str, *arguments: str, seconds: float | None = None, **environment: str) -> Child:
+def child(module: str, *arguments: str, seconds: float | None = None, **environment: str) -> Ended:
     """Run a module in a child process, for so long at most."""
-    process = subprocess.Popen(python(module, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, start_new_session=True, env={**os.environ, **environment})
-    try:
-        text, stderr = process.communicate(timeout=seconds)
-        code, ending = process.returncode, f"process ended with {process.returncode}"
-    except subprocess.TimeoutExpired:
-        end(process)
-        text, stderr = process.communicate()
-        code, ending = None, f"no answer in {seconds:.0f} s"
-    return Child(messages(text), "" if code == 0 else ending, stderr, code)
+    return run_to_end(python(module, *arguments), environment, limit=seconds)
 
 
 def parser(about: str | None, **out: Any) -> argparse.ArgumentParser:

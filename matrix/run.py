@@ -12,9 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from flashlin import dispatch
-from flashlin.compat.child import python
+from flashlin.compat.subprocesses import python, run_to_end
 from flashlin.diagnostics.quick import watch
 from flashlin.guards import proven
 from flashlin.kernels.configs import is_hopper
@@ -244,10 +242,11 @@ def imports(cell: Cell) -> Verdict:
     """Whether every module and public name is there under that release, and the import leaves the process
     alone."""
     variables = environment(cell)
-    ran = subprocess.run(python("matrix.importing", first=variables["PYTHONPATH"]), capture_output=True,
-                         text=True, check=False, timeout=LIMIT, env={**os.environ, **variables})
-    if ran.returncode:
-        wrong, detail = [ran.stderr.strip()[-500:]], ""
+    ran = run_to_end(python("matrix.importing", first=variables["PYTHONPATH"]), variables, limit=LIMIT)
+    if ran.code is None:
+        raise RuntimeError(f"importing flashlin under {cell.name}: {ran.failure}")
+    if ran.code:
+        wrong, detail = [f"{ran.how}: {ran.stderr.strip()[-500:]}"], ""
     else:
         told = json.loads(ran.stdout.splitlines()[-1])
         wrong, detail = list(told["wrong"]), f"{told['modules']} modules"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlin.compat import launch as door
+from flashlin.compat.subprocesses import Ended
 from matrix import record
 
 PATIENCE = 5  # how often, and for how many seconds
@@ -42,13 +43,13 @@ def fill(module: str, *arguments: str, processes: int, seconds: float, **environ
     what came of it, in a sentence; how far they got decides nothing but time."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        def filled(number: int) -> record.Child:
+        def filled(number: int) -> Ended:
             return record.child(module, *arguments, "--fill", str(Share(folder, number, processes)),
                                 seconds=seconds, OMP_NUM_THREADS="1", **environment)
         with ThreadPoolExecutor(processes) as pool:
             children = list(pool.map(filled, range(processes)))
         claimed = sum(1 for path in Path(folder).iterdir() if path.suffix == ".kernel")
-    early = [f"{child.ending}: {' '.join(child.stderr.split())[-200:]}" for child in children if child.ending]
+    early = [child.failure for child in children if child.failure]
     return "; ".join([f"{processes} processes compiled {claimed} kernels in {time.monotonic() - began:.0f} s",
                       *dict.fromkeys(early)])
 

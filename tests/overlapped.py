@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin import dispatch
-from flashlin.compat.child import channel
+from flashlin.compat.subprocesses import channel
 from flashlin.kernels import scans
 from flashlin.kernels.delta.reference import recurrence
 

@@ -246,16 +246,16 @@ def test_a_card_is_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.
                                            "nvidia-smi is not there")
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (subprocess.TimeoutExpired("nvidia-smi", 10), "gave no answer for 10 s"),
-    (PermissionError("Permission denied"), "cannot be started: Permission denied")])
+@pytest.mark.parametrize(("mode", "said"), [
+    (0o700, "gave no answer in 1 s and was ended"), (0o600, "cannot be started: [Errno 13] Permission denied")])
 def test_a_driver_that_hangs_or_is_not_ours_to_ask_could_not_be_checked(
-        error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
+        mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(mode)
     monkeypatch.setattr(drivers, "PROC", tmp_path)
-    monkeypatch.setattr(drivers.shutil, "which", lambda name: name)
-    monkeypatch.setattr(drivers.subprocess, "run", fails)
+    monkeypatch.setattr(drivers, "LIMIT", 1.0)
+    monkeypatch.setattr(drivers.shutil, "which", lambda name: str(program))
     (one,) = checks.check_driver(made(H200, driver=drivers.ask()))
     assert one.status == "could not check" and said in one.detail
 
@@ -584,7 +584,7 @@ def test_a_hang_is_a_row_and_the_rest_goes_on(planted: Any, monkeypatch: pytest.
     planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", HANG))
     found = list(quick.watch("cpu", None, Policy(), limit=4.0))
     assert [outcome.status for outcome in found] == ["ok", "problem", "ok", "ok"]
-    assert found[1].detail == "gave no answer for 4 s and was ended" and found[1].seconds < 15
+    assert found[1].detail == "gave no answer in 4 s and was ended" and found[1].seconds < 15
 
 
 def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.MonkeyPatch,

@@ -371,21 +371,21 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     found = importing.tried({name: name for name in texts if name != "hanging"})
     assert found["fine"].error == "" and found["fine"].seconds < 60
     assert found["raising"].error == "ModuleNotFoundError: No module named 'selective_scan_cuda'"
-    assert found["ending"].error == "its import ends the process with exit code 3"
-    assert found["aborting"].error.startswith("its import ends the process by signal 6")
+    assert found["ending"].error == "its import ended with exit code 3"
+    assert found["aborting"].error.startswith("its import ended by SIGABRT")
     since = time.monotonic()
     hung = importing.tried({"hanging": "hanging", "fine": "fine"}, limit=10.0)
     assert time.monotonic() - since < 45
-    assert hung["hanging"][::2] == ("its import gave no answer for 10 s and was ended", False)
+    assert hung["hanging"][::2] == ("its import gave no answer in 10 s and was ended", False)
     assert hung["fine"].known, "it had an answer while another hung"
 
 
 def test_a_hang_could_not_be_checked(world: World) -> None:
     installed(package(world.folder, "kernels", ""), "kernels", "0.17.2")
-    world.broken = {"kernels": Tried("its import gave no answer for 60 s and was ended", 60, known=False)}
+    world.broken = {"kernels": Tried("its import gave no answer in 60 s and was ended", 60, known=False)}
     found, _ = section(made(NO_GPU), import_all=True)
     assert [(one.status, one.imports) for one in found.packages] == [
-        ("could not check", "its import gave no answer for 60 s and was ended")]
+        ("could not check", "its import gave no answer in 60 s and was ended")]
 
 
 def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch
+from flashlin.compat.subprocesses import Ended
 from matrix import peer_table as table
 from matrix import peers, record
 
@@ -83,14 +84,13 @@ def test_packed_sequences_are_kept_apart() -> None:
 
 
 def test_a_process_that_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([record.Child([{"starting": "forward"}, {"forward": "right"}, {"starting": "backward"}],
-                              "process ended with -6", "", -6),
-                 record.Child([], "process ended with 1", "", 1)])
+    lines = '{"starting": "forward"}\n{"forward": "right"}\n{"starting": "backward"}\n'
+    said = iter([Ended(-6, lines), Ended(1)])
     monkeypatch.setattr(record, "child", lambda *arguments, **options: next(said))
     monkeypatch.setattr(peers, "ASPECTS", {"forward": "", "backward": "", "CPU": ""})
     assert peers.asked("fla", "chunk_gla", 1.0) == {"op": "chunk_gla", "side": "fla", "forward": "right",
-                                                    "backward": "error: process ended with -6",
-                                                    "CPU": "error: process ended with 1"}
+                                                    "backward": "error: ended by SIGABRT",
+                                                    "CPU": "error: ended with exit code 1"}
 
 
 def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flashlin.compat import folders
-from flashlin.compat.child import python
+from flashlin.compat.subprocesses import python
 from flashlin.guards import verdicts
 from flashlin.testing import environments
 from flashlin.testing.environments import NotInstallable, cache_folder, installed
@@ -66,7 +66,7 @@ def test_first_aid_that_was_saved_among_other_files_imports_none_of_them(trap: P
 def test_a_child_of_an_interactive_python_has_no_current_directory(trap: Path) -> None:
     """sys.path begins with "" there, which means the current directory at each import."""
     code = ("import sys; assert sys.path[0] == ''; sys.path.remove('')\n"
-            "from flashlin.compat.child import python; import subprocess; sys.path.insert(0, '')\n"
+            "from flashlin.compat.subprocesses import python; import subprocess; sys.path.insert(0, '')\n"
             "sys.exit(subprocess.run(python('flashlin.trial.child', '--help')).returncode)")
     ran = started("-c", code)
     assert (ran.returncode, trap.exists()) == (0, False), ran.stderr
@@ -246,7 +246,7 @@ def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
 # What starts programs, executes or loads code, or writes files.
 RISKY = {"subprocess", "tempfile", "runpy", "exec", "eval", "fork", "load", "pickle", "mkdir", "write_text",
          "write_bytes", "spec_from_file_location", "exec_module", "broadcast_object_list", "rmtree", "unlink",
-         "chmod", "system", "popen"}
+         "chmod", "system", "popen", "Process", "run_to_end", "forked", "compiled_in_forks"}
 ON_MODULES = {"load": "torch", "fork": "os", "system": "os", "popen": "os", "exec": "", "eval": ""}
 
 
@@ -264,7 +264,7 @@ def test_every_place_that_is_risky_is_in_the_review() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     files = [ROOT / "setup.py", *(path for folder in ("flashlin", "tools", "matrix", "benchmarks", "examples")
                                   for path in sorted((ROOT / folder).rglob("*.py")))]
-    assert risky(ROOT / "flashlin/testing/environments.py") == {"subprocess", "tempfile", "rmtree", "chmod"}
+    assert risky(ROOT / "flashlin/testing/environments.py") == {"Process", "tempfile", "rmtree", "chmod"}
     assert risky(ROOT / "flashlin/integrations/startup.py") >= {"exec"}
     missing = {}
     for path in files:

@@ -130,20 +130,22 @@ def test_libcuda_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("mode", "said"),
     [
-        (subprocess.TimeoutExpired("ldconfig", 10), "TimeoutExpired"),
-        (PermissionError("denied"), "denied"),
-        (FileNotFoundError("/sbin/ldconfig"), "/sbin/ldconfig"),
+        (0o700, "ldconfig gave no answer in 1 s and was ended"),
+        (0o600, "ldconfig cannot be started: [Errno 13] Permission denied"),
+        (0, "ldconfig cannot be started: [Errno 2] No such file"),
     ],
 )
 def test_a_tool_that_fails_is_no_verdict(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+    mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(surroundings.subprocess, "run", fails)
+    tool = tmp_path / "ldconfig"
+    if mode:
+        tool.write_text("#!/bin/sh\nexec sleep 60\n")
+        tool.chmod(mode)
+    monkeypatch.setattr(surroundings, "LDCONFIG", str(tool))
+    monkeypatch.setattr(surroundings, "LIMIT", 1.0)
     [one] = checkup(made(H200), (surroundings.check_libcuda,))
     assert (one.name, one.status) == ("libcuda", "could not check") and said in one.detail
 

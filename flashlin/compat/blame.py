@@ -61,9 +61,14 @@ def of_exit(code: int, said: str) -> Fault:
     """Whose fault it is that a process ended while it compiled or ran a kernel. code: its exit status, or
     minus the number of a signal."""
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal_name(-code)
         if name == "SIGKILL":
             return "memory"  # nobody else ends a process so, but the system when memory is short
         if name in SENT:
             return "surroundings"
     return of_text(said)
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGABRT`` for 6; ``signal 40`` for one without a name."""
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")

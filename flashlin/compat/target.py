@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashlin.compat.installed_triton import expect_kernels, interpreting
 from flashlin.compat.releases import RELEASES, nearest, planned_as, triton_for
 from flashlin.compat.releases import pairs as torch_pairs
+from flashlin.compat.subprocesses import run_to_end
 from flashlin.compat.versions import release
 
 if TYPE_CHECKING:
@@ -177,11 +177,7 @@ def ptxas_version(path: str) -> str:
     it cannot be run."""
     if not path:
         return ""
-    try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20,
-                              check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    text = run_to_end([path, "--version"], limit=20).stdout
     return next((word.strip("V,") for line in text.splitlines() if "release" in line
                  for word in line.split() if word.startswith("V")), "")
 

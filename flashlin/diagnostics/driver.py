@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from flashlin.compat.subprocesses import run_to_end
 from flashlin.compat.target import card_named
 
 LIMIT = 10.0  # seconds; a driver that is not kept loaded takes two or three for each card
@@ -55,15 +55,11 @@ def ask() -> Driver:
 
 def _asked(program: str, fields: tuple[str, ...]) -> tuple[Driver, str]:
     command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT,
-                              stdin=subprocess.DEVNULL, check=False)
-    except subprocess.TimeoutExpired:
-        return Driver(), f"nvidia-smi gave no answer for {LIMIT:.0f} s"
-    except OSError as error:
-        return Driver(), f"nvidia-smi cannot be started: {error}"
+    said = run_to_end(command, limit=LIMIT)
+    if said.code is None:
+        return Driver(), f"nvidia-smi {said.failure}"
     rows = [[cell.strip() for cell in line.split(",")] for line in said.stdout.splitlines() if line.strip()]
-    if said.returncode or not rows or any(len(row) != len(fields) for row in rows):
+    if said.code or not rows or any(len(row) != len(fields) for row in rows):
         return Driver(), f"nvidia-smi: {' '.join((said.stdout + said.stderr).split())[:200] or 'no GPU'}"
     cards = [dict(zip(fields, row, strict=True)) for row in rows]
     return Driver(cards[0]["driver_version"], tuple(_seen(card) for card in cards)), ""

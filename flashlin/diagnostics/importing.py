@@ -7,16 +7,15 @@ The child prints one JSON line: what was raised, ``""`` if nothing, and how long
 """
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
-from flashlin.compat.child import channel, end, messages, python
+from flashlin.compat.subprocesses import Ended, Process, channel, python
 from flashlin.diagnostics.machine import attempt
 
 CHILD = partial(python, "flashlin.diagnostics.importing")
@@ -31,35 +30,17 @@ class Tried(NamedTuple):
 
 
 def tried(modules: Mapping[str, str], limit: float = LIMIT) -> dict[str, Tried]:
-    """Import the module of each name, each in a child of its own."""
-    children = {name: subprocess.Popen(CHILD(module), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       stdin=subprocess.DEVNULL, text=True, errors="replace",
-                                       start_new_session=True)
-                for name, module in modules.items()}
-    with ThreadPoolExecutor(len(children) or 1) as pool:  # one that hangs keeps no other from being read
-        try:
-            return dict(zip(children, pool.map(partial(_outcome, limit=limit), children.values()),
-                            strict=True))
-        finally:  # so that nobody waits for them after Ctrl-C
-            for child in children.values():
-                if child.poll() is None:
-                    end(child)
+    """Import the module of each name, each in a child of its own, all at the same time."""
+    with ExitStack() as stack:
+        children = {name: stack.enter_context(Process(CHILD(module), limit=limit))
+                    for name, module in modules.items()}
+        return {name: _outcome(child.wait()) for name, child in children.items()}
 
 
-def _outcome(child: subprocess.Popen[str], limit: float) -> Tried:
-    since = time.monotonic()
-    try:
-        said, grumbled = child.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        end(child)
-        child.communicate()
-        return Tried(f"its import gave no answer for {limit:.0f} s and was ended", limit, known=False)
-    for message in messages(said):
+def _outcome(ended: Ended) -> Tried:
+    for message in ended.messages:
         return Tried(str(message["error"]), float(message["seconds"]))
-    how = f"by signal {-child.returncode}" if child.returncode < 0 else f"with exit code {child.returncode}"
-    last = next((line for line in reversed(grumbled.splitlines()) if line.strip()), "")
-    return Tried(f"its import ends the process {how}" + (f": {last.strip()[:300]}" if last else ""),
-                 time.monotonic() - since)
+    return Tried(f"its import {ended.ending}", ended.seconds, known=ended.code is not None)
 
 
 def main() -> None:

@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from queue import Empty, Queue
-from threading import Thread
 from typing import Any, NamedTuple
 
 from flashlin.compat import blame
-from flashlin.compat.child import channel, python
+from flashlin.compat.subprocesses import Process, channel, python
 from flashlin.diagnostics.machine import attempt
 from flashlin.diagnostics.report import Status
 from flashlin.policy import Policy
@@ -49,11 +43,14 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
     in front. progress: told (done, of, what is next); None writes it to stderr."""
     jobs: list[list[str]] | None = None
     first = 0
+    variables = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path,
+                 "FLASHLIN_IGNORE": ",".join(policy.ignore), **(environment or {})}
     for _ in range(CHILDREN):
         at, since = first, time.monotonic()
-        with _Child(["--device", device, "--first", str(first), *(["--op", op] if op else [])], policy,
-                    environment or {}) as child:
-            for message in child.messages(limit):
+        command = CHILD("--device", device, "--first", str(first), *(["--op", op] if op else []),
+                        first=variables.get("PYTHONPATH", ""))
+        with Process(command, variables) as child:
+            for message in map(json.loads, child.lines(limit)):
                 if "jobs" in message:
                     jobs = message["jobs"]
                 elif "start" in message and jobs is not None:
@@ -66,13 +63,14 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
                     first = message["done"] + 1
                     status = "ok" if message["ok"] else _status(blame.of_text(message["detail"]))
                     yield _outcome(jobs[message["done"]], status, message["detail"], message["seconds"])
+            ended = child.wait()
         if jobs is None:
-            yield Outcome("start", "", "problem", f"the child process {child.ending}",
+            yield Outcome("start", "", _status(ended.fault), f"the child process {ended.ending}",
                           time.monotonic() - since)
             return
-        if child.ending and first < len(jobs):
+        if ended.failure and first < len(jobs):
             first = at + 1
-            yield _outcome(jobs[at], _status(child.fault), child.ending, time.monotonic() - since)
+            yield _outcome(jobs[at], _status(ended.fault), ended.failure, time.monotonic() - since)
         if first >= len(jobs):
             return
     for job in (jobs or [])[first:]:
@@ -96,65 +94,6 @@ def _status(fault: blame.Fault) -> Status:
 def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Outcome:
     case, dtype = job
     return Outcome(case, dtype, status, detail, seconds)
-
-
-class _Child:
-    """A child process that talks JSON lines. ``ending``: how it ended, if not as it should; ``fault``: whose
-    that was."""
-
-    def __init__(self, arguments: list[str], policy: Policy, environment: Mapping[str, str]) -> None:
-        settings = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path,
-                    "FLASHLIN_IGNORE": ",".join(policy.ignore)}
-        command = CHILD(*arguments, first=environment.get("PYTHONPATH", ""))
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                         stdin=subprocess.DEVNULL, text=True, errors="replace",
-                                         env={**os.environ, **settings, **environment})
-        self._said: Queue[str | None] = Queue()
-        self._grumbled: deque[str] = deque(maxlen=200)
-        self._threads = [Thread(target=self._listen, daemon=True), Thread(target=self._overhear, daemon=True)]
-        for thread in self._threads:
-            thread.start()
-        self.ending = ""
-        self.fault: blame.Fault = "kernel"
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def messages(self, limit: float) -> Iterator[dict[str, Any]]:
-        while True:
-            try:
-                line = self._said.get(timeout=limit)
-            except Empty:
-                self.ending = f"gave no answer for {limit:.0f} s and was ended"
-                return
-            if line is None:
-                code = self._process.wait()
-                self._threads[1].join(timeout=5)
-                self.ending = _ending(code, self._grumbled) if code else ""
-                self.fault = blame.of_exit(code, self.ending)
-                return
-            yield json.loads(line)
-
-    def _listen(self) -> None:
-        for line in self._process.stdout or ():
-            self._said.put(line)
-        self._said.put(None)
-
-    def _overhear(self) -> None:
-        for line in self._process.stderr or ():
-            self._grumbled.append(line.strip())
-
-
-def _ending(code: int, grumbled: deque[str]) -> str:
-    names = {int(number): number.name for number in signal.Signals}
-    how = f"ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
-    lines = list(filter(None, grumbled))
-    telling = [line for line in lines if "rror" in line or "ssert" in line] or lines
-    return f"{how}: {telling[-1][:300]}" if telling else how
 
 
 def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:

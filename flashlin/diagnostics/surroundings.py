@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from flashlin.compat.subprocesses import run_to_end
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check, Status
 
@@ -116,8 +116,10 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
                     fix=unset("TRITON_LIBCUDA_PATH") if missing else "",
                     detail=f"{named}, by TRITON_LIBCUDA_PATH{missing}")
         return
-    said = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True, errors="replace", timeout=LIMIT,
-                          check=False)
+    said = run_to_end([LDCONFIG, "-p"], limit=LIMIT)
+    if said.code is None:
+        yield Check(name="libcuda", status="could not check", detail=f"{LDCONFIG} {said.failure}")
+        return
     found = [line.split()[-1] for line in said.stdout.splitlines() if "libcuda.so.1" in line]
     folders = [str(Path(one).parent) for one in found] or [
         folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")

@@ -404,10 +404,10 @@ def _compiled(call: Call, configs: list[Any]) -> list[Result]:
     if (target is None or target.backend != "cuda" or not hasattr(os, "fork")
         or policy.current().policy == "off"):
         return []
-    from flashlin.testing.compile import forked
+    from flashlin.testing.compile import compiled_in_forks
     sm = 10 * target.capability[0] + target.capability[1]
     works = [partial(_compile, call, config, sm) for config in configs]
-    results = dict(forked(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
+    results = dict(compiled_in_forks(works, min(os.cpu_count() or 1, CHILDREN), CHILD_SECONDS))
     return [results[number] for number in range(len(configs))]
 
 

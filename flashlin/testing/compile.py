@@ -10,18 +10,13 @@ generate other code for the second kernel of a process than for the first.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import importlib
 import json
-import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -32,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin.compat import blame
-from flashlin.compat.child import python
+from flashlin.compat.subprocesses import Ended, Process, forked, python
 from flashlin.compat.target import SHARED_ON_AMD, lanes, shared_per_block
 from flashlin.guards import proven
 from flashlin.testing.machine_code import loop_of
@@ -44,7 +39,6 @@ NUMBERS: dict[str, Any] = {"i32": 3, "i32:1": 1, "i32:16": 16, "i64": 2**40 + 3,
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|error:|terminate called|Unsupported")
 MATRIX_INSTRUCTIONS = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 NOT_TRIED = "not tried"
-BUSY, PATIENCE = 0.5, 4  # of a time limit: what must be worked for a verdict, and how long that is waited for
 
 
 class Result(NamedTuple):
@@ -98,27 +92,22 @@ class Compiler:
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                  timeout: float = 180) -> None:
-        self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
         environment = {**(environment or {}), "TRITON_INTERPRET": "0"}
         command = python("flashlin.testing.compile", "--at-once", str(at_once), "--timeout", str(timeout),
                          first=environment.get("PYTHONPATH", ""))
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=self._told, text=True, env=os.environ | environment)
+        self._process = Process(command, environment, interactive=True)
 
     def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
         """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError
         if the process itself cannot run."""
-        assert self._process.stdout
         lines = (json.dumps({**job._asdict(), "launch": job.launch.fields()}) for job in jobs)
-        with suppress(BrokenPipeError):  # why it has ended it tells below
-            print(*lines, "", sep="\n", file=self._process.stdin, flush=True)
+        self._process.send("\n".join([*lines, "", ""]))
+        answers = self._process.lines()
         for _ in jobs:
-            line = self._process.stdout.readline()
+            line = next(answers, "")
             if not line:
-                self._process.wait()
-                self._told.seek(0)
-                raise RuntimeError(f"the compiling process ended with {self._process.returncode}: "
-                                   f"{self._told.read().strip()[-2000:]}")
+                ended = self._process.wait()
+                raise RuntimeError(f"the compiling process: {ended.how}: {ended.stderr.strip()[-2000:]}")
             fields = json.loads(line)
             yield fields["job"], Result.from_fields(fields)
 
@@ -127,9 +116,7 @@ class Compiler:
         return [result for _, result in sorted(self.compiling(jobs))]
 
     def close(self) -> None:
-        self._process.terminate()  # it then ends the compilers it has started
-        self._process.communicate()
-        self._told.close()
+        self._process.end()
 
 
 def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
@@ -260,111 +247,38 @@ def _keep_ptxas_report() -> list[str]:
     return log
 
 
-def _child(work: Callable[[Path], Result], folder: Path) -> None:
-    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion
-    failed. An error that no work has caught (no room for the result, say) is told there, too, and by the exit
-    status."""
-    import resource  # like fork, not on Windows
-    try:
-        os.setpgid(0, 0)
-        faulthandler.disable()  # what it would say of an abort goes to the parent's stderr, which it has kept
-        output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        tempfile.tempdir = str(folder)
-        (folder / "result").write_text(json.dumps(work(folder)._asdict()))
-        os._exit(0)
-    except BaseException as error:
-        with suppress(OSError):
-            os.write(2, f"{type(error).__name__}: {error}".encode())
-    finally:
-        os._exit(os.EX_TEMPFAIL)
+def compiled_in_forks(works: Sequence[Callable[[Path], Result]], at_once: int,
+                      timeout: float) -> Iterator[tuple[int, Result]]:
+    """Call each function in a fork of this process, and yield (number, result) in the order in which they end:
+    a compiler that aborts ends only its fork. See ``forked``."""
+    import triton
+    for number, ended in forked([partial(_in_words, work) for work in works], at_once, timeout):
+        yield number, _verdict(ended)._replace(seconds=round(ended.seconds, 2), triton=triton.__version__)
 
 
-def _verdict(folder: Path, status: int | None) -> Result:
-    """What became of a child, from what it left behind; status None: it took too long."""
-    stderr = (folder / "stderr").read_text(errors="replace") if (folder / "stderr").exists() else ""
-    lines = [line for line in stderr.splitlines() if TELLING.search(line)]
+def _in_words(work: Callable[[Path], Result], folder: Path) -> str:
+    return json.dumps(work(folder)._asdict())
+
+
+def _verdict(ended: Ended) -> Result:
+    """Return the result of a fork that has ended."""
+    lines = [line for line in ended.stderr.splitlines() if TELLING.search(line)]
     # an assertion says more than the messages that follow from it
     lines.sort(key=lambda line: not re.search(r"Assertion|LLVM ERROR|UNREACHABLE", line))
     cause = lines[0].strip()[:500] if lines else ""
-    if status is None:
+    said = cause or ended.stderr.strip()[-500:]
+    if ended.timed_out:
         return Result("timeout", cause=cause)
-    if os.WIFSIGNALED(status):
-        ended = signal.Signals(os.WTERMSIG(status))
-        said = cause or stderr.strip()[-500:]
-        if blame.of_exit(-ended, stderr) != "kernel":
-            end = f"the compiler was ended by {ended.name}"
-            return Result(NOT_TRIED, f"{end}: {said}"[:300] if said else end)
-        return Result("abort", ended.name, said)
-    if os.waitstatus_to_exitcode(status) == os.EX_TEMPFAIL:
-        return Result(NOT_TRIED, stderr.strip()[-300:])
-    if not (folder / "result").exists():
-        return Result("exception", f"the child ended with {os.waitstatus_to_exitcode(status)}",
-                      cause or stderr.strip()[-500:])
-    result = Result.from_fields(json.loads((folder / "result").read_text()))
+    if ended.code is None:
+        return Result(NOT_TRIED, ended.why)
+    if ended.code < 0 and ended.fault != "kernel":
+        return Result(NOT_TRIED, ": ".join(filter(None, [f"the compiler was ended by {ended.how}", said]))[:300])
+    if ended.code < 0:
+        return Result("abort", ended.how, said)
+    if not ended.stdout:
+        return Result("exception", f"the child ended with {ended.how}", said)
+    result = Result.from_fields(json.loads(ended.stdout))
     return result if result.ok else result._replace(cause=cause)
-
-
-def _worked(group: int) -> float:
-    """The seconds that a core has worked for a group of processes; infinitely many where nobody counts."""
-    total, ticks = 0, os.sysconf("SC_CLK_TCK")
-    if not os.path.exists("/proc/self/stat"):
-        return math.inf
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            total += sum(map(int, fields[11:15])) if int(fields[2]) == group else 0
-    return total / ticks
-
-
-def forked(works: Sequence[Callable[[Path], Result]], at_once: int,
-           timeout: float) -> Iterator[tuple[int, Result]]:
-    """(number, result) as they finish, each in a child forked from this process, which must not use a GPU: a
-    compiler that aborts ends the child. A work is handed a folder of its own. timeout: seconds for each; of
-    one that has not come to work for half of them, because others keep this machine busy, nothing is said."""
-    import triton
-    room = Path(tempfile.mkdtemp(prefix="flashlin-compile-"))
-    waiting = list(enumerate(works))[::-1]
-    running: dict[int, tuple[int, Path, float, float]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                number, work = waiting.pop()
-                folder = room / str(number)
-                folder.mkdir()
-                child = os.fork()
-                if child == 0:
-                    _child(work, folder)
-                with suppress(OSError):  # the child does it too: whoever comes first
-                    os.setpgid(child, child)
-                running[child] = (number, folder, time.monotonic(), timeout)
-            for child, (number, folder, began, limit) in list(running.items()):
-                took = time.monotonic() - began
-                done, status = os.waitpid(child, os.WNOHANG)
-                result: Result | None = None
-                if not done and took > limit:
-                    worked = _worked(child)
-                    if worked < timeout * BUSY and took < timeout * PATIENCE:
-                        running[child] = (number, folder, began, limit + timeout / 4)
-                        continue
-                    with suppress(ProcessLookupError):
-                        os.killpg(child, signal.SIGKILL)
-                    done, _ = os.waitpid(child, 0)
-                    result = _verdict(folder, None) if worked >= timeout * BUSY else Result(
-                        NOT_TRIED, f"this machine had {worked:.0f} s of work for it in {took:.0f} s")
-                if done:
-                    del running[child]
-                    result = result or _verdict(folder, status)
-                    yield number, result._replace(seconds=round(took, 2), triton=triton.__version__)
-                    shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.005)
-    finally:
-        for child in running:
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        shutil.rmtree(room, ignore_errors=True)
 
 
 def warm() -> None:
@@ -400,7 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
         for module in {job.launch.module for job in jobs}:
             importlib.import_module(module)  # once, before the children
         warm()
-        for number, result in forked([partial(_compile, job) for job in jobs], at_once, given.timeout):
+        for number, result in compiled_in_forks([partial(_compile, job) for job in jobs], at_once, given.timeout):
             print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
                               **result._asdict()}), flush=True)
 

@@ -15,7 +15,6 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,10 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from flashlin.compat.child import python
 from flashlin.compat.folders import in_cache, make, unsafe
 from flashlin.compat.locks import locked
 from flashlin.compat.releases import nearest
+from flashlin.compat.subprocesses import Process, python
 from flashlin.compat.versions import release
 
 Tell = Callable[[str], None]
@@ -164,7 +163,7 @@ def _fill(home: Path, requirements: list[str], dependencies: bool, source: bool,
                        *(["--no-build-isolation"] if source else ["--only-binary", ":all:"]),
                        *([] if dependencies else ["--no-deps"])]
             _pip(python("pip", "install", *options, *requirements), fresh,
-                 {**os.environ, **(NO_CUDA if source else {})}, " ".join(requirements), tell)
+                 NO_CUDA if source else {}, " ".join(requirements), tell)
             fresh.chmod(0o755)
             fresh.rename(home)
         finally:
@@ -177,22 +176,13 @@ def _pip(command: list[str], into: Path, environment: dict[str, str], what: str,
     began = time.monotonic()
     tell(f"fetching {what} into {into.parent}, once")
     with tempfile.TemporaryDirectory(prefix=".pip-", dir=into.parent) as scratch, \
-            tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, stdin=subprocess.DEVNULL,
-                                   env={**environment, "TMPDIR": scratch})
-        try:
-            while process.poll() is None:
-                try:
-                    process.wait(EVERY)
-                except subprocess.TimeoutExpired:
-                    took = time.monotonic() - began
-                    tell(f"{what}: {_written(Path(scratch), into) / 1e6:.0f} MB so far, {took:.0f} s")
-        finally:  # also where this process is interrupted
-            process.kill()
-            process.wait()
-        if process.returncode:
-            errors.seek(0)
-            raise NotInstallable(f"pip install {what}: {errors.read().strip()[-1000:]}")
+            Process(command, {**environment, "TMPDIR": scratch}) as process:
+        while not process.finished(EVERY):
+            took = time.monotonic() - began
+            tell(f"{what}: {_written(Path(scratch), into) / 1e6:.0f} MB so far, {took:.0f} s")
+        ended = process.wait()
+    if ended.failure:
+        raise NotInstallable(f"pip install {what}: {ended.stderr.strip()[-1000:] or ended.failure}")
     tell(f"{what}: done, {_written(into) / 1e6:.0f} MB in {time.monotonic() - began:.0f} s")
 
 

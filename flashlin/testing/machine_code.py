@@ -3,9 +3,10 @@ many of them go to local memory, where what no register holds is kept."""
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
+
+from flashlin.compat.subprocesses import run_to_end
 
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*);")
 LABEL = re.compile(r"\s*(\.L_\w+):")
@@ -45,7 +46,9 @@ def loop_of(machine_code: bytes, disassembler: Path, folder: Path) -> Loop:
     where it fails otherwise."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(machine_code)
-    done = subprocess.run([str(disassembler), "-c", str(cubin)], capture_output=True, text=True, check=False)
-    if done.returncode and not UNKNOWN_CARD.search(done.stderr):
+    done = run_to_end([str(disassembler), "-c", str(cubin)])
+    if done.code is None:
+        raise OSError(f"{disassembler} {done.failure}")
+    if done.code and not UNKNOWN_CARD.search(done.stderr):
         raise RuntimeError(f"{disassembler.name} failed: {done.stderr.strip()[-300:]}")
-    return longest_loop(done.stdout) if not done.returncode else Loop()
+    return longest_loop(done.stdout) if not done.code else Loop()

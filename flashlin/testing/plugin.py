@@ -21,8 +21,6 @@ import inspect
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -33,8 +31,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flashlin.compat.child import python
 from flashlin.compat.releases import in_full, supported
+from flashlin.compat.subprocesses import python, run_to_end
 from flashlin.testing.environments import NotInstallable, Tell, on_stderr, triton_environment
 
 LAYERS = ("import", "compile", "interpret")
@@ -251,19 +249,14 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         # This process's search path after the release: pytest puts the folders of the tests on it.
         command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers),
                          first=environment["PYTHONPATH"])
-        ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace",
-                             stdin=subprocess.DEVNULL, env={**os.environ, **environment, **settings})
+        ended = run_to_end(command, {**environment, **settings})
         told = [Outcome(*json.loads(line)) for line in answers.read_text().splitlines()]
     outcomes = [outcome for outcome in told if outcome.status != "began"]
-    if ran.returncode:
+    if ended.failure:
         at = next((outcome.layer for outcome in reversed(told) if outcome.status == "began"),
                   "interpret" if interpret else "import")
-        lines = [line for line in ran.stderr.splitlines() if line.strip()]
-        why = next((line for line in reversed(lines) if TELLING.search(line)), lines[-1] if lines else "")
-        if ran.returncode == -signal.SIGALRM:
+        if ended.how == "SIGALRM":
             outcomes.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
         else:
-            ended = (signal.Signals(-ran.returncode).name if ran.returncode < 0
-                     else f"exit code {ran.returncode}")
-            outcomes.append(Outcome(order.triton, at, "abort", f"{ended}: {why}" if why else ended))
+            outcomes.append(Outcome(order.triton, at, "abort", ": ".join(filter(None, [ended.how, ended.line]))))
     return outcomes

@@ -27,7 +27,7 @@ from packaging.version import Version
 from flashlin.compat.target import parse, pretend
 from flashlin.shielding import autotune as tuning
 from flashlin.testing.compare import poisoned
-from flashlin.testing.compile import Driver, compiled_by, forked, warm
+from flashlin.testing.compile import Driver, compiled_by, compiled_in_forks, warm
 from flashlin.testing.plugin import Order, Outcome
 from flashlin.testing.record import Recorded, specialised
 
@@ -53,6 +53,7 @@ class CpuDriver(Driver):
 def main() -> None:
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its forks are ended, too
     signal.alarm(math.ceil(order.timeout))  # unhandled: it ends compiled code as well
     with open(sys.argv[2], "a", buffering=1) as answers:
         for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
@@ -91,7 +92,7 @@ def import_and_compile(order: Order) -> Iterator[Outcome]:
         places += [(sm, str(launch)) for _, launch in launches]
     signal.alarm(0)  # from here on each kernel has its own
     warm()
-    for number, result in forked(works, order.at_once, order.timeout):
+    for number, result in compiled_in_forks(works, order.at_once, order.timeout):
         cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
         yield told("compile", result.status, ": ".join(filter(None, [cause, result.cause])), *places[number])
 

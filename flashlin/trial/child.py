@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from flashlin.compat import blame
-from flashlin.compat.child import channel
+from flashlin.compat.subprocesses import channel
 
 # at most, of a case for a card that is full; makers without these sizes are small as they are
 SMALL = {"B": 1, "T": 32}

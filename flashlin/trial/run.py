@@ -7,9 +7,6 @@ nobody.
 """
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +16,7 @@ from typing import NamedTuple
 import torch
 
 from flashlin import dispatch
-from flashlin.compat import blame
-from flashlin.compat.child import end, messages, python
+from flashlin.compat.subprocesses import Ended, python, run_to_end
 from flashlin.compat.target import Target
 from flashlin.guards import proven, verdicts
 from flashlin.guards.verdicts import BAD, Table, Verdict, Word
@@ -28,7 +24,6 @@ from flashlin.guards.verdicts import BAD, Table, Verdict, Word
 CHILD = partial(python, "flashlin.trial.child")
 LIMIT = 300.0  # seconds for a child, from its start to its end
 LONGER = 2.0  # times that, for one that seems to hang and is asked again, alone
-GONE = 30.0  # seconds for one that was ended to be gone
 SAID = 400  # characters of a child's own words that are kept
 
 
@@ -128,45 +123,20 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
 
 
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
-    """One child, from its start to its end."""
-    began = time.monotonic()
+    """Run one trial in a child process."""
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
     known = verdicts.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
                     *(["--known"] if known else []))
-    code: int | None = None
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE if known else subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   errors="replace", start_new_session=True, env={**os.environ, "FLASHLIN_CANARY": "trial"})
-    except OSError as error:
-        return Tried(trial, "not tried", f"no child could be started: {error}",
-                     memory=blame.of_error(error) == "memory")
-    try:
-        said, grumbled = process.communicate(known or None, timeout=limit)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        end(process)
-        said, grumbled = _rest(process)
-    except BaseException:  # this process is being ended, and its children with it
-        end(process)
-        raise
-    return _judged(trial, code, said, grumbled, limit)._replace(seconds=round(time.monotonic() - began, 1))
+    ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)
+    return _judged(trial, ended)._replace(seconds=round(ended.seconds, 1))
 
 
-def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a child had said before it was ended. One that waits for a device may not go even then."""
-    try:
-        return process.communicate(timeout=GONE)
-    except subprocess.TimeoutExpired as error:
-        return (error.output or b"").decode(errors="replace"), ""
-
-
-def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: float) -> Tried:
-    """What a child has come to; code None: it was ended because it took too long."""
+def _judged(trial: Trial, ended: Ended) -> Tried:
+    """Return the verdict on a trial whose child has ended."""
     configs: list[str] = []
     struck, result = "", None
-    for message in messages(said):
+    for message in ended.messages:
         struck = message.get("launch", "" if "landed" in message else struck)
         configs += [message["launch"]] if "launch" in message else []
         result = message if "verdict" in message else result
@@ -174,13 +144,8 @@ def _judged(trial: Trial, code: int | None, said: str, grumbled: str, limit: flo
     if result is not None:
         return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"])
     at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
-    if code is None:
-        return Tried(trial, "hang" if struck else "not tried", f"no answer in {limit:g} s, {at}", launched,
-                     struck)
-    last = [line.strip() for line in grumbled.splitlines() if line.strip()][-1:]
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    fault = blame.of_exit(code, grumbled)
-    return Tried(trial, "abort or illegal access" if struck and fault == "kernel" else "not tried",
-                 ": ".join([f"{how}, {at}", *last])[:SAID], launched, struck, fault == "memory")
-
-
+    detail = ": ".join([f"{ended.how}, {at}", *([ended.line] if ended.code is not None and ended.line else [])])
+    blamed: Word = "not tried"
+    if struck and ended.fault == "kernel":
+        blamed = "hang" if ended.timed_out else "abort or illegal access"
+    return Tried(trial, blamed, detail[:SAID], launched, struck, ended.fault == "memory")

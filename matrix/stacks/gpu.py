@@ -298,8 +298,7 @@ def main() -> int:
     def asked(name: str) -> dict[str, Any]:
         child = record.child("matrix.stacks.gpu", "--one", name, "--inputs", str(given.inputs), *arguments,
                              seconds=given.seconds, HF_HUB_OFFLINE="1")
-        return child.said[-1] if child.said and not child.ending else {
-            "failed": f"{child.ending}: {child.stderr.strip()[-300:]}"}
+        return child.messages[-1] if child.messages and not child.failure else {"failed": child.ending}
     print("program | forward ms raw / patched | with backward | output error raw | patched | worst gradient "
           "raw | patched | worst ratio | last loss")
     versions = {"fla": record.version("fla-core"), "transformers": record.version("transformers"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from flashlin.compat.child import python
+from flashlin.compat.subprocesses import python, run_to_end
 from flashlin.integrations.on_a_cpu import ADVICE
 from matrix.results import one_a_line
 from matrix.stacks.child import Job
@@ -59,11 +57,9 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
     extra = INTERPRETED if job.reference == "interpreter" else {}
     command = python("matrix.stacks.child", json.dumps(job._asdict()),
                      first=stack.environment()["PYTHONPATH"])
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False,
-                         env={**os.environ, **extra})
-    if ran.returncode:
-        raise Failed(f"{stack.name}, {', '.join(job.models)}: ended with {ran.returncode}: "
-                     f"{ran.stderr.strip()[-1000:]}")
+    ended = run_to_end(command, extra, limit=SECONDS)
+    if ended.failure:
+        raise Failed(f"{stack.name}, {', '.join(job.models)}: {ended.how}: {ended.stderr.strip()[-1000:]}")
     found: dict[str, Any] = torch.load(job.out, weights_only=True)
     for one in found.values():
         one["ways"] = {way: {quantity: Answer(**answer) for quantity, answer in said.items()}
@@ -145,7 +141,7 @@ def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | Non
 def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[str, Any]]:
     try:
         return asked(stack, models, way)
-    except (Failed, subprocess.TimeoutExpired) as failure:
+    except Failed as failure:
         if len(models) > 1:
             return {name: said for one in models for name, said in _alone(stack, [one], way).items()}
         return {models[0].name: {"ops": [], "patched": {"logits": Outcome("raises", str(failure))}}}

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flashlin
+from flashlin.compat.subprocesses import Ended
 from flashlin.testing.compare import Tensors, judge
 from matrix import record
 
@@ -244,11 +245,11 @@ def outcome(part: Part, where: Where, side: str) -> str:
         return record.raised(error)
 
 
-def row_of(program: str, part: str, children: dict[str, record.Child]) -> dict[str, str]:
+def row_of(program: str, part: str, children: dict[str, Ended]) -> dict[str, str]:
     """A row of the record: what the child of each side said of a part, or how it ended."""
-    said = {side: {one["part"]: one["outcome"] for one in child.said} for side, child in children.items()}
+    said = {side: {one["part"]: one["outcome"] for one in child.messages} for side, child in children.items()}
     return {"program": program, "part": part,
-            **{side: said[side].get(part, child.died) for side, child in children.items()}}
+            **{side: said[side].get(part, f"error: {child.ending}") for side, child in children.items()}}
 
 
 def main() -> int:
@@ -276,7 +277,7 @@ def main() -> int:
     names = [name for name in PROGRAMS if name.startswith(given.only)]
     arguments = ["--device", given.device, *(["--small"] if given.small else [])]
 
-    def asked(name: str, side: str) -> record.Child:
+    def asked(name: str, side: str) -> Ended:
         return record.child("matrix.stacks.seeds", "--one", name, "--side", side, *arguments,
                             seconds=given.seconds, HF_HUB_OFFLINE="1")
     with ThreadPoolExecutor(given.at_once) as pool:

@@ -27,13 +27,13 @@ def verdicts(request: pytest.FixtureRequest) -> dict[tuple[int, str], dict[str, 
     left, found = [(one["parts"], one["name"]) for one in every], {}
     for _ in range(CHILDREN):
         done = child("tests.overlapped", *(str(word) for one in left for word in one), seconds=LIMIT)
-        for told in done.said:
+        for told in done.messages:
             found[told["parts"], told["call"]] = told
-        if done.said and done.ending:
-            last = done.said[-1]
-            found[last["parts"], last["call"]] = {"ended": f"{done.ending}: {done.stderr[-1000:]}"}
+        if done.messages and done.failure:
+            last = done.messages[-1]
+            found[last["parts"], last["call"]] = {"ended": f"{done.how}: {done.stderr[-1000:]}"}
         left = [one for one in left if one not in found]
-        if not left or not done.said:
+        if not left or not done.messages:
             break
     return {**{one: {"ended": "not tried"} for one in left}, **found}
 

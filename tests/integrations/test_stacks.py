@@ -14,9 +14,9 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
 import flashlin.mamba
+from flashlin.compat.subprocesses import Ended
 from flashlin.integrations.on_a_cpu import RUNNING
 from matrix.__main__ import RESULTS
-from matrix.record import Child
 from matrix.stacks import gpu, records, run, seeds, table, verdicts, ways
 from matrix.stacks.models import LEAKS, MODELS, ON_CUDA, RAISES, UNTOUCHED, known
 from matrix.stacks.verdicts import Answer, Outcome, error, outcome
@@ -232,19 +232,19 @@ def test_what_patching_made_worse_is_told() -> None:
 
 def test_what_a_child_did_not_say_is_how_it_ended(tmp_path: Path) -> None:
     first, second = seeds.PROGRAMS["RMSNorm after an embedding"]
-    said = [{"part": first, "outcome": "right"}]
-    late, dead = Child(said, "no answer in 45 s", "a warning", None), Child(said, "process ended with -6",
-                                                                           "a warning\nabort: a | b", -6)
+    said = json.dumps({"part": first, "outcome": "right"})
+    late = Ended(None, said, "a warning", "no answer in 45 s", timed_out=True)
+    dead = Ended(-6, said, "a warning\nabort: a | b")
     rows = [seeds.row_of("RMSNorm after an embedding", part, {"raw": dead, "patched": late})
             for part in (first, second)]
     assert [(row["raw"], row["patched"]) for row in rows] == [
-        ("right", "right"), ("error: abort: a | b", "error: no answer in 45 s")]
-    assert Child([], "process ended with -11", "", -11).died == "error: process ended with -11"
+        ("right", "right"),
+        ("error: ended by SIGABRT: abort: a | b", "error: gave no answer in 45 s and was ended")]
     assert table.seeds(tmp_path) == []
     (tmp_path / "seeds-H200-triton-3.6.0.json").write_text(json.dumps(
         {"device": "H200", "triton": "3.6.0", "torch": "2.11.0", "fla": "0.6.0", "date": "", "rows": rows}))
-    assert (f"| RMSNorm after an embedding | {second} | error: abort: a \\| b | error: no answer in 45 s |"
-            in table.seeds(tmp_path))
+    assert (f"| RMSNorm after an embedding | {second} | error: ended by SIGABRT: abort: a \\| b "
+            "| error: gave no answer in 45 s and was ended |" in table.seeds(tmp_path))
 
 
 def test_a_quick_tuner_takes_the_first_configuration_that_fits() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from flashlin.compat import subprocesses
 from flashlin.testing import compile as compiler
-from flashlin.testing.compile import NOT_TRIED, Job, Result, forked
+from flashlin.testing.compile import NOT_TRIED, Job, Result, compiled_in_forks
 from flashlin.testing.record import Recorded
 
 
@@ -46,12 +47,12 @@ def leaves(folder: Path) -> Result:
     (ends(signal.SIGABRT, "terminate called after throwing an instance of 'std::bad_alloc'"), NOT_TRIED,
      "bad_alloc"),
     (ends(signal.SIGABRT, "Assertion `x' failed.\n"), "abort", "SIGABRT"),
-    (ends(signal.SIGSEGV), "abort", "SIGSEGV"), (leaves, "exception", "the child ended with 1")],
+    (ends(signal.SIGSEGV), "abort", "SIGSEGV"), (leaves, "exception", "the child ended with exit code 1")],
     ids=["killed", "terminated", "no room", "no memory", "LLVM's memory", "C++'s memory", "assertion",
          "crash", "exit"])
 def test_how_a_child_ends(work: Callable[[Path], Result], status: str, says: str) -> None:
     pytest.importorskip("triton")
-    [(_, result)] = forked([work], 1, 60)
+    [(_, result)] = compiled_in_forks([work], 1, 60)
     assert result.status == status and says in result.message, result
 
 
@@ -72,13 +73,13 @@ def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], 
     on a busy machine, so it waits for a spinning process until that has worked, and no longer."""
     pytest.importorskip("triton")
     if work is spins:
-        monkeypatch.setattr(compiler, "PATIENCE", 1000)
-    [(_, result)] = forked([work], 1, 0.5)
+        monkeypatch.setattr(subprocesses, "PATIENCE", 1000)
+    [(_, result)] = compiled_in_forks([work], 1, 0.5)
     assert result.status == status, result
     if work is waits:
         said = re.fullmatch(r"this machine had 0 s of work for it in (\d+) s", result.message)
         assert said and int(said[1]) == pytest.approx(result.seconds, abs=0.6), result
-        assert result.seconds >= 0.5 * compiler.PATIENCE, result
+        assert result.seconds >= 0.5 * subprocesses.PATIENCE, result
     else:
         assert not result.message and 0.5 <= result.seconds, result
 
@@ -114,5 +115,5 @@ def test_what_the_compiler_raises(status: str, error: Exception, monkeypatch: py
     kernel = SimpleNamespace(warmup=fails(error))
     monkeypatch.setattr(compiler.importlib, "import_module", lambda name: SimpleNamespace(kernel=kernel))
     launch = Recorded("module", "kernel", (), (), 4, 2, 0, ())
-    [(_, result)] = forked([partial(compiler._compile, Job(90, launch))], 1, 60)
+    [(_, result)] = compiled_in_forks([partial(compiler._compile, Job(90, launch))], 1, 60)
     assert result.status == status and result.message, result

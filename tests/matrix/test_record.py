@@ -10,6 +10,7 @@ import torch
 
 import flashlin
 from flashlin.compat import launch as door
+from flashlin.compat import subprocesses
 from flashlin.compat.target import parse, probe
 from flashlin.testing import compile as compiler
 from flashlin.testing.compile import NOT_TRIED, Job, argument, compile_launches
@@ -171,6 +172,6 @@ def test_a_child_that_takes_too_long_is_ended(record: Record, monkeypatch: pytes
     pytest.importorskip("triton")
     job = Job(90, scan(record()))
     assert compile_launches([job], timeout=0.2)[0].status in ("timeout", NOT_TRIED)
-    monkeypatch.setattr(compiler, "PATIENCE", 1000)
-    [(_, result)] = compiler.forked([partial(compiler._compile, job)], 1, 0.2)
+    monkeypatch.setattr(subprocesses, "PATIENCE", 1000)
+    [(_, result)] = compiler.compiled_in_forks([partial(compiler._compile, job)], 1, 0.2)
     assert result.status == "timeout", result
