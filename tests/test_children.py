@@ -130,9 +130,9 @@ def test_a_child_whose_time_is_up_is_ended_with_what_it_has_started() -> None:
 
 
 def test_what_a_child_leaves_behind_is_ended_and_takes_no_verdict_away() -> None:
-    """The process that it has left keeps its output open until the time is up."""
-    ended = run_to_end([sys.executable, "-c", LEAVES.format(seconds=0)], limit=3.0)
-    assert (ended.code, ended.stdout, ended.timed_out) == (0, "1\n", False)
+    """The process that it has left keeps its output open."""
+    ended = run_to_end([sys.executable, "-c", LEAVES.format(seconds=0)], limit=60.0)
+    assert (ended.code, ended.stdout, ended.timed_out) == (0, "1\n", False) and ended.seconds < 30
 
 
 def test_a_child_that_ignores_being_asked_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_child_that_ignores_being_asked_is_killed(monkeypatch: pytest.MonkeyPa
 
 def test_the_end_of_a_block_ends_the_child() -> None:
     with pytest.raises(KeyboardInterrupt), Process([sys.executable, "-c", LEAVES.format(seconds=60)]) as process:
-        assert next(process.lines()) == "1"
+        assert next(process.lines()) == "1\n"
         raise KeyboardInterrupt
     assert process.wait().how == "was ended" and process._process.returncode == -signal.SIGTERM
 
@@ -164,10 +164,10 @@ def test_a_child_that_does_not_read_what_it_is_given_ends_in_time() -> None:
 def test_lines_come_one_by_one_and_silence_is_a_timeout() -> None:
     code = "for one in range(3): print(one, flush=True)\nimport time; time.sleep(60)"
     with Process([sys.executable, "-c", code]) as process:
-        assert list(process.lines(5.0)) == ["0", "1", "2"]
+        assert list(process.lines(5.0)) == ["0\n", "1\n", "2\n"]
         assert process.wait().failure == "gave no answer in 5 s and was ended"
     with Process([sys.executable, "-c", "print('{\"a\": 1}'); print('{\"b\": ', end='')"]) as process:
-        assert list(process.lines(60.0)) == ['{"a": 1}', '{"b": '] and not process.wait().failure
+        assert list(process.lines(60.0)) == ['{"a": 1}\n', '{"b": '] and not process.wait().failure
 
 
 def test_no_child_is_left_as_a_zombie() -> None:

@@ -18,10 +18,10 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
+from flashlin.compat import subprocesses
 from flashlin.compat.target import parse, pretend
 from flashlin.integrations import patching
 from flashlin.shielding import autotune as tuning
-from flashlin.testing import compile as compiler
 from flashlin.testing.compile import Driver
 from tests import foreign
 
@@ -324,7 +324,7 @@ def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
             super().run(*args, **kwargs)
     monkeypatch.setattr(tuning, "CHILD_SECONDS", 1)
     if works:  # then wait until it has worked, even on a busy machine
-        monkeypatch.setattr(compiler, "PATIENCE", 1000)
+        monkeypatch.setattr(subprocesses, "PATIENCE", 1000)
     pretend(parse("triton=3.6.0,sm=90"))
     kernel = Hanging()
     with pytest.warns(UserWarning, match=f"configuration BK: 32.* {says}"):

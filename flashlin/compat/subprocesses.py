@@ -131,9 +131,14 @@ class Ended(NamedTuple):
 class _Output:
     """A pipe that a thread reads to its end, so that the child never waits for its reader."""
 
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe, self._kept, self._open, self._more = pipe, bytearray(), True, Condition()
-        Thread(target=self._read, daemon=True).start()
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        assert pipe
+        self._pipe, self._kept, self._open, self._more = pipe, bytearray(), False, Condition()
+
+    def start(self) -> None:
+        with self._more:
+            Thread(target=self._read, daemon=True).start()
+            self._open = True
 
     def _read(self) -> None:
         with self._pipe:
@@ -146,38 +151,35 @@ class _Output:
             self._open = False
             self._more.notify_all()
 
-    def closed(self, within: float | None) -> bool:
-        """Wait until the pipe is closed, and return whether it is."""
-        with self._more:
-            return self._more.wait_for(lambda: not self._open, within)
-
-    def line(self, within: float | None) -> str | None:
-        """Take the next line; None at the end. Raises TimeoutError if none comes in that time."""
+    def line(self, within: float | None) -> str:
+        """Take the next line; ``""`` at the end. Raises TimeoutError if none comes in that time."""
         with self._more:
             if not self._more.wait_for(lambda: b"\n" in self._kept or not self._open, within):
                 raise TimeoutError
-            line, end, rest = self._kept.partition(b"\n")
-            self._kept = rest
-        return bytes(line).decode(errors="replace") if line or end else None
+            size = self._kept.find(b"\n") + 1 or len(self._kept)
+            line = self._kept[:size].decode(errors="replace")
+            del self._kept[:size]
+            return line
 
     def text(self) -> str:
+        """Wait a little for the end of the pipe, which another process may hold open, and return the rest."""
         with self._more:
-            return bytes(self._kept).decode(errors="replace")
+            self._more.wait_for(lambda: not self._open, GENTLE)
+            return self._kept.decode(errors="replace")
 
 
 class Process:
-    """A child process and its output. It has a process group of its own, and standard input is empty unless
-    ``send`` is called. At the end of a ``with`` block it is ended, and so are all processes of its group. A
-    command that cannot be started raises nothing: ``wait`` says so.
+    """A child process and its output. It has a process group of its own, which is ended with it, at the latest
+    at the end of a ``with`` block. A command that cannot be started raises nothing: ``wait`` says so.
 
-    environment: variables to add to those of this process. limit: seconds from start to end.
+    environment: variables to add to those of this process. limit: seconds from start to end. interactive: there
+    is a standard input, to which ``send`` writes.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, *,
                  limit: float | None = None, interactive: bool = False) -> None:
         self._began, self._limit = time.monotonic(), limit
         self._ended: Ended | None = None
-        self._silent: float | None = None  # seconds without a line, where that was too long
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE if interactive else subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -185,14 +187,12 @@ class Process:
         except OSError as error:
             self._ended = Ended(None, why=f"cannot be started: {error}")
             return
-        self._outputs: list[_Output] = []
+        self._stdout, self._stderr = _Output(self._process.stdout), _Output(self._process.stderr)
         try:
-            for pipe in (self._process.stdout, self._process.stderr):
-                assert pipe
-                self._outputs.append(_Output(pipe))
+            self._stdout.start()
+            self._stderr.start()
         except RuntimeError as error:  # no thread can be started
-            self._kill()
-            self._ended = Ended(None, why=f"cannot be started: {error}")
+            self.end(f"cannot be started: {error}")
 
     def __enter__(self) -> Process:
         return self
@@ -202,92 +202,64 @@ class Process:
 
     def send(self, text: str, *, close: bool = False) -> None:
         """Write to the child's standard input, from a thread, since a child that hangs does not read."""
+        def write(pipe: IO[bytes]) -> None:
+            with suppress(OSError):  # the child has ended; how is told by ``wait``
+                pipe.write(text.encode())
+                pipe.flush()
+                if close:
+                    pipe.close()
         if self._ended is None:
-            assert self._process.stdin
-            Thread(target=_write, args=(self._process.stdin, text.encode(), close), daemon=True).start()
+            Thread(target=write, args=(self._process.stdin,), daemon=True).start()
 
     def lines(self, limit: float | None = None) -> Iterator[str]:
         """Yield the lines of standard output as they come. The child has timed out if none comes for
         ``limit`` seconds."""
-        while self._ended is None:
-            try:
-                line = self._outputs[0].line(limit)
-            except TimeoutError:
-                self._silent = limit
-                return
-            if line is None:
-                return
-            yield line
+        try:
+            while self._ended is None and (line := self._stdout.line(limit)):
+                yield line
+        except TimeoutError:
+            self.end(f"no answer in {limit:g} s", timed_out=True)
 
     def finished(self, within: float | None = None) -> bool:
-        """Wait until the child has ended and its output is closed, and return whether that is so."""
-        until = math.inf if within is None else time.monotonic() + within
-
-        def left() -> float | None:
-            return None if within is None else max(0.0, until - time.monotonic())
-        if self._ended is not None:
-            return True
-        if not all(output.closed(left()) for output in self._outputs):
-            return False
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(left())
-        return self._process.returncode is not None
+        """Wait until the child has ended, and return whether it has."""
+        if self._ended is None:
+            try:
+                self._process.wait(within)
+            except subprocess.TimeoutExpired:
+                return False
+        return True
 
     def wait(self) -> Ended:
         """Wait for the child, end it when its time is up, and return how it ended."""
+        limit = self._limit
+        if limit is None:
+            self.finished()
+            return self.end()
+        self.finished(max(0.0, self._began + limit - time.monotonic()))
+        return self.end(f"no answer in {limit:g} s", timed_out=True)
+
+    def end(self, why: str = "was ended", *, timed_out: bool = False) -> Ended:
+        """End the child if it still runs, for this reason, and all that is left of its process group."""
         if self._ended is None:
-            limit = self._limit
-            within = None if limit is None else max(0.0, self._began + limit - time.monotonic())
-            if self._silent is not None:
-                limit, within = self._silent, 0.0
-            done = self.finished(within)
-            # A child may have ended while a process that it has started holds its output open.
-            code = self._process.returncode if done else self._process.poll()
-            self._kill(gently=code is None)
-            self._ended = self._end(code, f"no answer in {limit:g} s" if code is None else "", code is None)
+            code = self._process.poll()
+            if code is None:  # it may have put processes into other groups, which only it can end
+                self._signal("SIGTERM", GENTLE)
+            self._signal("SIGKILL", GONE)
+            if self._process.stdin:
+                with suppress(OSError):  # text that the child has not read
+                    self._process.stdin.close()
+            ended = Ended(code, self._stdout.text(), self._stderr.text(), seconds=time.monotonic() - self._began)
+            self._ended = ended if code is not None else ended._replace(why=why, timed_out=timed_out)
         return self._ended
 
-    def end(self) -> None:
-        """End the child now, if it still runs."""
-        if self._ended is None:
-            self._kill(gently=True)
-            self._ended = self._end(None, "was ended")
-
-    def _end(self, code: int | None, why: str, timed_out: bool = False) -> Ended:
-        stdout, stderr = (output.text() for output in self._outputs)
-        return Ended(code, stdout, stderr, why, timed_out, time.monotonic() - self._began)
-
-    def _kill(self, gently: bool = False) -> None:
-        """End the process group. gently: let the child end what it has put into other groups first."""
-        if gently:
-            _signal_group(self._process, "SIGTERM")
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(GENTLE)
-        _signal_group(self._process, "SIGKILL")
+    def _signal(self, name: str, within: float) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, getattr(signal, name))
+            else:
+                self._process.kill()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(GONE)
-        for output in self._outputs:
-            output.closed(GENTLE)
-        if self._process.stdin:
-            with suppress(OSError):  # text that the child has not read
-                self._process.stdin.close()
-
-
-def _write(pipe: IO[bytes], text: bytes, close: bool) -> None:
-    with suppress(OSError):  # the child has ended; how is told by ``wait``
-        pipe.write(text)
-        pipe.flush()
-        if close:
-            pipe.close()
-
-
-def _signal_group(process: subprocess.Popen[bytes], name: str) -> None:
-    """Send a signal to all processes that a child has started, and to the child."""
-    with suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, getattr(signal, name))
-        else:
-            process.kill()
+            self._process.wait(within)
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str] | None = None, *,
@@ -326,10 +298,10 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
             for child, (number, folder, began, limit) in list(running.items()):
                 took = time.monotonic() - began
                 done, status = os.waitpid(child, os.WNOHANG)
+                if not done and took <= limit:
+                    continue
                 code, why, timed_out = os.waitstatus_to_exitcode(status) if done else None, "", False
                 if not done:
-                    if took <= limit:
-                        continue
                     worked = _worked(child)
                     if worked < timeout * BUSY and took < timeout * PATIENCE:
                         running[child] = (number, folder, began, limit + timeout / 4)
