@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import flashlin
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
 from flashlin.compat import launch as door
 from flashlin.testing import cases, compare
 from flashlin.testing.compare import Case
@@ -46,7 +46,7 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
         verdicts, again = (compare.check(case, device, dtype) for _ in range(2))
     except Exception as error:  # of any kind: it is this row's result, unless a full card or disk raised it
         return {**row, "ok": False,
-                failure(blame.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
+                failure(failure_kind.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         door.replace_starter(None)
     worst = max(verdicts, key=lambda verdict: (math.isnan(verdict.rms), verdict.rms / verdict.allowed))
@@ -55,9 +55,9 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
             "allowed": worst.allowed}
 
 
-def failure(fault: blame.Fault) -> str:
+def failure(kind: failure_kind.Kind) -> str:
     """Where a row says what went wrong: what is not tried is told, and is in no record."""
-    return "error" if fault == "kernel" else "not tried"
+    return "error" if kind == "kernel" else "not tried"
 
 
 def planned(case: Case, dtype_name: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def rows_of_worker(of: int, options: list[str], seconds: float, cards: list[str]
     if child.code is None:
         how, why = "not tried", f"{child.how}, and what its worker had still to do is not run either"
     else:
-        how, why = failure(child.fault), f"worker {child.how}: {child.stderr[-300:]}"
+        how, why = failure(child.kind), f"worker {child.how}: {child.stderr[-300:]}"
     return [*rows, {**early, how: why}]
 
 

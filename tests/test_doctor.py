@@ -247,7 +247,8 @@ def test_a_card_is_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("mode", "said"), [
-    (0o700, "gave no answer in 1 s and was ended"), (0o600, "cannot be started: [Errno 13] Permission denied")])
+    (0o700, "gave no answer in 1 s and was ended"),
+    (0o600, "cannot be started: [Errno 13] Permission denied")])
 def test_a_driver_that_hangs_or_is_not_ours_to_ask_could_not_be_checked(
         mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"

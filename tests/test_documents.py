@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -39,21 +40,21 @@ def test_a_search_lands_on_a_heading(asked: str) -> None:
 
 def test_every_failure_is_there_with_all_that_it_prints() -> None:
     parts = sections(documents.troubleshooting())
-    for entry in why.entries():
-        for symptom in entry.symptoms:
-            assert any(symptom in part and f"**{entry.id}**" in part for part in parts.values()), entry.id
-        assert entry.symptoms or f"**{entry.id}**" in parts["Nothing is printed"]
+    for known in why.failures():
+        for symptom in known.symptoms:
+            assert any(symptom in part and f"**{known.id}**" in part for part in parts.values()), known.id
+        assert known.symptoms or f"**{known.id}**" in parts["Nothing is printed"]
     headings = [documents.sorting(heading.strip("` ")) for heading in list(parts)[:-2]]
     assert headings == sorted(headings) and "Nothing is printed" in list(parts)[-2]
 
 
 def test_a_failure_more_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     before = documents.troubleshooting()
-    added = known_failures.KNOWN_FAILURES[0]._replace(id="new", symptoms=("never * seen",))
+    added = replace(known_failures.KNOWN_FAILURES[0], id="new", symptoms=("never * seen",))
     monkeypatch.setattr(why, "KNOWN_FAILURES", (*known_failures.KNOWN_FAILURES, added))
-    why.entries.cache_clear()
+    why.failures.cache_clear()
     after = documents.troubleshooting()
-    why.entries.cache_clear()
+    why.failures.cache_clear()
     assert before != after and "## `never * seen`" in after and "**new**" in after
 
 

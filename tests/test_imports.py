@@ -43,8 +43,7 @@ NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernel
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
             "diagnostics/why.py", "integrations/probing.py", "policy.py",
             "compat/lazy.py", "compat/locks.py", "compat/versions.py", "compat/releases.py",
-            "compat/installed_triton.py", "compat/target.py", "compat/traits.py", "compat/known_issues.py",
-            "compat/known_flaws.py", "compat/known_failures.py",
+             "compat/installed_triton.py", "compat/target.py", "compat/traits.py", "compat/known*.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
 

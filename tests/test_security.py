@@ -239,7 +239,7 @@ def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
     """Triton loads libraries from its cache."""
     from flashlin.compat.known_failures import KNOWN_FAILURES
     from flashlin.diagnostics.surroundings import elsewhere
-    for text in (elsewhere(), json.dumps([one._asdict() for one in KNOWN_FAILURES], default=str)):
+    for text in (elsewhere(), json.dumps([vars(one) for one in KNOWN_FAILURES], default=str)):
         assert "CACHE_DIR=/tmp/" not in text and "/tmp/triton" not in text and "TMPDIR/triton" not in text
 
 

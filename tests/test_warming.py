@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from flashlin.compat.subprocesses import Ended
 from flashlin.testing.compile import Driver
 from matrix import record, warming
 
@@ -141,12 +142,12 @@ def test_what_lacks_memory_is_tried_again_and_what_fails_is_not(tmp_path: Path,
 
 
 def test_the_processes_are_told_their_shares_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def child(module: str, *arguments: str, **options: Any) -> record.Child:
+    def child(module: str, *arguments: str, **options: Any) -> Ended:
         one = warming.Share.parse(arguments[-1])
         Path(one.folder, f"{one.number}.kernel").touch()
         assert (module, arguments[:-1], one.of) == ("some.module", ("--op", "x", "--fill"), 3)
         assert options == {"seconds": 5.0, "OMP_NUM_THREADS": "1", "HERE": "1"}
-        return record.Child([], "no answer in 5 s" if one.number else "", "", None)
+        return Ended(None, why="no answer in 5 s", timed_out=True) if one.number else Ended(0)
     monkeypatch.setattr(record, "child", child)
     said = warming.fill("some.module", "--op", "x", processes=3, seconds=5.0, HERE="1")
-    assert said == "3 processes compiled 3 kernels in 0 s; no answer in 5 s: "
+    assert said == "3 processes compiled 3 kernels in 0 s; gave no answer in 5 s and was ended"

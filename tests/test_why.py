@@ -16,17 +16,18 @@ import pytest
 
 import flashlin
 from flashlin.__main__ import main
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
+from flashlin.compat.known import Known, KnownIssue
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import parse
 from flashlin.diagnostics import report, why
-from flashlin.diagnostics.why import Entry, entries, matches
+from flashlin.diagnostics.why import failures, matches, rows
 from tests.machines import ROOT, run
 
-EVERY = {entry.id: entry for entry in entries()}
-PRINTED = [(entry, symptom) for entry in EVERY.values() for symptom in entry.symptoms]
+EVERY = {known.id: known for known in failures()}
+PRINTED = [(known, symptom) for known in EVERY.values() for symptom in known.symptoms]
 SILENT = re.compile(r"silently|sporadic|vary|differ|values off|no tensor cores|one configuration")
 # A log as torchrun and pytest leave it: ranks in front, colours, the cause long before the exception.
 LOG = """W1123 09:00:01.1 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment variable to be 1
@@ -53,16 +54,16 @@ def log(symptom: str, seen_in: str = "") -> str:
 
 
 def ids(found: list[why.Match]) -> set[str]:
-    return {match.entry.id for match in found}
+    return {match.failure.id for match in found}
 
 
-@pytest.mark.parametrize(("entry", "symptom"), PRINTED, ids=lambda one: getattr(one, "id", None))
-def test_a_failure_is_found_by_what_it_prints_and_by_nothing_elses(entry: Entry, symptom: str) -> None:
-    found = matches(log(symptom, entry.seen_in))
+@pytest.mark.parametrize(("known", "symptom"), PRINTED, ids=lambda one: getattr(one, "id", None))
+def test_a_failure_is_found_by_what_it_prints_and_by_nothing_elses(known: Known, symptom: str) -> None:
+    found = matches(log(symptom, known.seen_in))
     assert all(match.sure and symptom in match.because for match in found)
     prints_it = {one.id for one, other in PRINTED
-                 if other == symptom and one.seen_in in ("", entry.seen_in) and one.general == entry.general}
-    assert entry.id in ids(found) and ids(found) == prints_it
+                 if other == symptom and one.seen_in in ("", known.seen_in) and one.general == known.general}
+    assert known.id in ids(found) and ids(found) == prints_it
 
 
 def test_every_table_is_asked_and_every_name_means_one_failure() -> None:
@@ -87,7 +88,7 @@ def test_what_many_print_is_told_only_where_nothing_narrower_is_found() -> None:
 def test_a_text_that_others_print_too_is_sure_only_in_its_place() -> None:
     [elsewhere] = matches("Traceback (most recent call last):\n  File \"a.py\", line 1\n"
                           "IndexError: list index out of range")
-    assert elsewhere.entry.id == "autotune-keys-31" and not elsewhere.sure
+    assert elsewhere.failure.id == "autotune-keys-31" and not elsewhere.sure
     assert "triton/runtime/autotuner.py" in elsewhere.because
     [there] = matches(log("IndexError: list index out of range", EVERY["autotune-keys-31"].seen_in))
     assert there.sure
@@ -221,11 +222,13 @@ def test_it_works_without_torch_and_triton() -> None:
 
 
 def test_what_helps_without_flashlin_does_not_name_its_functions() -> None:
-    assert not [id for id, one in EVERY.items() if "flashlin." in one.here and "flashlin." in one.otherwise]
-    those = {id: entry.otherwise for id, entry in EVERY.items()}
+    assert not [id for id, one in EVERY.items()
+                if "flashlin." in rows(one)["flashlin"] and "flashlin." in one.otherwise]
+    those = {id: known.otherwise for id, known in EVERY.items()}
     assert (those["autotune-keys-31"], those["autotune-driver-33"]) == ("Triton 3.2", "Triton 3.4")
     assert (those["fla-without-gpu"], those["split-left-padding"]) == ("", "padding on the right")
-    assert EVERY["split-left-padding"].here.endswith("takes it away, from transformers 5.15.0 on")
+    handled = rows(EVERY["split-left-padding"])["flashlin"]
+    assert handled.endswith("takes it away, from transformers 5.15.0 on")
     # where a note follows, it stays one
     assert those["hopper-wy-backward-984"] == "2 warps for that kernel; nobody has tried 3.8 and 3.9"
 
@@ -241,7 +244,7 @@ UNITS = ("1", " ", ".", "[(", "a", "_1", "\x1b[", "\x1b]", "\0", "\r\n", "token"
 def test_any_text_takes_linear_time(unit: str) -> None:
     """Quadratic time would be 20 s for this many digits. Other processes do not count."""
     text = unit * (100_000 // len(unit)) + "!"
-    for read in (matches, blame.of_text, report.scrub):
+    for read in (matches, failure_kind.of_text, report.scrub):
         began = time.process_time()
         read(text)
         assert time.process_time() - began < 3, read
@@ -266,7 +269,7 @@ class Log(io.RawIOBase):
 def test_a_log_takes_the_memory_of_a_block(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why, "BLOCK", 1 << 14)
     log = Log(800_000, line, b"\nmlir::triton::LinearLayout::reshapeOuts\n")
-    entries()
+    failures()
     tracemalloc.start()
     try:
         found = why.read(log).matches()
@@ -292,8 +295,8 @@ def test_where_a_block_ends_makes_no_difference(block: int, monkeypatch: pytest.
 
 
 def test_no_symptom_is_longer_than_what_two_blocks_share() -> None:
-    longest = max(len(symptom) + 300 * symptom.count("...") for entry in EVERY.values()
-                  for symptom in (entry.id, entry.seen_in, *entry.symptoms))
+    longest = max(len(symptom) + 300 * symptom.count("...") for known in EVERY.values()
+                  for symptom in (known.id, known.seen_in, *known.symptoms))
     assert 4 * longest < why.OVERLAP < why.BLOCK  # 4: white space, and colours
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlin.diagnostics.why import Entry, entries
+from flashlin.compat.known import Known
+from flashlin.diagnostics.why import failures, rows
 from matrix.markdown import table
 from tools import peers
 
@@ -45,19 +46,20 @@ the call with its shapes and dtypes, and what `flashlin doctor --markdown` print
 
 def troubleshooting() -> str:
     """docs/TROUBLESHOOTING.md: a section for all that the same failures print, then those that print none."""
-    printed: dict[str, list[Entry]] = {}
-    for entry in entries():
-        for symptom in entry.symptoms:
-            printed.setdefault(symptom, []).append(entry)
+    printed: dict[str, list[Known]] = {}
+    for known in failures():
+        for symptom in known.symptoms:
+            printed.setdefault(symptom, []).append(known)
     sections: dict[tuple[str, ...], list[str]] = {}  # ids of the failures -> what they all print
     for symptom, those in printed.items():
-        sections.setdefault(tuple(entry.id for entry in those), []).append(symptom)
+        sections.setdefault(tuple(known.id for known in those), []).append(symptom)
     lines = [ABOUT]
     for symptoms in sorted(sections.values(), key=lambda symptoms: sorting(symptoms[0])):
         lines += [f"## {code(symptoms[0])}", ""]
         lines += [f"Also: {', '.join(map(code, symptoms[1:]))}", ""] if symptoms[1:] else []
-        lines += [line for entry in printed[symptoms[0]] for line in described(entry)]
-    lines += [SILENT, *(line for entry in entries() if not entry.symptoms for line in described(entry)), LAST]
+        lines += [line for known in printed[symptoms[0]] for line in described(known)]
+    silent = [line for known in failures() if not known.symptoms for line in described(known)]
+    lines += [SILENT, *silent, LAST]
     return "\n".join(lines)
 
 
@@ -168,13 +170,10 @@ def sorting(symptom: str) -> str:
     return symptom.partition("Error: ")[2].casefold() or symptom.casefold().lstrip("'.`")
 
 
-def described(entry: Entry) -> list[str]:
-    rows = {"where": entry.where, "in the traceback": entry.seen_in and code(entry.seen_in.strip()),
-            "flashlin": entry.here, "otherwise": entry.otherwise, "known": entry.known,
-            "more": entry.url and f"<{entry.url}>"}
-    return [f"**{entry.id}**: {plain(entry.effect)}", "",
-            *(f"- *{name}*: {text if name in ('in the traceback', 'more') else plain(text)}"
-              for name, text in rows.items() if text), ""]
+def described(known: Known) -> list[str]:
+    markdown = {"in the traceback": code, "more": "<{}>".format}  # by default as plain text
+    return [f"**{known.id}**: {plain(known.what)}", "",
+            *(f"- *{name}*: {markdown.get(name, plain)(text)}" for name, text in rows(known).items()), ""]
 
 
 def code(text: str) -> str:

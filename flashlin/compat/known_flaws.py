@@ -6,10 +6,7 @@ what a program does with them, which nobody can see from here.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
-from flashlin.compat.versions import affected, between
+from flashlin.compat.known import FLA, Flaw
 
 GDN = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 KDA = ("kimi_linear", "glm5_next", "bailing_hybrid")
@@ -21,97 +18,7 @@ MODELS = (*GDN, *KDA, *MAMBA2, *MAMBA, "zamba", *CONV)
 UNPATCHED = ("minimax", "recurrent_gemma", "zaya")  # recurrent models for which flashlin has no functions
 SPLIT = ("mamba_split_conv1d_scan_combined",)
 
-
-class Stack(NamedTuple):
-    """What is installed, loaded and patched here. versions: of each package or distribution that is there,
-    ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
-    issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
-    implementation) of every function it is bound to, possibly none. patched: packages that flashlin is
-    patched into."""
-    versions: Mapping[str, str]
-    broken: frozenset[str] = frozenset()
-    gpu: bool = False
-    issues: frozenset[str] = frozenset()
-    models: Mapping[str, frozenset[tuple[str, str]]] = {}
-    patched: frozenset[str] = frozenset()
-
-
-class Flaw(NamedTuple):
-    """One thing that a package does. effect: what the user pays or gets. remedy: what to do. source: who
-    found it. since, fixed_in: releases of the package from .. to (excluded).
-
-    always: whether every program pays for it, or stops; if not, the effect says how it must call.
-    mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can mend.
-    mended_from: and from which release of the package on.
-    beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
-    broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
-    or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
-    ``kernels``, to one of ``bound``, as far as those are named. symptoms: what users see printed, as in
-    ``KnownIssue``.
-    """
-    id: str
-    package: str
-    effect: str
-    remedy: str
-    source: str
-    always: bool = False
-    since: str | None = None
-    fixed_in: str | None = None
-    mended_by: tuple[str, ...] = ()
-    mended_from: str | None = None
-    beside: tuple[tuple[str, str | None], ...] = ()
-    without: tuple[str, ...] = ()
-    broken: tuple[str, ...] = ()
-    card: str = ""
-    models: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    bound: tuple[str, ...] = ()
-    symptoms: tuple[str, ...] = ()
-
-    def here(self, stack: Stack) -> bool:
-        """Whether it concerns what is installed on this machine, whatever is loaded."""
-        versions = stack.versions
-        return (affected(versions.get(self.package, ""), self.since, self.fixed_in)
-                and all(affected(versions.get(name, ""), None, fixed) for name, fixed in self.beside)
-                and not any(name in versions for name in self.without)
-                and (not self.broken or not stack.broken.isdisjoint(self.broken))
-                and (not self.card or self.card in stack.issues
-                     or self.card == ("gpu" if stack.gpu else "no gpu")))
-
-    @property
-    def where(self) -> str:
-        """The releases of the package, what must be beside it, and the machines, in words."""
-        cards = {"": "any machine", "gpu": "with a GPU", "no gpu": "without a GPU"}
-        words = (between(self.package, self.since, self.fixed_in),
-                 *(between(name, None, fixed) for name, fixed in self.beside if fixed),
-                 *(f"with {name}" for name, fixed in self.beside if not fixed),
-                 *(f"without {name}" for name in self.without),
-                 f"one of {', '.join(self.broken)} does not import" if self.broken else "",
-                 f"models: {', '.join(self.models)}" if self.models else "",
-                 cards.get(self.card, f"where {self.card} is"))
-        return "; ".join(filter(None, words))
-
-    def hits(self, stack: Stack) -> tuple[str, ...]:
-        """The loaded models that it concerns, or the package itself; ``()`` if it does not concern this
-        process."""
-        if not self.here(stack):
-            return ()
-        if not self.models:
-            return (self.package,)
-        return tuple(name for name in self.models if name in stack.models and (
-            not (self.kernels or self.bound) or any(
-                (not self.kernels or kernel in self.kernels) and (not self.bound or whose in self.bound)
-                for kernel, whose in stack.models[name])))
-
-    def mended(self, stack: Stack) -> bool:
-        """Whether a patch that is in force takes it away."""
-        return (not stack.patched.isdisjoint(self.mended_by)
-                and (self.mended_from is None
-                     or affected(stack.versions.get(self.package, ""), self.mended_from, None)))
-
-
 _TF = "https://github.com/huggingface/transformers/"
-_FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 _TRIED = "tried with transformers 5.23.0"
 _READ = "read in transformers {}"
 _PATCH = 'flashlin.patch("transformers")'
@@ -119,207 +26,207 @@ _PATCH = 'flashlin.patch("transformers")'
 
 def _forgetful(id: str, models: tuple[str, ...], fixed_in: str | None, source: str) -> Flaw:
     return Flaw(
-        id, "transformers", models=models, fixed_in=fixed_in, source=source,
+        id=id, package="transformers", models=models, fixed_in=fixed_in, proof=source,
         effect="if a cached prompt goes on with several tokens at once, the state is dropped, with any "
                "kernel: the result is that of the new tokens alone, or an error",
-        remedy="go on token by token, or run the whole prompt again"
-               + (f', or pip install "transformers>={fixed_in}"' if fixed_in else ""))
+        need="go on token by token, or run the whole prompt again"
+             + (f', or pip install "transformers>={fixed_in}"' if fixed_in else ""))
 
 
 KNOWN_FLAWS: tuple[Flaw, ...] = (
     # --- slow, or stopped ---
     Flaw(
-        "fla-without-gpu", "fla", always=True, card="no gpu",
+        id="fla-without-gpu", package="fla", always=True, card="no gpu",
         effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "
                "of transformers 5.15 and newer call them on the CPU, too",
-        remedy='flashlin.patch("fla", "transformers"), which runs plain torch here',
+        need='flashlin.patch("fla", "transformers"), which runs plain torch here',
         mended_by=("fla",), symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
-        source="tried with fla 0.6.0"),
+        proof="tried with fla 0.6.0"),
     Flaw(
-        "fla-gated-backward-hopper", "fla", always=True, card="hopper-gated-backward-640",
+        id="fla-gated-backward-hopper", package="fla", always=True, card="hopper-gated-backward-640",
         effect="its gated chunked backward gives wrong gradients on this card with this Triton, which fla "
                "0.6.0 answers with an exception: training Gated DeltaNet stops",
-        remedy='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
+        need='flashlin.patch("fla", "transformers"), or Triton 3.7.1', mended_by=("fla",),
         symptoms=("on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg",),
-        source=_FLA + "640"),
+        proof=FLA + "640"),
     Flaw(
-        "decoding-in-torch", "transformers", always=True, since="5.15.0", fixed_in="5.16.0",
+        id="decoding-in-torch", package="transformers", always=True, since="5.15.0", fixed_in="5.16.0",
         beside=(("fla", None),), card="gpu",
         effect="Gated DeltaNet models decode in a torch loop although fla is there: they ask it for "
                "recurrent_gated_delta_rule, which it does not have",
-        remedy=f'{_PATCH}, or pip install "transformers>=5.16"', mended_by=("transformers",),
-        source=_TF + "pull/47625"),
+        need=f'{_PATCH}, or pip install "transformers>=5.16"', mended_by=("transformers",),
+        proof=_TF + "pull/47625"),
     Flaw(
-        "fla-core-alone", "transformers", always=True, since="5.15.0", fixed_in="5.17.0",
+        id="fla-core-alone", package="transformers", always=True, since="5.15.0", fixed_in="5.17.0",
         beside=(("fla-core", None),), without=("flash-linear-attention",), card="gpu",
         effect="models look for fla's functions in its root module only, where fla-core alone has none, and "
                "take their torch functions without a word",
-        remedy=f'{_PATCH}, or pip install flash-linear-attention, or pip install "transformers>=5.17"',
-        mended_by=("transformers",), source=_READ.format("5.15.1")),
+        need=f'{_PATCH}, or pip install flash-linear-attention, or pip install "transformers>=5.17"',
+        mended_by=("transformers",), proof=_READ.format("5.15.1")),
     Flaw(
-        "broken-called-missing", "transformers", always=True, since="5.15.0",
+        id="broken-called-missing", package="transformers", always=True, since="5.15.0",
         broken=("fla", "mamba_ssm", "causal_conv1d"),
         effect='a package that is there and cannot be imported is told as "not installed" (before 5.17 not '
                "at all), and models take their torch functions",
-        remedy=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
+        need=f"{_PATCH}, or repair the import that is told above", mended_by=("transformers",),
         symptoms=("is falling back to its reference PyTorch implementation because",),
-        source=_TF + "issues/48718"),
+        proof=_TF + "issues/48718"),
     Flaw(
-        "hub-kernels-out-of-range", "transformers", always=True, since="5.23.0",
+        id="hub-kernels-out-of-range", package="transformers", always=True, since="5.23.0",
         beside=(("kernels", "0.18.2"),), card="gpu",
         effect="it requires kernels 0.18.2 or newer, but the newest release is 0.17.2, so "
                "use_kernels=True raises an ImportError, and models never use kernels of the hub or of "
                "flashlin.kernel_mapping()",
-        remedy=f'{_PATCH}, or pip install "transformers<5.23"', mended_by=("transformers",),
-        source=_READ.format("5.23.0 and 5.24.0")),
+        need=f'{_PATCH}, or pip install "transformers<5.23"', mended_by=("transformers",),
+        proof=_READ.format("5.23.0 and 5.24.0")),
     Flaw(
-        "fla-cache-swallowed", "transformers", since="5.24.0", beside=(("fla", None),),
+        id="fla-cache-swallowed", package="transformers", since="5.24.0", beside=(("fla", None),),
         mended_by=("fla",),
         effect="if a model of fla generates with its cache, it gets that as cache=, and its own is called "
                "past_key_values: fla 0.6.0 swallows it and from the second new token on goes on from one "
                "token alone, 0.5.2 reads everything again for each token",
-        remedy='flashlin.patch("fla"), or generate(..., use_cache=False)',
+        need='flashlin.patch("fla"), or generate(..., use_cache=False)',
         symptoms=("FutureWarning: Both `past_key_values` and `cache` are set for",),
-        source="tried with transformers 5.24.0, fla 0.6.0 and 0.5.2"),
+        proof="tried with transformers 5.24.0, fla 0.6.0 and 0.5.2"),
     Flaw(
-        "fla-prompt-dropped", "transformers", since="5.5.0", fixed_in="5.24.0",
+        id="fla-prompt-dropped", package="transformers", since="5.5.0", fixed_in="5.24.0",
         beside=(("fla", "0.6.0"),), mended_by=("fla",),
         effect="if a model of fla before 0.6 generates with its cache, it waits for cache_position, which "
                "transformers hands on no more: many read nothing of the prompt but its last token, in silence",
-        remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6", or '
-               "generate(..., use_cache=False)",
-        source="tried with fla 0.5.2 and transformers 5.0.0 to 5.24.0"),
+        need='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6", or '
+             "generate(..., use_cache=False)",
+        proof="tried with fla 0.5.2 and transformers 5.0.0 to 5.24.0"),
     Flaw(
-        "fla-beams", "fla", fixed_in="0.6.0", mended_by=("fla",),
+        id="fla-beams", package="fla", fixed_in="0.6.0", mended_by=("fla",),
         effect="if a model of it generates with beams and its cache, it raises: transformers puts keys and "
                "values in the order of the beams, and its cache has neither",
-        remedy='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6"',
+        need='flashlin.patch("fla"), or pip install "flash-linear-attention>=0.6"',
         symptoms=("AttributeError: 'NoneType' object has no attribute 'index_select'",),
-        source="tried with fla 0.4.2 and 0.5.2"),
+        proof="tried with fla 0.4.2 and 0.5.2"),
     Flaw(
-        "cuda-weights-only", "transformers", since="5.0.0", fixed_in="5.15.0",
+        id="cuda-weights-only", package="transformers", since="5.0.0", fixed_in="5.15.0",
         models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers take their "
                "torch way, which keeps a tensor for each pair of tokens; it is told once, when the model is "
                "built",
-        remedy='pip install "transformers>=5.15", and then ' + _PATCH, source=_READ.format("5.14.1")),
+        need='pip install "transformers>=5.15", and then ' + _PATCH, proof=_READ.format("5.14.1")),
     # --- wrong where a tensor is used again ---
     Flaw(
-        "rwkv7-input-overwritten", "fla", since="0.2.0", card="gpu", mended_by=("fla",),
+        id="rwkv7-input-overwritten", package="fla", since="0.2.0", card="gpu", mended_by=("fla",),
         effect="if an RWKV-7 layer's input is read again after backward, it holds gradients: "
                "fused_addcmul_rwkv7 writes them over it",
-        remedy='flashlin.patch("fla"), or hand the layer a clone()',
-        source="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
+        need='flashlin.patch("fla"), or hand the layer a clone()',
+        proof="seen on an H200 with fla 0.6.0, read in 0.2.0, 0.4.2 and 0.5.2"),
     # --- wrong after a CUDA graph that could not be captured ---
     Flaw(
-        "fla-capture-failed", "fla", card="gpu", mended_by=("fla",),
+        id="fla-capture-failed", package="fla", card="gpu", mended_by=("fla",),
         effect="if a CUDA graph is captured around the first call with a cu_seqlens, or any of a packed delta "
                "product, that fails, because the call waits for the card; lengths that it cached for this "
                "tensor are never computed, and with it a later call reads outside of memory",
-        remedy='flashlin.patch("fla"), whose calls do not wait; or call it once before, and after a capture '
-               "that failed hand it cu_seqlens.clone()",
-        source="seen on an H100 with fla 0.6.0"),
+        need='flashlin.patch("fla"), whose calls do not wait; or call it once before, and after a capture '
+             "that failed hand it cu_seqlens.clone()",
+        proof="seen on an H100 with fla 0.6.0"),
     # --- wrong where a token sees what comes later ---
     Flaw(
-        "fla-mom-sees-ahead", "fla",
+        id="fla-mom-sees-ahead", package="fla",
         effect="if the model Mom trains, its convolutions run from one memory, row or document into the "
                "next: what a token gets depends on later ones, on the rows beside it and on other documents",
-        remedy="train it in eval() (before fla 0.6.0 with rows of more than 64 tokens)",
-        source="tried with fla 0.6.0, on an H200, too, read in 0.4.2 and 0.5.2"),
+        need="train it in eval() (before fla 0.6.0 with rows of more than 64 tokens)",
+        proof="tried with fla 0.6.0, on an H200, too, read in 0.4.2 and 0.5.2"),
     Flaw(
-        "fla-mom-order", "fla", mended_by=("fla",),
+        id="fla-mom-order", package="fla", mended_by=("fla",),
         effect="if a call of the model Mom has up to 32 tokens, each counted for every memory that it goes "
                "to, its sort leaves a memory's tokens in any order: what a token gets depends on later ones",
-        remedy='flashlin.patch("fla")',
-        source="tried with fla 0.6.0 on a CPU, the sort on an H200 with torch 2.11; read in 0.4.2 and 0.5.2"),
+        need='flashlin.patch("fla")',
+        proof="tried with fla 0.6.0 on a CPU, the sort on an H200 with torch 2.11; read in 0.4.2 and 0.5.2"),
     # --- wrong where documents are packed into a row ---
     Flaw(
-        "fla-packed-models", "fla",
+        id="fla-packed-models", package="fla",
         effect="if documents are packed, with cu_seqlens, they leak into each other in the models "
                "LinearAttention, Mamba, Mamba2 and Samba: the first hands it on to no layer, the layers of "
                "the others do not keep documents apart",
-        remedy="one document a row, padded", source="tried with fla 0.4.2 and 0.6.0"),
+        need="one document a row, padded", proof="tried with fla 0.4.2 and 0.6.0"),
     Flaw(
-        "packing-ignored", "transformers", since="5.15.0", fixed_in="5.20.0",
+        id="packing-ignored", package="transformers", since="5.15.0", fixed_in="5.20.0",
         models=(*GDN, *MAMBA2), bound=("torch",), mended_by=("transformers",),
         effect="if documents are packed, the torch functions take cu_seqlens or seq_idx and ignore them: one "
                "document's state leaks into the next",
-        remedy=_PATCH, source=_READ.format("5.15.1 and 5.19.0")),
+        need=_PATCH, proof=_READ.format("5.15.1 and 5.19.0")),
     Flaw(
-        "kda-packing-dropped", "transformers", since="5.15.0", models=KDA,
+        id="kda-packing-dropped", package="transformers", since="5.15.0", models=KDA,
         mended_by=("transformers",),
         effect="if documents are packed, they leak into each other even with fla: the call carries "
                "cu_seq_lens_q, which the function knows as cu_seqlens, so it is dropped",
-        remedy=_PATCH, source=_TRIED),
+        need=_PATCH, proof=_TRIED),
     Flaw(
-        "position-ids-alone", "transformers", mended_by=("transformers",),
+        id="position-ids-alone", package="transformers", mended_by=("transformers",),
         models=tuple(name for name in MODELS if name not in (*MAMBA, "zamba", "inkling")),
         mended_from="5.15.0",
         effect="if documents are packed and only position_ids or a mask tell them apart, as with sdpa, they "
                "leak into each other: nothing makes cu_seq_lens_q or seq_idx of them",
-        remedy=f"{_PATCH}, or a collator that returns cu_seq_lens_q and seq_idx "
-               "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
-        source=_TRIED),
+        need=f"{_PATCH}, or a collator that returns cu_seq_lens_q and seq_idx "
+             "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True))",
+        proof=_TRIED),
     Flaw(
-        "mamba-without-seq-idx", "transformers", models=MAMBA,
+        id="mamba-without-seq-idx", package="transformers", models=MAMBA,
         effect="if documents are packed, they leak into each other: these models have no seq_idx, whatever "
                "kernel they call",
-        remedy="one document a row, padded", source=_TRIED),
+        need="one document a row, padded", proof=_TRIED),
     Flaw(
-        "mamba2-drops-arguments", "transformers", models=("mamba2",),
+        id="mamba2-drops-arguments", package="transformers", models=("mamba2",),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if documents are packed, they leak into each other: Mamba2ForCausalLM hands seq_idx on to "
                "nobody",
-        remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
+        need=f"{_PATCH}, or one document a row, padded", proof=_TRIED),
     Flaw(
-        "granite-packed-attention", "transformers", models=("granitemoehybrid",),
+        id="granite-packed-attention", package="transformers", models=("granitemoehybrid",),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if documents are packed, its Mamba layers keep them apart and its attention layers do not: "
                "their mask knows no documents",
-        remedy=f"{_PATCH}, or one document a row, padded", source=_TRIED),
+        need=f"{_PATCH}, or one document a row, padded", proof=_TRIED),
     Flaw(
-        "own-mask-packed-attention", "transformers", fixed_in="5.2.0",
+        id="own-mask-packed-attention", package="transformers", fixed_in="5.2.0",
         models=("bamba", "falcon_h1", "zamba", "zamba2"),
         effect="if documents are packed, attention looks across them, unless it is flash attention: the "
                "model makes its mask itself, from attention_mask alone",
-        remedy='one document a row, padded, or pip install "transformers>=5.2"',
-        source="tried with transformers 5.0.0, read in 5.1.0 and 5.2.0"),
+        need='one document a row, padded, or pip install "transformers>=5.2"',
+        proof="tried with transformers 5.0.0, read in 5.1.0 and 5.2.0"),
     Flaw(
-        "zamba-packed-convolution", "transformers", models=("zamba",),
+        id="zamba-packed-convolution", package="transformers", models=("zamba",),
         effect="if documents are packed, only its convolution keeps them apart, its scan does not",
-        remedy="one document a row, padded", source=_TRIED),
+        need="one document a row, padded", proof=_TRIED),
     Flaw(
-        "packed-attention-beside-mask-or-cache", "transformers", mended_by=("transformers",),
+        id="packed-attention-beside-mask-or-cache", package="transformers", mended_by=("transformers",),
         mended_from="5.15.0",
         models=tuple(name for name in MODELS if name not in ("mamba", "falcon_mamba", "mamba2", "glm5_next")),
         effect="if documents are packed, and the call has an attention_mask [B, T] or leaves use_cache on, "
                "attention does not look at position_ids: it looks across documents, unless it is flash "
                "attention",
-        remedy=f"{_PATCH}, or use_cache=False and no attention_mask",
-        source="tried with transformers 5.24.0"),
+        need=f"{_PATCH}, or use_cache=False and no attention_mask",
+        proof="tried with transformers 5.24.0"),
     Flaw(
-        "indexed-packed-attention", "transformers", models=("glm5_next",),
+        id="indexed-packed-attention", package="transformers", models=("glm5_next",),
         effect="if documents are packed, its attention chooses tokens by an index that ignores documents, so "
                "it looks across them with any mask",
-        remedy="one document a row, padded", source="tried with transformers 5.24.0"),
+        need="one document a row, padded", proof="tried with transformers 5.24.0"),
     Flaw(
-        "recurrent-not-patched", "transformers", models=UNPATCHED,
+        id="recurrent-not-patched", package="transformers", models=UNPATCHED,
         effect="if documents are packed, its recurrent layers carry state from one into the next, and "
                "flashlin has no functions to replace them",
-        remedy="one document a row, padded", source="tried with transformers 5.24.0"),
+        need="one document a row, padded", proof="tried with transformers 5.24.0"),
     Flaw(
-        "inkling-packed-convolution", "transformers", models=("inkling",),
+        id="inkling-packed-convolution", package="transformers", models=("inkling",),
         effect="if documents are packed, its attention may keep them apart, its convolutions do not: nobody "
                "hands seq_idx on to them",
-        remedy="one document a row, padded", source=_TRIED),
+        need="one document a row, padded", proof=_TRIED),
     # --- wrong where rows are padded or continued ---
     Flaw(
-        "fla-mom-cache", "fla",
+        id="fla-mom-cache", package="fla",
         effect="if the model Mom generates with beams, it raises; if its cached prompt goes on with several "
                "tokens at once, a memory that gets fewer of them than its convolution is wide sees zeros in "
                "place of what came before, or it raises",
-        remedy="one beam, and go on token by token, or use_cache=False",
-        source="tried with fla 0.6.0, beams and errors with 0.4.2 and 0.5.2, too"),
+        need="one beam, and go on token by token, or use_cache=False",
+        proof="tried with fla 0.6.0, beams and errors with 0.4.2 and 0.5.2, too"),
     _forgetful("mamba-continuation", (*MAMBA, "zamba"), None, _TRIED),
     _forgetful("gdn-continuation", GDN, "5.7.0", "tried with transformers 4.57.6 to 5.8.0, read in 5.7.0"),
     _forgetful("mamba2-continuation", MAMBA2, "5.13.0",
@@ -327,39 +234,39 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     _forgetful("lfm-continuation", ("lfm2", "lfm2_moe"), "5.15.0",
                "tried with transformers 4.57.6 to 5.15.1"),
     Flaw(
-        "bamba-positions", "transformers", models=("bamba",),
+        id="bamba-positions", package="transformers", models=("bamba",),
         effect="if a call goes on from a cache without position_ids, attention counts from 0 again: logits "
                "are off by 2e-2 (generate hands positions over)",
-        remedy="hand it position_ids", source="tried with transformers 5.15.1 and 5.23.0, read in 5.5.0"),
+        need="hand it position_ids", proof="tried with transformers 5.15.1 and 5.23.0, read in 5.5.0"),
     Flaw(
-        "sum-over-wrong-chunks", "transformers", fixed_in="5.15.0",
+        id="sum-over-wrong-chunks", package="transformers", fixed_in="5.15.0",
         models=("zamba2", "nemotron_h"),
         effect="if the Mamba layers take their torch way and rows are longer than chunk_size, it adds up the "
                "states of chunks over the wrong axis: logits are off by 1e-3, the gradients of A_log and "
                "dt_bias by 60 % and more",
-        remedy=f'pip install "transformers>=5.15"; with weights on CUDA also {_PATCH}',
-        source="tried with transformers 4.57.6 to 5.14.1"),
+        need=f'pip install "transformers>=5.15"; with weights on CUDA also {_PATCH}',
+        proof="tried with transformers 4.57.6 to 5.14.1"),
     Flaw(
-        "padding-at-batch-1", "transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
+        id="padding-at-batch-1", package="transformers", fixed_in="5.15.0", models=(*GDN, *MAMBA2),
         effect="if a batch of one row is padded, the padding is not masked and goes into the state",
-        remedy="no padding at batch size 1", source=_TF + "pull/46773"),
+        need="no padding at batch size 1", proof=_TF + "pull/46773"),
     Flaw(
-        "split-left-padding", "transformers", models=MAMBA2, kernels=SPLIT,
+        id="split-left-padding", package="transformers", models=MAMBA2, kernels=SPLIT,
         bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
         effect="if training rows are padded on the left, the fused kernel ignores the mask behind the "
                "convolution: gradients are off by 2 to 90 %",
-        remedy=f"padding on the right; from 5.15 on also {_PATCH}", source="tried with 5.14.1 to 5.23.0"),
+        need=f"padding on the right; from 5.15 on also {_PATCH}", proof="tried with 5.14.1 to 5.23.0"),
     Flaw(
-        "falcon-h1-norm-order", "transformers", models=("falcon_h1",), kernels=SPLIT,
+        id="falcon-h1-norm-order", package="transformers", models=("falcon_h1",), kernels=SPLIT,
         bound=("mamba_ssm", "hub kernels", "flashlin"), mended_by=("transformers",), mended_from="5.15.0",
         effect="if mamba_rms_norm is on, training by the fused kernel gates before the norm, whatever "
                "mamba_norm_before_gate says: the loss is off by 5e-2",
-        remedy=f"from 5.15 on {_PATCH}", source=_TRIED),
+        need=f"from 5.15 on {_PATCH}", proof=_TRIED),
     Flaw(
-        "mamba2-groups-in-split", "transformers", fixed_in="5.20.0",
+        id="mamba2-groups-in-split", package="transformers", fixed_in="5.20.0",
         models=("mamba2",), kernels=SPLIT, bound=("mamba_ssm", "hub kernels", "flashlin"),
         mended_by=("transformers",), mended_from="5.15.0",
         effect="if n_groups is above 1, the fused kernel, which trains, normalises each group and the "
                "model's own way the whole row: their gradients have nothing in common",
-        remedy=f"from 5.15 on {_PATCH}", source="tried with 4.57.6 to 5.19.0"),
+        need=f"from 5.15 on {_PATCH}", proof="tried with 4.57.6 to 5.19.0"),
 )

@@ -9,80 +9,28 @@ to hear.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
-from flashlin.compat.target import USUAL_CARD, Target
+from flashlin.compat.known import (
+    AMPERE,
+    BLACKWELL,
+    END,
+    FLA,
+    GB300,
+    HOPPER,
+    ILLEGAL,
+    PRE_VOLTA,
+    SM11,
+    SM12,
+    SM121,
+    TRITON,
+    TURING,
+    VOLTA,
+    KnownIssue,
+)
+from flashlin.compat.target import Target
 from flashlin.compat.traits import trait_set
-from flashlin.compat.versions import affected, between
 
-PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
-    (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
 PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLACKWELL, SM11)
-
-
-class KnownIssue(NamedTuple):
-    """One failure of Triton, ptxas or a kernel. effect: what the user sees. traits: all must be on the
-    launch. spared: none of these may be. since, fixed_in: the releases of Triton from .. to (excluded);
-    ptxas_since, ptxas_fixed_in: where an assembler decides, those of ptxas. None leaves a side open.
-    capabilities: half-open range of (major, minor), by default every card of NVIDIA. amd: in place of those,
-    how names of AMD's architectures begin. proof: the test, record or thread behind it. confidence: how sure
-    that makes us.
-
-    symptoms: what users see printed, ``...`` for what varies; none where nothing is printed. seen_in: what a
-    traceback also has, where the text alone may be anybody's."""
-    id: str
-    effect: str
-    need: str
-    proof: str
-    confidence: str = "thread"
-    since: str | None = None
-    fixed_in: str | None = None
-    ptxas_since: str | None = None
-    ptxas_fixed_in: str | None = None
-    capabilities: tuple[tuple[int, int], tuple[int, int]] = (PRE_VOLTA, END)
-    amd: tuple[str, ...] = ()
-    traits: frozenset[str] = frozenset()
-    spared: frozenset[str] = frozenset()
-    min_warps: int = 1
-    min_stages: int = 1
-    remedies: tuple[str, ...] = ()
-    url: str = ""
-    symptoms: tuple[str, ...] = ()
-    seen_in: str = ""
-
-    def here(self, target: Target) -> bool:
-        """Whether this machine is one of those affected, whatever is launched."""
-        low, high = self.capabilities
-        card = (target.arch.startswith(self.amd) if self.amd
-                else target.backend == "cuda" and low <= target.capability < high)
-        return (card and affected(target.triton, self.since, self.fixed_in)
-                and (self.ptxas_since is self.ptxas_fixed_in is None
-                     or affected(target.ptxas, self.ptxas_since, self.ptxas_fixed_in)))
-
-    @property
-    def releases(self) -> str:
-        """Those of Triton, in words."""
-        return between("Triton", self.since, self.fixed_in)
-
-    @property
-    def where(self) -> str:
-        """The cards, the releases and the launches that have it, in words."""
-        low, high = self.capabilities
-        cards = ", ".join(f"{name} (sm{major}{minor})" for (major, minor), (name, _) in USUAL_CARD.items()
-                          if low <= (major, minor) < high) or f"sm{low[0]}{low[1]}"
-        words = (f"AMD's {', '.join(self.amd)}" if self.amd else
-                 "any NVIDIA card" if (low, high) == (PRE_VOLTA, END) else
-                 "cards before sm70" if low == PRE_VOLTA else cards, self.releases,
-                 self.ptxas_since is self.ptxas_fixed_in is None or between("ptxas", self.ptxas_since,
-                                                                            self.ptxas_fixed_in),
-                 self.min_warps > 1 and f"{self.min_warps} warps or more",
-                 bool(self.amd) and self.min_stages > 1 and f"{self.min_stages} stages or more")
-        return "; ".join(word for word in words if isinstance(word, str))
-
-    def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
-        """Whether a launch with these facts triggers it."""
-        return (self.traits <= traits and not self.spared & traits
-                and num_warps >= self.min_warps and num_stages >= self.min_stages)
 
 
 @lru_cache(maxsize=64)
@@ -90,8 +38,6 @@ def issues_here(target: Target) -> tuple[KnownIssue, ...]:
     return tuple(issue for issue in KNOWN_ISSUES if issue.here(target))
 
 
-_FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
-_TRITON = "https://github.com/triton-lang/triton/issues/"
 _PROVEN = "tests/matrix/test_known_issues.py"
 _PROVEN_HERE_ONLY = _PROVEN + "; no public thread known"
 _NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
@@ -101,7 +47,6 @@ _TUNED = trait_set("autotuned")  # of no launch: tuning comes before it
 _DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
 # of other packages' kernels only
 _FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
-ILLEGAL = "an illegal memory access was encountered"
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
@@ -134,7 +79,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
         symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=trait_set("half_dot", "mixed_sum"),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_TRITON + "4492",
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=TRITON + "4492",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="v-first-volta",
@@ -152,7 +97,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Unsupported conversion from bf16 to f16", "Unsupported conversion from f16 to f16",
                   "LLVM ERROR: Unsupported rounding mode for conversion"),
         since="3.3.0", fixed_in="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=_FLA + "458",
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=FLA + "458",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="half-dot-34-pre-ampere",
@@ -160,7 +105,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "a thread",
         since="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
         spared=_FOREIGN,  # what its own author has asked for runs, if slowly
-        need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=_TRITON + "6698",
+        need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tf32-dot-turing-32",
@@ -168,26 +113,26 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("IndexError: map::at",),
         fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=trait_set("tf32_dot"),
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
-        remedies=("torch_path",), url=_FLA + "75", proof=_PROVEN, confidence="compiled"),
+        remedies=("torch_path",), url=FLA + "75", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="mma-to-mma-31",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
         symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
-        url=_TRITON + "4492", proof=_PROVEN, confidence="compiled"),
+        url=TRITON + "4492", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
         symptoms=("LinearLayout::reshapeOuts",
                   "Assertion `getTotalOutDimSize() == std::accumulate"),
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
         symptoms=("chooseStMatrixLayoutLeadingOffset", "Assertion `instrN >= numColsPerChunk"),
         since="3.3.0", fixed_in="3.4.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=_FLA + "196",
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="tall-state-32",
@@ -220,7 +165,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         min_warps=4,
         need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with "
              "one, but not with two; nobody has run another release)",
-        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="hopper-narrow-scores",
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
@@ -228,7 +173,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=(ILLEGAL,),
         since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_scores"),
         min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
-        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="hopper-narrow-grads",
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
@@ -237,36 +182,36 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_grads"),
         min_warps=4,
         need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
-        remedies=("other_tile", "torch_path"), url=_TRITON + "11366", proof=_NARROW, confidence="ran"),
+        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
     KnownIssue(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',
                   *(f"Value '{sm}' is not defined for option 'gpu-name'"
                     for sm in ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"))),
         fixed_in="3.3.0", capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),
-        url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
+        url=TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm120-dot-330", effect="every dot fails to compile",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',),
         since="3.3.0", fixed_in="3.3.1", capabilities=(SM12, END), traits=_DOT, need="Triton 3.3.1",
-        remedies=("torch_path",), url=_TRITON + "6120", proof=_PROVEN, confidence="compiled"),
+        remedies=("torch_path",), url=TRITON + "6120", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-33", effect="the compiler aborts: Cannot select",
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.shfl.sync",),
         since="3.3.0", fixed_in="3.4.0", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
-        remedies=("torch_path",), url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
+        remedies=("torch_path",), url=TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st",
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05.wait.st",),
         since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
-        remedies=("torch_path",), url=_TRITON + "8473",
+        remedies=("torch_path",), url=TRITON + "8473",
         proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0"),
     KnownIssue(
         id="sm103-ptxas", effect="ptxas does not know sm_103",
         symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
-        url=_TRITON + "8473", proof=_PROVEN, confidence="compiled"),
+        url=TRITON + "8473", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="sm110-ptxas", effect="ptxas does not know sm_110",
         symptoms=("Value 'sm_110a' is not defined for option 'gpu-name'",),
@@ -278,7 +223,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Value 'sm_121a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
-        url=_TRITON + "10331", proof=_PROVEN, confidence="compiled"),
+        url=TRITON + "10331", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="ptxas-127-32",
         effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an "
@@ -299,14 +244,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=trait_set("half_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
-        remedies=("limit_num_warps", "torch_path"), url=_FLA + "607",
+        remedies=("limit_num_warps", "torch_path"), url=FLA + "607",
         proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
     KnownIssue(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
         traits=trait_set("tf32_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
-        remedies=("limit_num_warps",), url=_FLA + "607", proof=_PROVEN, confidence="compiled"),
+        remedies=("limit_num_warps",), url=FLA + "607", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
@@ -323,7 +268,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
         traits=trait_set("dot", "fresh_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
-        url=_FLA + "638", proof=_PROVEN, confidence="compiled"),
+        url=FLA + "638", proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="blackwell-chained-acc",
         effect="silently wrong results: two products a turn into one accumulator, which also take a third "
@@ -331,14 +276,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.4.0", fixed_in="3.9.0", capabilities=(BLACKWELL, SM12),
         traits=trait_set("dot", "chained_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
-        url=_TRITON + "10821",
+        url=TRITON + "10821",
         proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5"),
     KnownIssue(
         id="blackwell-tcgen05-state",
         effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
         since="3.3.0", capabilities=(BLACKWELL, SM12), traits=trait_set("dot", "rmw_acc"), min_warps=4,
         min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",),
-        url=_TRITON + "10993",
+        url=TRITON + "10993",
         proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand"),
     KnownIssue(
         id="wgmma-register-hazard",
@@ -346,18 +291,18 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_DOT, min_warps=4,
         min_stages=2,
         need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
-        url=_TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200"),
+        url=TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200"),
     KnownIssue(
         id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=8,
-        min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=_FLA + "1228",
+        min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=FLA + "1228",
         proof="the thread, also #1229, #1327"),
     KnownIssue(
         id="blackwell-backward-913",
         effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
         symptoms=("Triton Error [CUDA]: misaligned address", ILLEGAL),
         since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for a kernel that shows it", url=_FLA + "913", proof="threads, also #727 and #1000"),
+        need="2 warps for a kernel that shows it", url=FLA + "913", proof="threads, also #727 and #1000"),
     KnownIssue(
         id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
         ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=ON_BLACKWELL, traits=_DOT,
@@ -369,46 +314,46 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
         since="3.4.0", fixed_in="3.7.1", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
-        url=_FLA + "640", proof="the thread; fla itself refuses this backward there"),
+        url=FLA + "640", proof="the thread; fla itself refuses this backward there"),
     KnownIssue(
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
                "tokens",
         symptoms=(ILLEGAL,),
         since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=_FLA + "984", proof="the thread"),
+        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=FLA + "984", proof="the thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
         symptoms=(ILLEGAL,),
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
-        need="other tiles, or Triton 3.8", url=_TRITON + "11366",
+        need="other tiles, or Triton 3.8", url=TRITON + "11366",
         proof="the thread, and fla #807 for 3.3 to 3.5"),
     KnownIssue(
         id="hopper-dot-trans-dot-32",
         effect="silently wrong values: a product whose operand is a transposed product",
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER,
         traits=trait_set("foreign", "dot"), min_warps=4, need="at most 2 warps, or another Triton",
-        url=_TRITON + "6124", proof="the thread"),
+        url=TRITON + "6124", proof="the thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
         symptoms=(ILLEGAL,),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
-        url=_FLA + "1262", proof="the thread"),
+        url=FLA + "1262", proof="the thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
         effect="writes out of range: an integer scale of 1, which Triton makes a constant",
         symptoms=("Invalid __shared__ write", ILLEGAL),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
-        traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=_FLA + "1262", proof="the thread"),
+        traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=FLA + "1262", proof="the thread"),
     KnownIssue(
         id="ptxas-1296-16-bit-sums",
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
         ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
         traits=_FOREIGN,
         need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
-        url=_TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33"),
+        url=TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33"),
     KnownIssue(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
@@ -431,7 +376,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "tile was loaded, and reads them in between, which gives what it began with",
         fixed_in="3.9.0", traits=trait_set("foreign", "read_row_sums"),
         need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
-        remedies=("torch_path",), url=_TRITON + "11836",
+        remedies=("torch_path",), url=TRITON + "11836",
         proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant"),
     KnownIssue(
         id="row-sums-joined",
@@ -441,30 +386,30 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Assertion `isa<BlockArgument>(accumOperand)' failed",
                   "Assertion `oldUpdate->getNumOperands() == 2' failed"),
         traits=_FOREIGN, need="sums of something that is computed of the tile",
-        url=_TRITON + "11631",
+        url=TRITON + "11631",
         proof="the thread; compiled with 3.0 to 3.9"),
     KnownIssue(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
         since="3.9.0", traits=trait_set("make_block_ptr"), need="pointers and masks, or Triton 3.8",
-        url=_TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
+        url=TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
         confidence="compiled"),
     KnownIssue(
         id="gather-32", effect="AttributeError: triton.language has no gather",
         symptoms=("module 'triton.language' has no attribute 'gather'",),
-        fixed_in="3.3.0", traits=trait_set("gather"), need="Triton 3.3", url=_FLA + "329", proof=_PROVEN,
+        fixed_in="3.3.0", traits=trait_set("gather"), need="Triton 3.3", url=FLA + "329", proof=_PROVEN,
         confidence="compiled"),
     KnownIssue(
         id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
         symptoms=("module 'triton.language' has no attribute 'make_tensor_descriptor'",),
-        fixed_in="3.4.0", traits=trait_set("make_tensor_descriptor"), need="Triton 3.4", url=_FLA + "550",
+        fixed_in="3.4.0", traits=trait_set("make_tensor_descriptor"), need="Triton 3.4", url=FLA + "550",
         proof=_PROVEN, confidence="compiled"),
     KnownIssue(
         id="descriptors-allocator",
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
         symptoms=("Kernel requires a runtime memory allocation, but no allocator was set",),
         since="3.4.0", capabilities=(HOPPER, END), traits=trait_set("make_tensor_descriptor"),
-        need="triton.set_allocator(...) before the first launch", url=_TRITON + "10002", proof="the thread"),
+        need="triton.set_allocator(...) before the first launch", url=TRITON + "10002", proof="the thread"),
     KnownIssue(
         id="bf16-atomics-33", effect="atomic_add does not support bf16",
         symptoms=("ValueError: atomic_add does not support bf16",),
@@ -477,7 +422,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "4 stages",
         symptoms=("LLVM ERROR: operation destroyed but still has uses",),
         since="3.6.0", amd=("gfx9", "gfx12"), traits=_FOREIGN_DOT, min_stages=4, need="at most 2 stages",
-        url=_TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)"),
+        url=TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)"),
     KnownIssue(
         id="amd-stages-hang-36",
         effect="the compiler does not come to an end: a kernel of several products with 3 stages and more",
@@ -499,7 +444,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
         amd=("gfx942",), traits=trait_set("dot", "foreign"), min_warps=8, min_stages=2,
         need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
-        url=_TRITON + "11696", proof="the thread"),
+        url=TRITON + "11696", proof="the thread"),
     KnownIssue(
         id="amd-scratch-38",
         effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
@@ -513,7 +458,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "scalars",
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
         need="tl.static_range, or a Triton that has triton-lang/triton#10496",
-        url=_TRITON + "11378",
+        url=TRITON + "11378",
         proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
               "3.7; whether 3.8 has the change, nobody says"),
     KnownIssue(
@@ -537,7 +482,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "convolution of fla",
         symptoms=("hipErrorIllegalAddress",),
         amd=("gfx950",), traits=_FOREIGN,
-        need="another convolution, such as flashlin's in plain torch", url=_FLA + "1156",
+        need="another convolution, such as flashlin's in plain torch", url=FLA + "1156",
         proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
     KnownIssue(
         id="autotune-keys-31",
@@ -545,7 +490,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "configurations give",
         symptoms=("IndexError: list index out of range",),
         seen_in=_TUNER + "run",
-        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", url=_FLA + "354", proof=_TUNING,
+        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354", proof=_TUNING,
         confidence="ran"),
     KnownIssue(
         id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
@@ -557,7 +502,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="autotune-unknown-keys-39",
         effect="ValueError at import: key contains names that are not kernel arguments",
         symptoms=("ValueError: key contains names that are not kernel arguments",),
-        since="3.9.0", traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", url=_TRITON + "11602",
+        since="3.9.0", traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", url=TRITON + "11602",
         proof=_TUNING, confidence="ran"),
     KnownIssue(
         id="autotune-driver-33",
@@ -569,5 +514,5 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="autotune-one-bad-configuration",
         effect="one configuration that does not compile ends the call, or the process",
-        traits=_TUNED, need=_OUR_TUNER, url=_FLA + "552", proof=_TUNING, confidence="ran"),
+        traits=_TUNED, need=_OUR_TUNER, url=FLA + "552", proof=_TUNING, confidence="ran"),
 )

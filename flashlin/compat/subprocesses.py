@@ -1,9 +1,9 @@
 """Child processes: the only place where flashlin starts, watches and ends other programs.
 
 ``Process`` runs a command in a process group of its own, reads its output and applies a time limit.
-``run_to_end`` does so in one call. ``forked`` runs functions in forks of this process. All of them answer with
-``Ended``, which has one sentence for each way in which a child can fail. ``python`` makes the command of a
-Python child, and ``channel`` and ``messages`` are the JSON lines in which such a child answers.
+``run_to_end`` does so in one call. ``forked`` runs functions in forks of this process. All of them answer
+with ``Ended``, which has one sentence for each way in which a child can fail. ``python`` makes the command of
+a Python child, and ``channel`` and ``messages`` are the JSON lines in which such a child answers.
 """
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import IO, Any, NamedTuple
 
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
 
 ROOT = str(Path(__file__).resolve().parents[2])  # the folder that holds flashlin
 MOST = 1 << 25  # bytes of each output that are kept: the last ones
 GENTLE = 5.0  # seconds between asking a child to end and killing it
 GONE = 30.0  # seconds for a killed child to be gone; one that waits for a device may stay longer
-BUSY, PATIENCE = 0.5, 4  # of a fork's time limit: the least work that counts as a timeout, and the longest wait
+BUSY, PATIENCE = 0.5, 4  # of a fork's time limit: the work that makes it a timeout, and the longest wait
 # A line of stderr that tells more than the last one.
 TELLING = re.compile(r"rror|ssert|UNREACHABLE|terminate called")
 # ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do
@@ -40,9 +40,9 @@ _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; de
 
 
 def python(module: str, *arguments: str, first: str = "") -> list[str]:
-    """Return the command that runs ``module`` as ``python -m`` does, but with the import path of this process.
-    An empty entry of that path, which means the current directory, is left out: an interactive Python and
-    ``python -c`` have one. The folder of flashlin comes last if it is not there.
+    """Return the command that runs ``module`` as ``python -m`` does, but with the import path of this
+    process. An empty entry of that path, which means the current directory, is left out: an interactive
+    Python and ``python -c`` have one. The folder of flashlin comes last if it is not there.
 
     first: folders to search before, joined as in PYTHONPATH.
     """
@@ -94,13 +94,14 @@ class Ended(NamedTuple):
         """``SIGABRT``, ``exit code 3``, ``no answer in 60 s``, ``cannot be started: ...``"""
         if self.code is None:
             return self.why
-        return blame.signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        return failure_kind.signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
 
     @property
     def line(self) -> str:
         """The line of stderr that says most: the last one that names an error, or else the last one."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if TELLING.search(line)), lines[-1] if lines else "")[:300]
+        telling = list(filter(TELLING.search, lines)) or lines
+        return telling[-1][:300] if telling else ""
 
     @property
     def ending(self) -> str:
@@ -116,11 +117,13 @@ class Ended(NamedTuple):
         return "" if self.code == 0 else self.ending
 
     @property
-    def fault(self) -> blame.Fault:
+    def kind(self) -> failure_kind.Kind:
         """The cause of the failure: the kernel that ran, a lack of memory, or another lack of the machine."""
         if self.code is not None:
-            return blame.of_exit(self.code, self.stderr)
-        return "kernel" if self.timed_out else "memory" if blame.MEMORY.search(self.why) else "surroundings"
+            return failure_kind.of_exit(self.code, self.stderr)
+        if self.timed_out:
+            return "kernel"
+        return "memory" if failure_kind.MEMORY.search(self.why) else "surroundings"
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -169,11 +172,11 @@ class _Output:
 
 
 class Process:
-    """A child process and its output. It has a process group of its own, which is ended with it, at the latest
-    at the end of a ``with`` block. A command that cannot be started raises nothing: ``wait`` says so.
+    """A child process and its output. It has a process group of its own, which is ended with it, at the
+    latest at the end of a ``with`` block. A command that cannot be started raises nothing: ``wait`` says so.
 
-    environment: variables to add to those of this process. limit: seconds from start to end. interactive: there
-    is a standard input, to which ``send`` writes.
+    environment: variables to add to those of this process. limit: seconds from start to end. interactive:
+    there is a standard input, to which ``send`` writes.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, *,
@@ -248,8 +251,9 @@ class Process:
             if self._process.stdin:
                 with suppress(OSError):  # text that the child has not read
                     self._process.stdin.close()
-            ended = Ended(code, self._stdout.text(), self._stderr.text(), seconds=time.monotonic() - self._began)
-            self._ended = ended if code is not None else ended._replace(why=why, timed_out=timed_out)
+            running = code is None
+            self._ended = Ended(code, self._stdout.text(), self._stderr.text(), why if running else "",
+                                running and timed_out, time.monotonic() - self._began)
         return self._ended
 
     def _signal(self, name: str, within: float) -> None:

@@ -7,7 +7,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from flashlin import dispatch
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
+from flashlin.compat.known import KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.releases import RELEASES, planned_as
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from flashlin.compat.known_flaws import KNOWN_FLAWS, Stack
+from flashlin.compat.known import Stack
+from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import GPUS
 from flashlin.compat.versions import affected
@@ -244,5 +245,5 @@ def _flaws(stack: Stack) -> Iterable[Flaw]:
                               else "could not check")
             version = stack.versions.get(flaw.package, "") if where == (flaw.package,) else ""
             yield Flaw(id=flaw.id, where=" ".join(filter(None, (", ".join(where), version))), status=status,
-                       effect=flaw.effect, remedy=flaw.remedy, source=flaw.source)
+                       effect=flaw.effect, remedy=flaw.need, source=flaw.proof)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import Process, channel, python
 from flashlin.diagnostics.machine import attempt
 from flashlin.diagnostics.report import Status
@@ -61,16 +61,16 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
                         _show(at, len(jobs), f"{' '.join(jobs[at])} on {device}")
                 elif jobs is not None:
                     first = message["done"] + 1
-                    status = "ok" if message["ok"] else _status(blame.of_text(message["detail"]))
+                    status = "ok" if message["ok"] else _status(failure_kind.of_text(message["detail"]))
                     yield _outcome(jobs[message["done"]], status, message["detail"], message["seconds"])
             ended = child.wait()
         if jobs is None:
-            yield Outcome("start", "", _status(ended.fault), f"the child process {ended.ending}",
+            yield Outcome("start", "", _status(ended.kind), f"the child process {ended.ending}",
                           time.monotonic() - since)
             return
         if ended.failure and first < len(jobs):
             first = at + 1
-            yield _outcome(jobs[at], _status(ended.fault), ended.failure, time.monotonic() - since)
+            yield _outcome(jobs[at], _status(ended.kind), ended.failure, time.monotonic() - since)
         if first >= len(jobs):
             return
     for job in (jobs or [])[first:]:
@@ -86,9 +86,9 @@ def _show(at: int, of: int, what: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _status(fault: blame.Fault) -> Status:
+def _status(kind: failure_kind.Kind) -> Status:
     """A card or a disk that is full says nothing of an op."""
-    return "problem" if fault == "kernel" else "could not check"
+    return "problem" if kind == "kernel" else "could not check"
 
 
 def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Outcome:

@@ -2,7 +2,7 @@
 compat/, asks nobody and starts nothing.
 
 Nothing here is a guess told as a fact: each answer says what of the text it rests on (``Match.because``) and
-how well the failure itself is known (``Entry.known``).
+how well the failure itself is known (``Known.known``).
 
 A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can be
 gigabytes long. Each block is split into words once. Only symptoms whose words are all in the block are
@@ -23,9 +23,10 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, BinaryIO, NamedTuple
 
-from flashlin.compat.known_failures import KNOWN_FAILURES, Failure
-from flashlin.compat.known_flaws import KNOWN_FLAWS, Flaw
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known import Flaw, Known, KnownIssue
+from flashlin.compat.known_failures import KNOWN_FAILURES
+from flashlin.compat.known_flaws import KNOWN_FLAWS
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.traits import LACKING
 from flashlin.kernels.variants import VARIANTS
 
@@ -51,8 +52,6 @@ EXCEPTION = re.compile(r"^\w*error: ", re.IGNORECASE)
 SHORTEST, MOST = 5, 12  # characters of a part that says anything; answers that anybody reads
 WIDTH = 80
 ENOUGH = 3  # words in common, below which a guess is none
-CONFIDENCE = {"compiled": "compiled in our tests, where it fails so", "ran": "seen in our own runs",
-              "thread": "from the thread; nobody here has run it", "documented": "documented"}
 
 UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What helps:
 
@@ -63,91 +62,56 @@ UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What hel
     `flashlin doctor --markdown` prints"""
 
 
-class Entry(NamedTuple):
-    """A failure, whatever table it is of. symptoms, seen_in, general: as in those. where: the cards and
-    releases. here: what flashlin does. otherwise: what to do without it. known: how well."""
-    id: str
-    effect: str
-    symptoms: tuple[str, ...]
-    where: str
-    here: str
-    otherwise: str
-    known: str
-    url: str
-    seen_in: str = ""
-    general: bool = False
-
-
 class Match(NamedTuple):
     """sure: whether the text is what this failure prints, in the place where it does. because: what the match
     rests on."""
-    entry: Entry
+    failure: Known
     sure: bool
     because: str
 
     def __str__(self) -> str:
-        entry = self.entry
-        rows = {"why": self.because, "where": entry.where, "flashlin": entry.here,
-                "otherwise": entry.otherwise, "known": entry.known, "more": entry.url}
-        lines = [f"{entry.id}: {entry.effect}",
-                 *(f"  {name:<10} {text}" for name, text in rows.items() if text)]
+        said = {"why": self.because, **rows(self.failure)}
+        lines = [f"{self.failure.id}: {self.failure.what}",
+                 *(f"  {name:<10} {text}" for name, text in said.items() if name != "in the traceback")]
         return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_long_words=False,
                                        break_on_hyphens=False) for line in lines)
 
 
 @lru_cache(maxsize=1)
-def entries() -> tuple[Entry, ...]:
-    """All that is known, narrow things first."""
-    every = [*map(_of_issue, KNOWN_ISSUES), *map(_of_flaw, KNOWN_FLAWS), *map(_of_failure, KNOWN_FAILURES)]
-    return tuple(sorted(every, key=lambda entry: entry.general))
+def failures() -> tuple[Known, ...]:
+    """Return all that is known, narrow failures first."""
+    return tuple(sorted((*KNOWN_ISSUES, *KNOWN_FLAWS, *KNOWN_FAILURES), key=lambda known: known.general))
 
 
-def _of_issue(issue: KnownIssue) -> Entry:
-    if issue.remedies and "foreign" in issue.traits:
-        here = "its own kernels do without what triggers it; flashlin.shield refuses those of others"
-    elif issue.remedies:
-        here = "its ops run " + ", else ".join(VARIANTS[remedy].means.removeprefix("runs ")
-                                               for remedy in issue.remedies)
-    elif "autotuned" in issue.traits:
-        here = ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the "
+def rows(known: Known) -> dict[str, str]:
+    """Return all that is said of a failure, by what it is called."""
+    said = {"where": known.where, "in the traceback": known.seen_in.strip(), "flashlin": _handled(known),
+            "otherwise": known.otherwise, "known": known.known, "more": known.link}
+    return {name: text for name, text in said.items() if text}
+
+
+def _handled(known: Known) -> str:
+    """Return what flashlin does about a failure."""
+    if isinstance(known, Flaw):
+        patches = ", ".join(f'"{package}"' for package in known.mended_by)
+        since = f", from {known.package} {known.mended_from} on" if known.mended_from else ""
+        return (f"flashlin.patch({patches}), or flashlin run, takes it away{since}" if patches else
+                "no function can take it away; flashlin doctor tells it")
+    if not isinstance(known, KnownIssue):
+        return known.handled
+    if known.remedies and "foreign" in known.traits:
+        return "its own kernels do without what triggers it; flashlin.shield refuses those of others"
+    if known.remedies:
+        return "its ops run " + ", else ".join(VARIANTS[remedy].means.removeprefix("runs ")
+                                               for remedy in known.remedies)
+    if "autotuned" in known.traits:
+        return ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the "
                 "place of triton.autotune")
-    elif issue.traits & {"foreign", *LACKING}:
-        here = "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
-    elif issue.amd:
-        here = "on AMD it starts kernels only where flashlin warmup has run them"
-    else:
-        here = "flashlin doctor tells it; no plan is changed"
-    return Entry(
-        issue.id, issue.effect, issue.symptoms, where=issue.where, here=here, otherwise=unaided(issue.need),
-        known=CONFIDENCE[issue.confidence], url=issue.url, seen_in=issue.seen_in)
-
-
-def _of_flaw(flaw: Flaw) -> Entry:
-    patches = ", ".join(f'"{package}"' for package in flaw.mended_by)
-    since = f", from {flaw.package} {flaw.mended_from} on" if flaw.mended_from else ""
-    url = flaw.source if flaw.source.startswith("https:") else ""
-    return Entry(
-        flaw.id, f"{flaw.package}: {flaw.effect}", flaw.symptoms, where=flaw.where,
-        here=f"flashlin.patch({patches}), or flashlin run, takes it away{since}" if patches else
-        "no function can take it away; flashlin doctor tells it",
-        otherwise=unaided(flaw.remedy) if patches else flaw.remedy,
-        known=CONFIDENCE["thread"] if url else flaw.source, url=url)
-
-
-def unaided(remedy: str) -> str:
-    """The ways of a remedy that call no function of flashlin."""
-    clauses = (", or ".join(way for way in clause.split(", or ") if not re.search(r"\bflashlin\.\w", way))
-               for clause in remedy.split("; "))
-    return "; ".join(filter(None, clauses))
-
-
-def _of_failure(failure: Failure) -> Entry:
-    shown = failure.source.startswith(("tests/", "matrix/"))
-    known = f"shown by {failure.source}" if shown else CONFIDENCE.get(failure.source, failure.source)
-    return Entry(
-        failure.id, failure.effect, failure.symptoms, where=failure.where, here=failure.here,
-        otherwise=failure.otherwise, known=known, url=failure.url, seen_in=failure.seen_in,
-        general=failure.general)
+    if known.traits & {"foreign", *LACKING}:
+        return "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
+    if known.amd:
+        return "on AMD it starts kernels only where flashlin warmup has run them"
+    return "flashlin doctor tells it; no plan is changed"
 
 
 class Sought(NamedTuple):
@@ -188,10 +152,10 @@ def _rest(symptom: str) -> str:
 @lru_cache(maxsize=1)
 def _all_sought() -> tuple[Sought, ...]:
     """Return all patterns that are searched for in every block."""
-    every = entries()
-    texts = [text for entry in every for symptom in (entry.seen_in, *entry.symptoms)
+    every = failures()
+    texts = [text for known in every for symptom in (known.seen_in, *known.symptoms)
              for text in (symptom, _rest(symptom)) if text]
-    return tuple(dict.fromkeys([*(_sought_name(entry.id) for entry in every), *map(_sought, texts)]))
+    return tuple(dict.fromkeys([*(_sought_name(known.id) for known in every), *map(_sought, texts)]))
 
 
 @lru_cache(maxsize=1)
@@ -199,7 +163,7 @@ def _telling() -> dict[str, list[tuple[str, int]]]:
     """Return each distinctive word, casefolded, with the symptoms that contain it and its position in
     them."""
     found: dict[str, list[tuple[str, int]]] = {}
-    for symptom in dict.fromkeys(one for entry in entries() for one in entry.symptoms):
+    for symptom in dict.fromkeys(one for known in failures() for one in known.symptoms):
         special = [word.span() for word in WORD.finditer(symptom) if _is_special(word[0])]
         for place, word in enumerate(re.finditer(r"\w+", symptom)):
             if any(word.start() < end and start < word.end() for start, end in special):
@@ -271,23 +235,23 @@ class Reading:
     def matches(self) -> list[Match]:
         """Return the failures that the text may come from, surest first. A failure that only resembles the
         text is left out if another one prints it exactly, and a general one if a narrower one is found."""
-        found = [match for entry in entries() if (match := self._printed(entry))]
-        if any(match.sure and not match.entry.general for match in found):
+        found = [match for known in failures() if (match := self._printed(known))]
+        if any(match.sure and not match.failure.general for match in found):
             found = [match for match in found if match.sure]
-        narrow = [match for match in found if not match.entry.general]
+        narrow = [match for match in found if not match.failure.general]
         found = narrow or found or _part(self._short) or self._piece() or _words(self._error or self._last)
         return sorted(found, key=lambda match: not match.sure)
 
-    def _printed(self, entry: Entry) -> Match | None:
-        if _sought_name(entry.id) in self._found:
-            return Match(entry, True, "the text has its name")
-        for symptom in entry.symptoms:
+    def _printed(self, known: Known) -> Match | None:
+        if _sought_name(known.id) in self._found:
+            return Match(known, True, "the text has its name")
+        for symptom in known.symptoms:
             if _sought(symptom) in self._found:
-                if entry.seen_in and _sought(entry.seen_in) not in self._found:
+                if known.seen_in and _sought(known.seen_in) not in self._found:
                     because = (f"it prints {symptom!r}, and so may other programs: to be sure, the traceback "
-                               f"should have {entry.seen_in.strip()!r}")
-                    return Match(entry, False, because)
-                return Match(entry, True, f"it prints exactly this: {symptom!r}")
+                               f"should have {known.seen_in.strip()!r}")
+                    return Match(known, False, because)
+                return Match(known, True, f"it prints exactly this: {symptom!r}")
         return None
 
     def _piece(self) -> list[Match]:
@@ -298,13 +262,13 @@ class Reading:
             piece = _piece_of(symptom, first, last)
             pieces[symptom] = max(pieces.get(symptom, ""), piece, key=len)
         found = []
-        for entry in entries():
+        for known in failures():
             mine = [rest if (rest := _rest(symptom)) and _sought(rest) in self._found
-                    else pieces.get(symptom, "") for symptom in entry.symptoms]
+                    else pieces.get(symptom, "") for symptom in known.symptoms]
             piece = max(mine, key=len, default="")
             if piece:
                 because = f"the text has a piece of what it prints: {piece!r}"
-                found.append((len(piece), Match(entry, False, because)))
+                found.append((len(piece), Match(known, False, because)))
         longest = max((length for length, _ in found), default=0)
         return [match for length, match in found if length == longest][:MOST]
 
@@ -369,9 +333,9 @@ def _part(plain: str) -> list[Match]:
     asked = plain.casefold()
     if len(asked) < SHORTEST:
         return []
-    found = [Match(entry, False, f"the text is part of what it prints: {symptom!r}")
-             for entry in entries()
-             for symptom in [next((one for one in entry.symptoms if asked in one.casefold()), "")] if symptom]
+    found = [Match(known, False, f"the text is part of what it prints: {symptom!r}")
+             for known in failures()
+             for symptom in [next((one for one in known.symptoms if asked in one.casefold()), "")] if symptom]
     return found if len(found) <= MOST else []
 
 
@@ -402,11 +366,11 @@ def _words(line: str) -> list[Match]:
     failure."""
     asked = {word for word in WORD.findall(line.casefold()) if not VAGUE.match(word)}
     found = []
-    for entry in entries():
-        text = " ".join([entry.id.replace("-", " "), entry.effect, entry.where, *entry.symptoms])
+    for known in failures():
+        text = " ".join([known.id.replace("-", " "), known.what, known.where, *known.symptoms])
         shared = sorted(asked.intersection(WORD.findall(text.casefold())))
         if len(shared) >= ENOUGH and len(shared) * 3 >= len(asked) * 2:
-            found.append((len(shared), Match(entry, False, f"a guess, by the words {', '.join(shared)}")))
+            found.append((len(shared), Match(known, False, f"a guess, by the words {', '.join(shared)}")))
     best = max((count for count, _ in found), default=0)
     return [match for count, match in found if count == best][:MOST]
 

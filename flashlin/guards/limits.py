@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flashlin.compat.known_issues import KnownIssue, issues_here
+from flashlin.compat.known import KnownIssue
+from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.traits import TILE_FACTS
 from flashlin.compat.versions import release

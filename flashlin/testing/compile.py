@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import Ended, Process, forked, python
 from flashlin.compat.target import SHARED_ON_AMD, lanes, shared_per_block
 from flashlin.guards import proven
@@ -198,7 +198,7 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
         code = str(compiled.asm["ptx" if isinstance(sm, int) else "amdgcn"])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        if blame.of_error(error) != "kernel":
+        if failure_kind.of_error(error) != "kernel":
             return Result(NOT_TRIED, text.partition("\n")[0][:300])
         if error.__cause__ is not None:
             text += f" <- {type(error.__cause__).__name__}: {error.__cause__}"
@@ -249,8 +249,8 @@ def _keep_ptxas_report() -> list[str]:
 
 def compiled_in_forks(works: Sequence[Callable[[Path], Result]], at_once: int,
                       timeout: float) -> Iterator[tuple[int, Result]]:
-    """Call each function in a fork of this process, and yield (number, result) in the order in which they end:
-    a compiler that aborts ends only its fork. See ``forked``."""
+    """Call each function in a fork of this process, and yield (number, result) in the order in which they
+    end: a compiler that aborts ends only its fork. See ``forked``."""
     import triton
     for number, ended in forked([partial(_in_words, work) for work in works], at_once, timeout):
         yield number, _verdict(ended)._replace(seconds=round(ended.seconds, 2), triton=triton.__version__)
@@ -271,8 +271,9 @@ def _verdict(ended: Ended) -> Result:
         return Result("timeout", cause=cause)
     if ended.code is None:
         return Result(NOT_TRIED, ended.why)
-    if ended.code < 0 and ended.fault != "kernel":
-        return Result(NOT_TRIED, ": ".join(filter(None, [f"the compiler was ended by {ended.how}", said]))[:300])
+    if ended.code < 0 and ended.kind != "kernel":
+        end = f"the compiler was ended by {ended.how}"
+        return Result(NOT_TRIED, f"{end}: {said}"[:300] if said else end)
     if ended.code < 0:
         return Result("abort", ended.how, said)
     if not ended.stdout:
@@ -314,7 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
         for module in {job.launch.module for job in jobs}:
             importlib.import_module(module)  # once, before the children
         warm()
-        for number, result in compiled_in_forks([partial(_compile, job) for job in jobs], at_once, given.timeout):
+        works = [partial(_compile, job) for job in jobs]
+        for number, result in compiled_in_forks(works, at_once, given.timeout):
             print(json.dumps({"job": number, "kernel": jobs[number].launch.kernel, "sm": jobs[number].sm,
                               **result._asdict()}), flush=True)
 

@@ -258,5 +258,6 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         if ended.how == "SIGALRM":
             outcomes.append(Outcome(order.triton, at, "timeout", f"after {order.timeout:g} s"))
         else:
-            outcomes.append(Outcome(order.triton, at, "abort", ": ".join(filter(None, [ended.how, ended.line]))))
+            cause = f"{ended.how}: {ended.line}" if ended.line else ended.how
+            outcomes.append(Outcome(order.triton, at, "abort", cause))
     return outcomes

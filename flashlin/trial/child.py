@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from flashlin.compat import blame
+from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import channel
 
 # at most, of a case for a card that is full; makers without these sizes are small as they are
@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> None:
         verdict, detail = attempt(given, say, struck)
     except Exception as error:  # of any kind: it is this child's result
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        fault = blame.of_error(error)
-        if not struck or fault != "kernel":  # outside a launch nothing speaks of a kernel
+        kind = failure_kind.of_error(error)
+        if not struck or kind != "kernel":  # outside a launch nothing speaks of a kernel
             # what follows are torch's hints for whoever debugs kernels
             first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-            say(verdict="not tried", detail=first_line, memory=fault == "memory")
+            say(verdict="not tried", detail=first_line, memory=kind == "memory")
         else:
-            word = ("abort or illegal access" if blame.ILLEGAL.search(text) else
-                    "hang" if blame.STOPPED.search(text) else "compiler error")
+            word = ("abort or illegal access" if failure_kind.ILLEGAL.search(text) else
+                    "hang" if failure_kind.STOPPED.search(text) else "compiler error")
             say(verdict=word, detail=text, memory=False)
     else:
         say(verdict=verdict, detail=detail, memory=False)

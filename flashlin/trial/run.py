@@ -144,8 +144,8 @@ def _judged(trial: Trial, ended: Ended) -> Tried:
     if result is not None:
         return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"])
     at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
-    detail = ": ".join([f"{ended.how}, {at}", *([ended.line] if ended.code is not None and ended.line else [])])
+    line = f": {ended.line}" if ended.code is not None and ended.line else ""
     blamed: Word = "not tried"
-    if struck and ended.fault == "kernel":
+    if struck and ended.kind == "kernel":
         blamed = "hang" if ended.timed_out else "abort or illegal access"
-    return Tried(trial, blamed, detail[:SAID], launched, struck, ended.fault == "memory")
+    return Tried(trial, blamed, f"{ended.how}, {at}{line}"[:SAID], launched, struck, ended.kind == "memory")

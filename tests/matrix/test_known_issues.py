@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue
+from flashlin.compat.known import KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.releases import supported
 from flashlin.compat.target import USUAL_AMD, Target, parse, ptxas_version
 from flashlin.diagnostics import why
@@ -161,7 +162,7 @@ def test_what_is_printed_is_among_the_symptoms(issue: KnownIssue, measure: Measu
             for cell in cells(proof) for result in [measure(cell)]
             if proof.fails(result) and not result.ok and hits(issue, cell)} - {"SIGSEGV"}
     assert said
-    assert issue.id in {match.entry.id for text in said for match in why.matches(text)} | OTHER_LINE
+    assert issue.id in {match.failure.id for text in said for match in why.matches(text)} | OTHER_LINE
     unknown = [text for text in said if not any(match.sure for match in why.matches(text))]
     assert not unknown, "flashlin why does not know what is printed"
 

@@ -13,7 +13,8 @@ import pytest
 from packaging.version import Version
 
 import flashlin
-from flashlin.compat.known_issues import KNOWN_ISSUES, KnownIssue, issues_here
+from flashlin.compat.known import KnownIssue
+from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import USUAL_AMD, Target, parse
 from flashlin.compat.traits import CALL, OVERLAPPED, TILE_FACTS, TRAITS, of_tile, trait_set
 from flashlin.guards import limits

@@ -1,8 +1,7 @@
-"""Whose failure it was: a kernel's, or that of what it needs around it, such as memory, a disk, permissions,
-a card that is busy or gone.
+"""The kind of a failure: of a kernel, or of what it needs around it, such as memory, a disk, permissions, or
+a card that is busy or gone. It is found by the types and texts of errors.
 
-Only a kernel's own failure may be remembered against it. Everything here goes by types and texts of errors,
-and imports nothing heavy.
+Only the failure of a kernel may be recorded against that kernel.
 """
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import signal
 import subprocess
 from typing import Literal
 
-Fault = Literal["kernel", "memory", "surroundings"]
+Kind = Literal["kernel", "memory", "surroundings"]
 
 MEMORY = re.compile(r"out of memory|cannot allocate "
                     r"memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED|failed with error code -9\b",
@@ -39,27 +38,27 @@ SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "
                           "SIGPIPE") if hasattr(signal, name)}
 
 
-def of_error(error: BaseException) -> Fault:
-    """Whose fault an exception is that came out of compiling or starting a kernel."""
+def of_error(error: BaseException) -> Kind:
+    """Return the kind of an exception that came out of compiling or starting a kernel."""
     for one in filter(None, (error, error.__cause__)):
         quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
-        fault = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
-        if fault != "kernel":
-            return fault
+        kind = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
+        if kind != "kernel":
+            return kind
         # a library that does not load, no compiler of launchers
         if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):
             return "surroundings"
     return "kernel"
 
 
-def of_text(text: str) -> Fault:
-    """Whose fault it is, by what a compiler or a dying process has printed."""
+def of_text(text: str) -> Kind:
+    """Return the kind of a failure by what a compiler or a dying process has printed."""
     return "memory" if MEMORY.search(text) else "surroundings" if SURROUNDINGS.search(text) else "kernel"
 
 
-def of_exit(code: int, said: str) -> Fault:
-    """Whose fault it is that a process ended while it compiled or ran a kernel. code: its exit status, or
-    minus the number of a signal."""
+def of_exit(code: int, said: str) -> Kind:
+    """Return the kind of failure by which a process ended while it compiled or ran a kernel. code: its exit
+    status, or minus the number of a signal."""
     if code < 0:
         name = signal_name(-code)
         if name == "SIGKILL":
