@@ -17,7 +17,7 @@ from flashlin.compat.target import Target
 from flashlin.guards.limits import CHECKS, Draft
 from flashlin.guards.problem import Plan, Problem, Reason
 from flashlin.kernels.families import FAMILIES, PUBLIC
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 
 # Every public op: its family, and the mode it asks for.
@@ -73,12 +73,12 @@ def watching(see: Callable[[Plan], None]) -> Iterator[None]:
 def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
     """The best remedy that the policy allows, and the smaller problem that it makes."""
     for name in reason.remedies:
-        variant = VARIANTS[name]
-        if draft.policy.policy == "strict" and reason.forced and not variant.exact:
+        remedy = REMEDIES[name]
+        if draft.policy.policy == "strict" and reason.forced and not remedy.exact:
             continue
         if draft.policy.path == "triton" and name == "torch_path":
             continue
-        smaller = variant.rewrite(draft.problem, draft.target, reason)
+        smaller = remedy.rewrite(draft.problem, draft.target, reason)
         if smaller is not None:
             return name, smaller
     return None
@@ -87,4 +87,4 @@ def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
 def inexact_steps(the_plan: Plan) -> tuple[tuple[Reason, str], ...]:
     """The steps a user should hear about once: forced, and not the same kernels on the same operands."""
     return tuple((reason, name)
-                 for reason, name in the_plan.steps if reason.forced and not VARIANTS[name].exact)
+                 for reason, name in the_plan.steps if reason.forced and not REMEDIES[name].exact)

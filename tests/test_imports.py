@@ -39,7 +39,7 @@ ERRORS = ("layers", "models")
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have
 # neither.
 NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
-            "kernels/families.py", "kernels/shield/source.py", "kernels/variants.py", "kernels/configs.py",
+            "kernels/families.py", "kernels/shield/source.py", "kernels/remedies.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
             "diagnostics/why.py", "integrations/probing.py", "policy.py",
             "compat/lazy.py", "compat/locks.py", "compat/versions.py", "compat/releases.py",
@@ -59,7 +59,7 @@ def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import; the project writes full names"
-            # "from flashlin.kernels import variants" imports a module too, and "from flashlin import
+            # "from flashlin.kernels import remedies" imports a module too, and "from flashlin import
             # dispatch" is no import of everything
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):

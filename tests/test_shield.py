@@ -19,10 +19,10 @@ from flashlin.compat.target import parse, pretend
 from flashlin.compat.traits import HALVES, with_operands
 from flashlin.guards import limits
 from flashlin.kernels.families import FAMILIES
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
-from flashlin.kernels.variants import VARIANTS
 from flashlin.policy import Policy
 from flashlin.shielding import function as functions
 from flashlin.shielding import launcher as shielding
@@ -589,6 +589,6 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                     assert plan.refused or check(draft) is None
                 for reason in plan.refused:
                     for name in reason.remedies:
-                        assert VARIANTS[name].rewrite(plan.problem, plan.target, reason) is None, reason
+                        assert REMEDIES[name].rewrite(plan.problem, plan.target, reason) is None, reason
                     assert str(flashlin.UnsupportedError(plan))
     assert seen == {"triton", "refused"}

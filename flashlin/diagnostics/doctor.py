@@ -26,7 +26,7 @@ from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.problem import Plan, Problem, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 from flashlin.policy import current as in_force
 
@@ -254,10 +254,10 @@ def explain(
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in made.steps:
-        how = ("the usual way" if not reason.forced else "exact" if VARIANTS[remedy].exact
+        how = ("the usual way" if not reason.forced else "exact" if REMEDIES[remedy].exact
                else "other arithmetic: equal up to rounding, another speed")
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
-                     f"{VARIANTS[remedy].means} ({how}).")
+                     f"{REMEDIES[remedy].means} ({how}).")
     if made.refused:
         lines.append(f"It cannot run. {advice(made)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."

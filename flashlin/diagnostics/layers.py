@@ -22,7 +22,7 @@ from flashlin.dispatch import OPS
 from flashlin.guards.problem import DTYPES, advice
 from flashlin.integrations.probing import OURS, TORCH, Bound, called_by
 from flashlin.kernels.families import PUBLIC, family_of
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 
 # Wrappers whose names say nothing of the layer; DDP's "module" is only one at the root.
@@ -233,7 +233,7 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
                              **sizes}
     problem = calls.problem_of(op, **given, dtype=where.dtype, varlen=False, needs_grad=needs_grad, mode=mode)
     plan = dispatch.plan(problem, here, policy)
-    told = [f"{reason_.code}: {reason_.got}; so it {VARIANTS[remedy].means}" for reason_, remedy in plan.steps
+    told = [f"{reason_.code}: {reason_.got}; so it {REMEDIES[remedy].means}" for reason_, remedy in plan.steps
             if reason_.forced]
     told += [f"{reason_}; {advice(plan)}" for reason_ in plan.refused]
     size = " ".join(f"{axis}={number}" for axis, number in sizes.items())

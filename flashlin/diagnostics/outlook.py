@@ -19,7 +19,7 @@ from flashlin.guards.problem import Plan, advice
 from flashlin.guards.proven import TRUST
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.families import typical as usual
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,7 +45,7 @@ class Way(IntEnum):
 # What people read: the counts of a report.
 WAYS = {Way.KERNELS: "kernels", Way.WARPS: "fewer warps", Way.PARTS: "batch in parts",
         Way.COPIES: "fp32 copies", Way.TORCH: "plain torch", Way.REFUSED: "cannot run"}
-REMEDIES = {"limit_num_warps": Way.WARPS, "chunk_batch": Way.PARTS, "via_fp32": Way.COPIES}
+WAY_OF = {"limit_num_warps": Way.WARPS, "chunk_batch": Way.PARTS, "via_fp32": Way.COPIES}
 Planned = dict[Kind, Plan]
 ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
@@ -66,7 +66,7 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
     told: list[tuple[str, str]] = []  # what is in the way, and the way around
     for plan in planned.values():
         told += [(reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}",
-                  VARIANTS[remedy].means)
+                  REMEDIES[remedy].means)
                  for reason, remedy in plan.steps if reason.forced or remedy == "torch_path"]
         told += [(str(reason), advice(plan)) for reason in plan.refused]
         told += [(f"may be wrong: {issue.id}, whose check is switched off",
@@ -95,7 +95,7 @@ def cost(plan: Plan) -> str:
     costly remedy has the say."""
     if plan.target.other_build:
         return "the GPU is not used: torch computes on the CPU"
-    costs = [VARIANTS[remedy].cost for _, remedy in plan.steps if VARIANTS[remedy].cost]
+    costs = [REMEDIES[remedy].cost for _, remedy in plan.steps if REMEDIES[remedy].cost]
     return costs[-1] if costs and plan.target.backend in GPUS else ""
 
 
@@ -114,16 +114,16 @@ def way(plan: Plan) -> str:
         return "cannot run" if plan.refused else plan.path
     taken = {remedy for _, remedy in plan.steps}
     return " ".join(["triton",
-                     *(variant.note.format(plan.problem)
-                       for name, variant in VARIANTS.items() if name in taken and variant.note)])
+                     *(remedy.note.format(plan.problem)
+                       for name, remedy in REMEDIES.items() if name in taken and remedy.note)])
 
 
 def way_of(planned: Planned) -> Way:
     """The worst way of the typical calls."""
     return max(way for plan in planned.values() for way in (
         Way.REFUSED if plan.refused else Way.TORCH if plan.path == "torch" else Way.KERNELS,
-        *(REMEDIES[remedy] for reason, remedy in plan.steps
-          if reason.forced and remedy in REMEDIES and plan.path == "triton")))
+        *(WAY_OF[remedy] for reason, remedy in plan.steps
+          if reason.forced and remedy in WAY_OF and plan.path == "triton")))
 
 
 def ways(planned: Planned) -> str:
@@ -213,5 +213,5 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
 def price(planned: Planned) -> int:
     """How far an op's calls are from the plain way: of each 0 where nothing is in the way, then fewer warps,
     fp32 copies, plain torch, not at all."""
-    return sum(4 if plan.refused else max((VARIANTS[remedy].burden for reason, remedy in plan.steps
+    return sum(4 if plan.refused else max((REMEDIES[remedy].burden for reason, remedy in plan.steps
                                            if reason.forced), default=0) for plan in planned.values())

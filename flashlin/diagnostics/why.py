@@ -28,7 +28,7 @@ from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.traits import LACKING
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 
 BLOCK = 1 << 20  # characters or bytes that are read at once
 OVERLAP = 8192  # characters of a block that are searched again with the next block; longer than any symptom
@@ -102,7 +102,7 @@ def _handled(known: Known) -> str:
     if known.remedies and "foreign" in known.traits:
         return "its own kernels do without what triggers it; flashlin.shield refuses those of others"
     if known.remedies:
-        return "its ops run " + ", else ".join(VARIANTS[remedy].means.removeprefix("runs ")
+        return "its ops run " + ", else ".join(REMEDIES[remedy].means.removeprefix("runs ")
                                                for remedy in known.remedies)
     if "autotuned" in known.traits:
         return ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the "

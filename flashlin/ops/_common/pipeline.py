@@ -24,7 +24,7 @@ from flashlin import dispatch, policy
 from flashlin.compat.target import probe
 from flashlin.guards import pending
 from flashlin.guards.problem import Plan, Problem, UnsupportedError
-from flashlin.kernels.variants import VARIANTS
+from flashlin.kernels.remedies import REMEDIES
 from flashlin.ops._common.casting import count_of, name_of, strictest
 from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
@@ -125,7 +125,7 @@ def _tell(the_plan: Plan) -> None:
     for reason, remedy in dispatch.inexact_steps(the_plan):
         if (the_plan.asked.op, reason.code) not in _told:
             _told.add((the_plan.asked.op, reason.code))
-            warnings.warn(f"{the_plan.asked.op} {VARIANTS[remedy].means} here. {reason}",
+            warnings.warn(f"{the_plan.asked.op} {REMEDIES[remedy].means} here. {reason}",
                           stacklevel=users_line())
 
 
