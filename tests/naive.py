@@ -1,6 +1,6 @@
 """The recurrences without a delta term, token by token in float64. Slow on purpose.
-It goes head by head and shares nothing with the references in flashlin/kernels, since they are checked against
-it."""
+It goes head by head and shares nothing with the references in flashlin/kernels, since they are checked
+against it."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""The step of linear attention with decays of any kind and of RWKV-6, in float64, written from the mathematics.
+"""The step of RWKV-6 and of linear attention with any decays, in float64, written from the mathematics.
 ``over_tokens`` names the shapes."""
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from flashlin.kernels.oracle import decayed, over_tokens, read, written
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gamma: Tensor | None = None,
-         gk: Tensor | None = None, gv: Tensor | None = None, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+         gk: Tensor | None = None, gv: Tensor | None = None,
+         u: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S' = e^{g + gamma} Diag(e^gk) S Diag(e^gv) + k v^T, o = S'^T q. g belongs to heads or to key channels,
     gamma [HV] to the heads of all tokens.
 

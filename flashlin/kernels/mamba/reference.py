@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,15 @@ def step(
     dt_bias: Tensor | None = None,
     softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, H, P], state [b, H, P, N]) after one token: h = e^{dt A} h + dt x B^T,  y = (h C + D x) silu(z).
+    """Return (y [..., H, P], state [..., H, P, N]) after one token: h = e^{dt A} h + dt x B^T,  y = (h C + D x) silu(z).
 
-    x, dt, z [b, H, P], A [H, P, N], B, C [b, G, N], D, dt_bias [H, P]; in dt, A and D a 1 may stand for P or
+    x, dt, z [..., H, P], A [H, P, N], B, C [..., G, N], D, dt_bias [H, P]; in dt, A and D a 1 may stand for P or
     N.
     """
     dt = step_size(dt, dt_bias, softplus)
-    B, C = (m.repeat_interleave(x.shape[1] // m.shape[1], 1) for m in (B, C))
-    state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)
+    B, C = (m.repeat_interleave(x.shape[-2] // m.shape[-2], -2).unsqueeze(-2) for m in (B, C))
+    state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B
+    y = (state * C).sum(-1)
     y = y if D is None else y + D * x
     return y if z is None else y * silu(z), state
 
@@ -74,21 +75,20 @@ def scan(
     begins = torch.zeros(b, T, dtype=torch.bool, device=x.device)
     if seq_idx is not None:
         begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    begins[:, [edge for edge in (edges or [])[1:] if edge < T]] = True
-    states, ys = [x.new_zeros(b, H, P, B.shape[3]) if h0 is None else h0], []
-    for t in range(T):
-        y_t, state = step(torch.where(begins[:, t, None, None, None], 0, states[-1]), x[:, t], dt[:, t],
-                          A[:, None, None], B[:, t], C[:, t], None if D is None else D.view(H, -1))
-        ys.append(y_t)
-        states.append(state)
-    y = torch.stack(ys, 1)
+    D = None if D is None else D.view(H, -1)
+
+    def numbered(state: Tensor, begins: Tensor, **token: Any) -> tuple[Tensor, Tensor]:
+        y, state = step(torch.where(begins, 0, state), A=A[:, None, None], D=D, **token)
+        return state, y
+    n = b if edges is None else len(edges) - 1
+    states = x.new_zeros(n, H, P, B.shape[3])
+    states = states if h0 is None else torch.cat([h0, states[b:]])
+    y, ends = token_by_token(numbered, {"x": x, "dt": dt, "B": B, "C": C, "begins": begins}, states, edges)
     y = y if z is None else y * silu(z)
     if edges is None:
-        return y, states[-1], None
-    # a sequence without tokens ends as it begins
-    ends = [states[end][0] if end > first or n == 0 else torch.zeros_like(states[0][0])
-            for n, (first, end) in enumerate(pairwise(edges))]
-    return y, states[-1], torch.stack(ends)
+        return y, ends, None
+    last = max((n for n, (first, end) in enumerate(pairwise(edges)) if end > first), default=0)
+    return y, ends[last:last + 1], ends
 
 
 def selective(
@@ -113,13 +113,13 @@ def selective(
     def grouped(m: Tensor) -> Tensor:
         """B or C as [b, G, N, T]: one of [D, N] has a group for each channel."""
         return m[None, :, :, None].expand(b, -1, -1, T) if m.ndim == 2 else m if m.ndim == 4 else m[:, None]
-    B, C = grouped(B), grouped(C)
-    state, ys = u.new_zeros(b, channels, 1, A.shape[1]), []
-    for t in range(T):
-        y_t, state = step(state, u[:, :, t, None], dt[:, :, t, None], A[:, None], B[..., t], C[..., t],
-                          None if D is None else D[:, None])
-        ys.append(y_t[..., 0])
-    y = torch.stack(ys, -1)
+    def of_channels(state: Tensor, **token: Any) -> tuple[Tensor, Tensor]:
+        y, state = step(state, A=A[:, None], D=None if D is None else D[:, None], **token)
+        return state, y
+    tokens = {"x": u.mT[..., None], "dt": dt.mT[..., None], "B": grouped(B).permute(0, 3, 1, 2),
+              "C": grouped(C).permute(0, 3, 1, 2)}
+    y, state = token_by_token(of_channels, tokens, u.new_zeros(b, channels, 1, A.shape[1]))
+    y = y[..., 0].mT
     return y if z is None else y * silu(z), state[:, :, 0]
 
 

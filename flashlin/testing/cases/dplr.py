@@ -40,7 +40,7 @@ def _back(draw: Draw, shape: str) -> Tensor:
 
 
 def _beta(draw: Draw, shape: str) -> Tensor:
-    """Drawn where it is a number, too: the initial state of such cases depends on it."""
+    """Draw numbers even where all are one: the initial state of such cases depends on the draws."""
     beta = draw(shape)
     return (torch.full_like(beta, float(draw["rate"])) if draw["rate"] != "random" else beta if draw["raw"]
             else beta.sigmoid())

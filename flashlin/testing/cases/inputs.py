@@ -74,7 +74,7 @@ def unit(draw: Draw, shape: str) -> Tensor:
 
 
 def keys(draw: Draw, shape: str) -> Tensor:
-    """Of the kind that the fact ``keys`` names, one of KEYS."""
+    """Return keys of the kind that the fact ``keys`` names, one of KEYS."""
     return KEYS[draw["keys"]](draw(shape))
 
 
@@ -89,7 +89,7 @@ def decays(shift: float = 2.0, size: float = 1.0) -> Values:
 
 
 def rates(draw: Draw, shape: str) -> Tensor:
-    """Of the kind that the fact ``rate`` names; with the fact ``raw``, before their sigmoid."""
+    """Return rates of the kind that the fact ``rate`` names; with the fact ``raw``, before their sigmoid."""
     return draw.rates(draw["rate"], shape, draw.facts.get("raw", False))
 
 
@@ -99,8 +99,9 @@ def times(factor: float, plus: float = 0.0) -> Values:
 
 class Input(NamedTuple):
     """A tensor of an op. shape: the name of a size for each dimension. dtype: ``same`` for that of the case,
-    another, or a fact that names it. when: the fact without which the tensor is not made. ``given`` stands
-    for that list of names: a tensor that is not in it is drawn and dropped, so that others keep their values.
+    another, or a fact that names it. when: the fact without which the tensor is not made. With
+    ``given`` a tensor that is not in this list of names is drawn and dropped, so that others keep their
+    values.
     """
     shape: str
     of: Values = Draw.__call__

@@ -111,7 +111,7 @@ def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool =
 
 
 def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the two projections beside the layer, the scan and the convolution."""
+    """Return the widths of the two projections, the scan and the convolution."""
     D, M = facts["H"] * facts["V"], facts["M"]
     C = D + 2 * facts["G"] * facts["K"]
     return {**wide_D(facts), "D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
