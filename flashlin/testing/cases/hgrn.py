@@ -2,6 +2,8 @@
 around a block."""
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flashlin.kernels.hgrn.reference import recurrence
@@ -18,9 +20,9 @@ _make = Maker({"g": Input("B T C", decays(), "own"), "x": Input("B T C"),
               {"B": 2, "T": 37, "C": 24, "gate": "random", "own": "same", "state": True})
 
 
-def reference(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
-              cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return recurrence(x, g, initial_state, cu_seqlens)
+def reference(initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+              **given: Any) -> tuple[Tensor, Tensor]:
+    return recurrence(h0=initial_state, bounds=cu_seqlens, **given)
 
 
 _chunk, _token = (Op(name, _make, reference, TOLERANCES, {"o": "B T C", "ht": "N C"})

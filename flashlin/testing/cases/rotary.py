@@ -36,11 +36,11 @@ def call(x: Tensor, **given: Any) -> Tensor:
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
-              cu_seqlens: Tensor | None = None, interleaved: bool = False, inplace: bool = False) -> Tensor:
+              cu_seqlens: Tensor | None = None, inplace: bool = False, **options: Any) -> Tensor:
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     N = x.shape[0] if bounds is None else len(bounds) - 1
     offsets = [seqlen_offsets] * N if isinstance(seqlen_offsets, int) else seqlen_offsets.tolist()
-    return rotate(x, cos, sin, interleaved, offsets, bounds)
+    return rotate(x, cos, sin, offsets=offsets, bounds=bounds, **options)
 
 
 _rotary = Op("rotary_embedding", _make, reference, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
