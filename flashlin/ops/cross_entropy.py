@@ -240,7 +240,8 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     readable, = as_planned((given.logits,), dot)
     rows = _rows(readable)
     in_place = how.in_place and rows is given.logits and not torch.compiler.is_compiling()
-    how = Scalars(*terms_of(how), in_place, how.needs_grad, how.call)
+    if in_place != how.in_place:
+        how = Scalars(*terms_of(how), in_place, how.needs_grad, how.call)
     return Tensors(rows, given.target.contiguous()), how
 
 

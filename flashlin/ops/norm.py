@@ -257,6 +257,8 @@ def scalars_of(given: Tensors, asked: Asked) -> Scalars:
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
+    if dot == "native" and given.residual is None:
+        return Tensors(*contiguous(*given)), how
     x, residual, weight, bias, gate = as_planned(given, dot)
     total_dtype = None if how.total_dtype is None else dtype_as_planned(how.total_dtype, dot)
     # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are

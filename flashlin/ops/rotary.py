@@ -17,7 +17,7 @@ from flashlin.guards.tensors import check_apart, check_device, check_integers, s
 from flashlin.kernels.rotary import torch_path
 from flashlin.kernels.rotary.recipe import FAR
 from flashlin.ops._common.arguments import check_nonempty, check_packed
-from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
+from flashlin.ops._common.casting import as_planned, dtypes_of, strictest, wants_grad
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Gradients, Operator, kernels
 
@@ -74,7 +74,8 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     cos, sin = cos.detach(), sin.detach()
     y, = OPERATOR.run_planned(Tensors(x, cos, sin, offsets, bounds), Scalars(
         offset, interleaved, inplace, wants_grad(x), "rotary_embedding"))
-    return y.to(x.dtype) if not inplace else y if y is x else x.copy_(y)
+    rotated: Tensor = y if y.dtype is x.dtype else y.to(x.dtype)
+    return x.copy_(rotated) if inplace and y is not x else rotated
 
 
 def _check(x: Any, cos: Any, sin: Any) -> None:
@@ -140,10 +141,13 @@ def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
-    x, *tables = as_planned(given[:3], dot)
+    x, cos, sin, offsets, bounds = given
+    if dot != "native":
+        x, cos, sin = as_planned((x, cos, sin), dot)
     even = _evenly(x)
-    cos, sin = contiguous(*tables)
-    return given._replace(x=even, cos=cos, sin=sin), how._replace(in_place=how.in_place and even is given.x)
+    if how.in_place and even is not given.x:
+        how = how._replace(in_place=False)
+    return Tensors(even, cos.contiguous(), sin.contiguous(), offsets, bounds), how
 
 
 class Tensors(NamedTuple):

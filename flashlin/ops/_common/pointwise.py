@@ -44,7 +44,7 @@ def run_pointwise(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor 
     in shapes that broadcast; the first has a row's shape at the end. family: if it is not the op's own, but a
     part of it."""
     outputs = PLANNED.run_planned(tensors, Scalars(family or OPS[op][0], H, K, dtype, bound, op))
-    return tuple(y.to(dtype) for y in outputs)
+    return tuple([y if y.dtype is dtype else y.to(dtype) for y in outputs])
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
@@ -78,7 +78,7 @@ def problem_of(tensors: tuple[Any, ...], how: Scalars) -> Problem:
     """The dtype is the strictest of any tensor, output included."""
     _, H, K, dtype, _, op = how
     return Problem(op, how.family, "", B=1, T=tensors[0].numel() // max(H * K, 1), H=H, K=K, V=K, N=1,
-                   dtype=strictest({dtype, *dtypes_of(tensors)}), varlen=False,
+                   dtype=strictest({*dtypes_of(tensors), dtype}), varlen=False,
                    needs_grad=wants_grad(*tensors))
 
 
@@ -111,9 +111,9 @@ class _Planned(Planned[Any, Scalars]):
 
 
 def _cast(tensors: tuple[Any, ...], how: Scalars, dot: str) -> tuple[Any, Scalars]:
-    loaded = as_planned(tensors, dot)
-    return (loaded if how.family in APART else contiguous(*loaded),
-            how._replace(dtype=dtype_as_planned(how.dtype, dot)))
+    if dot != "native":
+        tensors, how = as_planned(tensors, dot), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+    return tensors if how.family in APART else contiguous(*tensors), how
 
 
 PLANNED = _Planned(problem=problem_of, cast=_cast, while_tracing=None,

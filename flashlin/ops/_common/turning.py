@@ -42,7 +42,9 @@ def problem_of(x: Inputs, how: Scalars) -> Problem:
 
 
 def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
-    return Inputs(*contiguous(*as_planned(x, dot))), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+    if dot != "native":
+        x, how = as_planned(x, dot), how._replace(dtype=dtype_as_planned(how.dtype, dot))
+    return Inputs(*contiguous(*x)), how
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
