@@ -41,7 +41,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x, weight = torch.zeros(1, 1100, 8), torch.zeros(8, 4)
-    launch = planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
+    launch = pipeline.planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
         False, False, True, "causal_conv1d float32")), CPU).launch("conv_backward_weights")
     assert launch.grid[0] * launch.block("BT") < 1100
 

@@ -42,7 +42,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
     """The tests above are about something."""
     x = torch.zeros(3000, 32)
-    launch = planned(pointwise.problem_of((x.requires_grad_(),), pointwise.Scalars(
+    launch = pipeline.planned(pointwise.problem_of((x.requires_grad_(),), pointwise.Scalars(
         GATE, 32, 1, x.dtype, None, "fused_gdn_gate")), CPU).launches[-1]
     assert launch.grid[0] * launch.block("BT") < 3000
 

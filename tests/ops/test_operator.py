@@ -262,7 +262,7 @@ def shifted(x, scale, shift):
 
 
 of = simple_gla.FAMILY
-family = Chunked("simple_gla", of.tensors, of.arguments, shifted, scalars=Own)
+family = Chunked("simple_gla", of.tensors, of.arguments, shifted, scalars=Own, over_ranks=of.over_ranks)
 q, k, v = torch.randn(3, 1, 20, 2, 8).unbind()
 
 

@@ -88,8 +88,8 @@ class Chunked:
     decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
     of factors; None where they do more. scalars: the NamedTuple of the other arguments. One with more
     fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
-    options: where the optional tensors are that planning knows of. over_ranks: runs a call whose sequences several
-    ranks share, ``run_over_ranks``. operator: the family's kernels.
+    over_ranks: runs a call whose sequences several ranks share, ``run_over_ranks``. options: where the optional
+    tensors are that planning knows of. operator: the family's kernels.
     """
     name: str
     tensors: type[tuple[Any, ...]]
@@ -214,8 +214,8 @@ def run_chunked(
     ``Chunked.run_planned``. own: the fields of the family's scalars that are not in ``Scalars``.
     """
     if request.process_group is not None or request.cp_context is not None:
-        return family.over_ranks(family, request, tensors, out_dtype=out_dtype, grouped=grouped, called=called,
-                                 **own)
+        return family.over_ranks(family, request, tensors, out_dtype=out_dtype, grouped=grouped,
+                                 called=called, **own)
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
     # values of cu_seqlens are not part of a key
