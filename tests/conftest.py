@@ -169,7 +169,7 @@ def compiled() -> Iterator[Compile]:
             pytest.skip(str(error))
         if version not in compilers:
             compilers[version] = Compiler(environment)
-        results = compilers[version].compile(jobs)
+        results = [result for _, result in sorted(compilers[version].compiling(jobs))]
         assert {result.triton for result in results} <= {version}
         return results
     yield run

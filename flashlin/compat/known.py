@@ -12,8 +12,7 @@ from typing import NamedTuple
 from flashlin.compat.target import USUAL_CARD, Target
 from flashlin.compat.versions import affected, between
 
-PRE_VOLTA, VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121, END = (
-    (0, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (99, 0))
+PRE_VOLTA, END = (0, 0), (99, 0)  # bounds of compute capabilities
 FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 TRITON = "https://github.com/triton-lang/triton/issues/"
 ILLEGAL = "an illegal memory access was encountered"
@@ -49,24 +48,24 @@ class Known:
 
     @property
     def what(self) -> str:
-        """The effect, with its subject."""
+        """Return the effect with its subject."""
         return self.effect
 
     @property
     def where(self) -> str:
-        """The cards, releases and packages that have it, in words."""
+        """Return the cards, releases and packages that have it, in words."""
         return self.cards
 
     @property
     def otherwise(self) -> str:
-        """What to do without flashlin: ``need`` without the ways that call a function of flashlin."""
+        """Return what to do without flashlin: ``need`` without the ways that call a function of flashlin."""
         clauses = (", or ".join(way for way in clause.split(", or ") if not re.search(r"\bflashlin\.\w", way))
                    for clause in self.need.split("; "))
         return "; ".join(filter(None, clauses))
 
     @property
     def known(self) -> str:
-        """How well it is known, in words."""
+        """Return in words how well it is known."""
         if self.confidence or self.proof.startswith("https:"):
             return CONFIDENCE[self.confidence or "thread"]
         return f"shown by {self.proof}" if self.proof.startswith(("tests/", "matrix/")) else self.proof
@@ -105,7 +104,7 @@ class KnownIssue(Known):
 
     @property
     def releases(self) -> str:
-        """The releases of Triton, in words."""
+        """Return the releases of Triton, in words."""
         return between("Triton", self.since, self.fixed_in)
 
     @property
@@ -129,11 +128,11 @@ class KnownIssue(Known):
 
 
 class Stack(NamedTuple):
-    """What is installed, loaded and patched here. versions: of each package or distribution that is there,
-    ``unknown`` if nobody says. broken: packages whose import fails. gpu: whether there is one. issues: known
-    issues of Triton that include it. models: by the name of a loaded modeling file of transformers, (kernel,
-    implementation) of every function it is bound to, possibly none. patched: packages that flashlin is
-    patched into."""
+    """The packages that are installed, loaded and patched here. versions: of each installed package or
+    distribution, ``unknown`` if it states none. broken: packages whose import fails. gpu: whether there is
+    one. issues: known issues of Triton that include it. models: by the name of a loaded modeling file of
+    transformers, (kernel, implementation) of every function it is bound to, possibly none. patched: packages
+    that flashlin is patched into."""
     versions: Mapping[str, str]
     broken: frozenset[str] = frozenset()
     gpu: bool = False
@@ -150,10 +149,10 @@ class Flaw(Known):
     always: whether every program pays for it, or stops; if not, the effect says how it must call.
     mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can mend.
     mended_from: and from which release of the package on.
-    beside: (package, fixed_in): these must be there, too, below that release. without: none of these may be.
-    broken: one of these must be there and fail to import. card: ``gpu``, ``no gpu``, the id of a known issue,
-    or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be bound, in one of
-    ``kernels``, to one of ``bound``, as far as those are named.
+    beside: (package, fixed_in): these must also be installed, below that release. without: none of these may
+    be. broken: one of these must be installed and fail to import. card: ``gpu``, ``no gpu``, the id of a
+    known issue, or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be
+    bound, in one of ``kernels``, to one of ``bound``, as far as those are named.
     """
     package: str
     always: bool = False

@@ -10,26 +10,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flashlin.compat.known import (
-    AMPERE,
-    BLACKWELL,
-    END,
-    FLA,
-    GB300,
-    HOPPER,
-    ILLEGAL,
-    PRE_VOLTA,
-    SM11,
-    SM12,
-    SM121,
-    TRITON,
-    TURING,
-    VOLTA,
-    KnownIssue,
-)
+from flashlin.compat.known import END, FLA, ILLEGAL, PRE_VOLTA, TRITON, KnownIssue
 from flashlin.compat.target import Target
 from flashlin.compat.traits import trait_set
 
+VOLTA, TURING, AMPERE, HOPPER, BLACKWELL, GB300, SM11, SM12, SM121 = (
+    (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLACKWELL, SM11)
 
 

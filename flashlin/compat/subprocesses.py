@@ -3,7 +3,7 @@
 ``Process`` runs a command in a process group of its own, reads its output and applies a time limit.
 ``run_to_end`` does so in one call. ``forked`` runs functions in forks of this process. All of them answer
 with ``Ended``, which has one sentence for each way in which a child can fail. ``python`` makes the command of
-a Python child, and ``channel`` and ``messages`` are the JSON lines in which such a child answers.
+a Python child, which answers in JSON lines: ``channel`` writes them, ``Ended.messages`` reads them.
 """
 from __future__ import annotations
 
@@ -63,16 +63,6 @@ def channel() -> Callable[..., None]:
     return say
 
 
-def messages(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of a text, one a line. Lines that were cut off are skipped."""
-    found = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            if line.startswith("{"):
-                found.append(json.loads(line))
-    return found
-
-
 class Ended(NamedTuple):
     """The end of a child process.
 
@@ -127,8 +117,13 @@ class Ended(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The JSON objects that the child has printed."""
-        return messages(self.stdout)
+        """The JSON objects that the child has printed, one a line. Lines that were cut off are skipped."""
+        found = []
+        for line in self.stdout.splitlines():
+            with suppress(ValueError):
+                if line.startswith("{"):
+                    found.append(json.loads(line))
+        return found
 
 
 class _Output:
@@ -206,7 +201,7 @@ class Process:
     def send(self, text: str, *, close: bool = False) -> None:
         """Write to the child's standard input, from a thread, since a child that hangs does not read."""
         def write(pipe: IO[bytes]) -> None:
-            with suppress(OSError):  # the child has ended; how is told by ``wait``
+            with suppress(OSError):  # the child has ended; ``wait`` says how
                 pipe.write(text.encode())
                 pipe.flush()
                 if close:
@@ -336,7 +331,7 @@ def _kill_fork(child: int) -> None:
 
 def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
     """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion
-    failed. What the work raises (no room for its result, say) goes there, too, with an exit status of its
+    failed. An error of the work (no room for its result, say) also goes there, with an exit status of its
     own."""
     import resource  # like fork, not on Windows
     try:
@@ -357,7 +352,7 @@ def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
 
 
 def _worked(group: int) -> float:
-    """Return the seconds that a core has worked for a process group; infinity where nobody counts them."""
+    """Return the seconds that a core has worked for a process group; infinity if the system counts none."""
     total, ticks = 0, os.sysconf("SC_CLK_TCK")
     if not os.path.exists("/proc/self/stat"):
         return math.inf

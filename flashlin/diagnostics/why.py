@@ -1,8 +1,8 @@
-"""``flashlin why``: which known failures print what somebody has on the screen. It reads the tables of
-compat/, asks nobody and starts nothing.
+"""``flashlin why``: find the known failures that print a given text. It reads the tables of compat/, works
+offline and starts nothing.
 
-Nothing here is a guess told as a fact: each answer says what of the text it rests on (``Match.because``) and
-how well the failure itself is known (``Known.known``).
+Each answer says which part of the text matched (``Match.because``) and how well the failure itself is known
+(``Known.known``).
 
 A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can be
 gigabytes long. Each block is split into words once. Only symptoms whose words are all in the block are

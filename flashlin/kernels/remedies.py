@@ -1,10 +1,10 @@
-"""The remedies. Each rewrites the Problem, or returns None where it cannot help. It lowers its own measure and
-raises that of no other remedy, so planning ends.
+"""The remedies. Each rewrites the Problem, or returns None where it cannot help. It lowers its own measure
+and raises that of no other remedy, so planning ends.
 
 Nothing wraps a call: the rewritten Problem is the instruction. Recipes obey it, and ops/_common/casting.py
 casts operands as it says. To add a remedy, add its line to REMEDIES. If its instruction is that a launch must
-not have some fact, ``avoiding`` makes its function, ``Problem.avoid`` carries the fact, and the recipe that has
-launches without it obeys.
+not have some fact, ``avoiding`` makes its function, ``Problem.avoid`` carries the fact, and the recipe that
+has launches without it obeys.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem
 def via_fp32(problem: Problem, target: Target, reason: Reason) -> Problem | None:
     """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may
     not even compile)."""
-    if problem.given is not None and not problem.given.outputs:  # nobody knows which copies to write back
+    if problem.given is not None and not problem.given.outputs:  # it is unknown which copies to write back
         return None
     return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16",
                                                                                          "bfloat16") else None
@@ -49,8 +49,8 @@ def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | N
 
 
 def avoiding(*facts: str) -> Rewrite:
-    """Make the remedy by which recipes start no launch with these facts, or with those that the reason objects
-    to."""
+    """Make the remedy by which recipes start no launch with these facts, or with those that the reason
+    objects to."""
     def avoid(problem: Problem, target: Target, reason: Reason) -> Problem | None:
         more = frozenset(facts) | reason.avoid
         return problem._replace(avoid=problem.avoid | more) if more - problem.avoid else None
@@ -77,10 +77,10 @@ def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | No
 class Remedy(NamedTuple):
     """A remedy, with all that other modules need to know about it.
 
-    measure: a number of the Problem that the remedy lowers, and that no remedy raises. exact: the same kernels
-    run on the same operands, so the numbers and the class of speed are the same. means: what happens, after
-    the op's name in a sentence. note: the same in a word or two, with the Problem's fields, beside the path.
-    burden: how far it is from the plain way. cost: what it takes, if it is not exact.
+    measure: a number of the Problem that the remedy lowers, and that no remedy raises. exact: the same
+    kernels run on the same operands, so the numbers and the class of speed are the same. means: what happens,
+    after the op's name in a sentence. note: the same in a word or two, with the Problem's fields, after the
+    path. burden: how far it is from the plain way. cost: what it takes, if it is not exact.
     """
     rewrite: Rewrite
     measure: Callable[[Problem], int]

@@ -111,31 +111,26 @@ class Compiler:
             fields = json.loads(line)
             yield fields["job"], Result.from_fields(fields)
 
-    def compile(self, jobs: Sequence[Job]) -> list[Result]:
-        """Results in the jobs' order."""
-        return [result for _, result in sorted(self.compiling(jobs))]
-
     def close(self) -> None:
         self._process.end()
 
 
-def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
-                     timeout: float = 180) -> list[Result]:
-    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py);
-    results in the jobs' order.
+def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+              timeout: float = 180) -> Iterator[tuple[int, Result]]:
+    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py), and
+    yield (number, result) as they finish. Closing the iterator ends the children.
 
     at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that
     process itself cannot run.
     """
     with closing(Compiler(environment, at_once=at_once, timeout=timeout)) as compiler:
-        return compiler.compile(jobs)
-
-
-def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
-              timeout: float = 180) -> Iterator[tuple[int, Result]]:
-    """compile_launches, but (number, result) as they finish. Closing the iterator ends the children."""
-    with closing(Compiler(environment, at_once=at_once, timeout=timeout)) as compiler:
         yield from compiler.compiling(jobs)
+
+
+def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
+                     timeout: float = 180) -> list[Result]:
+    """As ``compiling``, but return all results in the order of the jobs."""
+    return [result for _, result in sorted(compiling(jobs, environment, at_once=at_once, timeout=timeout))]
 
 
 class _Pointer:

@@ -53,7 +53,7 @@ class CpuDriver(Driver):
 def main() -> None:
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its forks are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its forks are also ended
     signal.alarm(math.ceil(order.timeout))  # unhandled: it ends compiled code as well
     with open(sys.argv[2], "a", buffering=1) as answers:
         for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
