@@ -14,12 +14,12 @@ from flashlin.testing.compare import Case, Tensors
 
 
 class Op(NamedTuple):
-    """What the cases of one op share; called with what is special about one of them it gives that Case.
+    """Facts that the cases of one op share. Called with what is special about one of them, it returns that Case.
 
     make: the tensors by name, of a dtype, a generator and the facts of a case. reference: the op in float64,
     with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return,
     with their shapes where tests/isolation.py has no call of its own for the op ("" of what only some calls
-    return). always: options of every call, which the reference is not told. call: in the place of the op,
+    return). always: options of every call, without effect on the reference. call: in the place of the op,
     where there is more to do than to call it with its tensors and options. constant: tensors without
     gradients.
     """
