@@ -14,7 +14,7 @@ from flashlin.testing.compare import Case, Tensors
 
 
 class Op(NamedTuple):
-    """Facts that the cases of one op share. Called with what is special about one of them, it returns that Case.
+    """Facts that the cases of one op share. Called with what is special about one case, it returns that Case.
 
     make: the tensors by name, of a dtype, a generator and the facts of a case. reference: the op in float64,
     with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return,
