@@ -63,7 +63,8 @@ def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Ite
 
     tokens: the step's tensors [B, T, ...] by name. S: the states before the first tokens, a tensor [N, ...]
     or a tuple of such. With bounds [N + 1] the rows bounds[n] .. bounds[n + 1] of the single batch row are
-    sequence n; rows outside are zero. reverse: from each sequence's last token to its first.
+    sequence n, as far as there are such rows; other rows are zero. reverse: from each sequence's last token
+    to its first.
     """
     def one(S: Any, token: dict[str, Tensor]) -> tuple[Any, Tensor]:
         return step(S, **token)
@@ -76,7 +77,7 @@ def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Ite
         return outputs.transpose(0, 1), S
     o, states = blank.new_zeros(B, T, *blank.shape), []
     for n, (row, first, last) in enumerate(spans_of(B, T, bounds)):
-        after = tree_map(lambda x, n=n: x[n], S)
+        after, last = tree_map(lambda x, n=n: x[n], S), min(last, T)
         if last > first:
             rows = {name: x[row, first:last] for name, x in tokens.items()}
             outputs, after = _walk(one, rows, after, reverse)
