@@ -93,7 +93,7 @@ class Planned(Generic[X, S]):
     def run_again(self, key: Any, given: Sequence[Tensor | None]) -> Any:
         """Run a call like an earlier one with this key, without its checks; return None if there was none, or
         if the call is planned another way now."""
-        if (call := calls.get(key)) is None:
+        if key is None or (call := calls.get(key)) is None:  # a graph would guard on what the table holds
             return None
         plan = planned(call.problem, given[0].device)  # type: ignore[union-attr]  # it has passed the checks
         if plan.problem.path != "triton" or plan.problem.dot != "native":
