@@ -178,14 +178,7 @@ class CellResult(Facts):
             for launch, tried in self.launches.items():
                 ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = together(
                     {card: one.brief() for card, one in sorted(tried.cards.items())})
-            lines = dict[str, Any]()
-            for (config, name), known in sorted(ledger.items()):
-                if known:
-                    lines.setdefault(config, {})[name] = together(
-                        {one: known[one] for one in sorted(known, key=release)})
-            _replace(folder / LAUNCHES, {
-                "kernels": dict(sorted({**kernels, **self.kernels}.items())),
-                "launches": {config: together(line) for config, line in lines.items()}})
+            write_ledger(folder, {**kernels, **self.kernels}, ledger)
             _replace(folder / f"{self.cell.name}.json",
                      self.model_dump(exclude_defaults=True, exclude={"cell", "kernels", "launches"}))
 
@@ -216,10 +209,27 @@ def apart(known: Mapping[str, Any]) -> dict[str, Any]:
 def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
     """Each kernel's source when it was compiled, and what is known of launches: without kernels that have
     changed since."""
+    kernels, ledger = read_ledger(folder)
+    kernels = {name: source for name, source in kernels.items() if is_current(source, name)}
+    return kernels, {(config, name): known for (config, name), known in ledger.items()
+                     if config.partition(" ")[0] in kernels}
+
+
+def read_ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
+    """Read each kernel's source and the launches as they are kept, also of kernels that have changed."""
     kept = _read(folder / LAUNCHES)
-    kernels = {name: source for name, source in kept.get("kernels", {}).items() if is_current(source, name)}
-    return kernels, {(config, name): apart(known) for config, line in kept.get("launches", {}).items()
-                     if config.partition(" ")[0] in kernels for name, known in apart(line).items()}
+    return dict(kept.get("kernels", {})), {
+        (config, name): apart(known)
+        for config, line in kept.get("launches", {}).items() for name, known in apart(line).items()}
+
+
+def write_ledger(folder: Path, kernels: Mapping[str, str], ledger: Ledger) -> None:
+    lines = dict[str, Any]()
+    for (config, name), known in sorted(ledger.items()):
+        if known:
+            lines.setdefault(config, {})[name] = together({one: known[one] for one in sorted(known, key=release)})
+    _replace(folder / LAUNCHES, {"kernels": dict(sorted(kernels.items())),
+                                 "launches": {config: together(line) for config, line in lines.items()}})
 
 
 @contextmanager
