@@ -208,7 +208,7 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
     from matrix.run import plans
     cells = {cell.triton: cell for cell in whole().tritons}
     cards = {card.name: card for card in CARDS}
-    missing, seen, ops = set(wanted), set[str](), set[str]()
+    missing, ops = set(wanted), set[str]()
     for number, (triton, card) in enumerate(places):
         if triton not in cells or card not in cards:
             continue
@@ -220,9 +220,7 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
                 ops.add(outcome.op)
         for (name, _), launch in chosen.places.items():
             if launch.kernel in names:
-                if name not in seen:
-                    seen.add(name)
-                    yield (triton, card), name, launch.fields()
+                yield (triton, card), name, launch.fields()
                 missing.discard(name)
         print(f"{triton} {card}: {len(missing)} launches to find", file=sys.stderr, flush=True)
         if wanted and not missing:
