@@ -2,10 +2,12 @@
 conjugated tensors are read with the right values. See tests/autocast.py."""
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -179,6 +181,11 @@ def run():
     k = torch.randn(1, 8000, 1, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         flashlin.fused_recurrent_delta_rule(k, k, k, beta=torch.rand(1, 8000, 1))[0].sum().backward()
+    one, state = k[:, :1], None
+    for _ in range(400):
+        _, state = flashlin.fused_recurrent_delta_rule(one, one, one, initial_state=state, output_final_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        state.sum().backward()
     print("done")
 
 threading.stack_size(2**18)
@@ -189,10 +196,33 @@ thread.join()
 
 
 def test_a_long_graph_ends_without_a_crash() -> None:
-    """torch frees nodes that Python has seen one inside the other."""
+    """torch frees nodes that Python has seen one inside the other: those of a long op, and those of many
+    ops."""
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=100,
                           check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+class Kept:
+    """An object in the metadata of an autograd node, which lives as long as the node."""
+
+
+def test_a_graph_is_freed_at_once_after_backward_under_autocast() -> None:
+    """No hook of a node refers to that node; only Python's collector could free such a graph."""
+    q = torch.randn(1, 4, 1, 2, requires_grad=True)
+    gc.disable()
+    try:
+        for again in ({}, {"retain_graph": True}, {"create_graph": True}):
+            o = flashlin.fused_recurrent_gated_delta_rule(q, q, q)[0]
+            assert o.grad_fn is not None
+            o.grad_fn.metadata["kept"] = kept = Kept()
+            gone = weakref.ref(kept)
+            with torch.autocast("cpu", BF16):
+                gradient, = torch.autograd.grad(o.sum(), q, **again)
+            del o, gradient, kept
+            assert gone() is None, again
+    finally:
+        gc.enable()
 
 
 def test_autocast_of_what_is_around_an_op_stays() -> None:
