@@ -162,6 +162,10 @@ def _hook_outputs(outputs: Any, first: int) -> None:
     before = None
     for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         node = y.grad_fn if isinstance(y, Tensor) else None
+        if node is not None and y._is_view() and (base := y._base.grad_fn) is not None:
+            # a write to a view replaces its nodes, and the graph goes on at the node of its base
+            _hook_nodes(((node, 0),), first, base)
+            node = base
         if node is None or node is before:
             continue
         before = node
@@ -210,8 +214,9 @@ def without_autocast_behind(node: Any) -> None:
         setattr(node, FIRST, None)
 
 
-def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int) -> None:
-    seen, left = set(), [*behind]
+def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int, end: Any = None) -> None:
+    """Hook the nodes ``behind`` and all nodes behind them that the op made. end: stop at this node."""
+    seen, left = {end}, [*behind]
     while left:
         node, _ = left.pop()
         # a leaf's node has the highest number and belongs to no op
