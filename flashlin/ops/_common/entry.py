@@ -17,8 +17,9 @@ does. Its decorator is ``linear_entry``: autocast stays on until the function ha
 the functions it then calls are decorated with ``without_autocast``.
 
 Backward: autograd runs each node with the autocast state of the thread that calls ``backward()``. So the node
-of each output gets a hook. If autocast is on when backward arrives there, the hook turns it off for this
-node, and for every other node that was made inside the op. torch puts the state back after each node.
+of each output gets a hook; for a view, this is the node of its base. If autocast is on when backward arrives
+there, the hook turns it off for this node, and for every other node that was made inside the op. torch puts
+the state back after each node.
 """
 from __future__ import annotations
 
