@@ -1,9 +1,7 @@
 """tools/carry_records.py: records go over to kernels that differ in names alone."""
-
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,8 +39,8 @@ def twice(x):
 
 
 @triton.jit
-def square(x):
-    return x * x
+def square(x, up=0, down=0):
+    return x * x + up - down
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
@@ -51,15 +49,15 @@ def main(q, k, o, T, scale, K: tl.constexpr):
     inside = at < T
     a = tl.load(q + at, mask=inside)
     b = tl.load(k + at, mask=inside)
-    tl.store(o + at, scaled(a - b, scale, bias=LOG2E) + other(b, scale) + twice(square(K)), mask=inside)
+    tl.store(o + at, scaled(a - b, scale, bias=LOG2E) + other(b, scale) + twice(square(K, up=1)), mask=inside)
 '''
 Make = Callable[..., tuple[dict[str, kernel_facts.Function], str]]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Write a module of kernels and return its kernel's functions. changes: pairs of texts, replaced in order."""
-
+    """Write a module of kernels and return its kernel's functions. changes: texts, each replaced by its
+    partner."""
     def made(module: str, *changes: tuple[str, str], kernel: str = "main") -> Any:
         text = KERNEL
         for old, new in changes:
@@ -72,7 +70,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setitem(sys.modules, module, loaded)
         spec.loader.exec_module(loaded)
         return kernel_facts.functions_of(getattr(loaded, kernel)), f"{module}.{kernel}"
-
     return made
 
 
@@ -81,22 +78,13 @@ def compared(make: Make, *changes: tuple[str, str], kernel: str = "main") -> dic
 
 
 RENAMES = {
-    "moved": (),
-    "kernel": (("def main", "def start"),),
-    "helper": (("scaled", "tile_scaled"),),
-    "constant": (("BLOCK", "SIZE"),),
-    "local": (("inside", "mask_of"),),
+    "moved": (), "kernel": (("def main", "def start"),), "helper": (("scaled", "tile_scaled"),),
+    "constant": (("BLOCK", "SIZE"),), "local": (("inside", "mask_of"),),
     "comment": (('"""A helper."""', "# nothing"),),
     "keyword": (("scale, bias=LOG2E)", "bias=LOG2E, scale=scale)"),),
     "decorator": (('["T", "scale"]', '["scale", "T"]'),),
-    "parameter": (
-        ("(q, k, o, T, scale,", "(q, k, o, L, factor,"),
-        ('["T", "scale"]', '["factor", "L"]'),
-        ("at < T", "at < L"),
-        ("a - b, scale", "a - b, factor"),
-        ("(b, scale)", "(b, factor)"),
-    ),
-}
+    "parameter": (("(q, k, o, T, scale,", "(q, k, o, L, factor,"), ('["T", "scale"]', '["factor", "L"]'),
+                  ("at < T", "at < L"), ("a - b, scale", "a - b, factor"), ("(b, scale)", "(b, factor)"))}
 
 
 @pytest.mark.parametrize("name", RENAMES)
@@ -109,53 +97,31 @@ def test_names_may_change(name: str, make: Make) -> None:
 CHANGES = {
     "operator": ((("a - b", "a + b"),), "Sub"),
     "value of a constant": ((("constexpr(16)", "constexpr(32)"),), "BLOCK is 16, now BLOCK is 32"),
-    "renamed constant of another value": (
-        (("LOG2E = tl.constexpr(1.5)", "RATE = tl.constexpr(2.5)"), ("LOG2E", "RATE")),
-        "LOG2E is 1.5, now RATE is 2.5",
-    ),
-    "body of a helper": (
-        (
-            (
-                'def scaled(x, scale, bias=0.0):\n    """A helper."""\n    return x * scale + bias',
-                "def scaled(x, scale, bias=0.0):\n    return x * scale - bias",
-            ),
-        ),
-        "scaled",
-    ),
+    "renamed constant of another value": ((("LOG2E = tl.constexpr(1.5)", "RATE = tl.constexpr(2.5)"),
+                                           ("LOG2E", "RATE")), "LOG2E is 1.5, now RATE is 2.5"),
+    "body of a helper": ((("return x + x", "return x - x"),), "made_before.twice"),
     "default of a helper": ((("other(x, scale, bias=0.0)", "other(x, scale, bias=1.0)"),), "other"),
     "order of arguments": ((("scaled(a - b, scale,", "scaled(scale, a - b,"),), "made_before.main"),
+    "another keyword": ((("K, up=1", "K, down=1"),), "other arguments of made_before.square"),
     "another parameter": ((("bias=LOG2E", "bias=BLOCK"),), "LOG2E is 1.5, now BLOCK is 16"),
     "swapped names": ((("a - b", "b - a"),), "name a would become both a and b"),
     "swapped parameters": ((("(q, k, o,", "(k, q, o,"),), "their order has changed"),
-    "swapped parameters everywhere": (
-        (("(q, k, o,", "(k, q, o,"), ("load(q", "load(_"), ("load(k", "load(q"), ("load(_", "load(k")),
-        "their order has changed",
-    ),
-    "swapped helpers": ((("twice(square(K))", "square(twice(K))"),), "made_before.twice"),
-    "swapped helpers and bodies": (
-        (("def twice", "def _"), ("def square", "def twice"), ("def _", "def square")),
-        "made_before.twice",
-    ),
-    "two helpers into one": (
-        (("other(b", "scaled(b"),),
-        "made_before.scaled and made_before.other would both",
-    ),
-    "two locals into one": (
-        (("    b = ", "    a = "), ("a - b", "a - a"), ("other(b", "other(a")),
-        "names a and b would both become a",
-    ),
-    "one local into two": (
-        (
-            ("twice(square(K)), mask=inside)", "twice(square(K)), mask=outside)"),
-            ("a = tl.load", "outside = inside\n    a = tl.load"),
-        ),
-        "made_before.main",
-    ),
+    "swapped parameters everywhere": ((("(q, k, o,", "(k, q, o,"), ("load(q", "load(_"), ("load(k", "load(q"),
+                                       ("load(_", "load(k")), "their order has changed"),
+    "swapped helpers": ((("twice(square(K, up=1))", "square(twice(K), up=1)"),), "made_before.main"),
+    "swapped helpers and bodies": ((("def twice", "def _"), ("def square", "def twice"),
+                                    ("def _", "def square")), "made_before.twice"),
+    "two helpers into one": ((("other(b", "scaled(b"),), "made_before.scaled and made_before.other would"),
+    "two locals into one": ((("    b = ", "    a = "), ("a - b", "a - a"), ("other(b", "other(a")),
+                            "names a and b would both become a"),
+    "one local into two": ((("up=1)), mask=inside)", "up=1)), mask=outside)"), ("a = tl.load",
+                               "outside = inside\n    a = tl.load")),
+                           "made_before.main"),
     "no longer specialised": ((('["T", "scale"]', '["T"]'),), "made_before.main"),
     "another function of Triton": ((("tl.store", "tl.atomic_add"),), "store"),
-    "more code": ((("(K)), mask=inside)", "(K)), mask=inside)\n    tl.store(o, 1.0)"),), "made_before.main"),
-    "fewer parameters": (((", bias=0.0):\n    return", "):\n    bias = 0.0\n    return"),), "parameters"),
-}
+    "more code": ((("up=1)), mask=inside)", "up=1)), mask=inside)\n    tl.store(o, 1.0)"),),
+                  "made_before.main"),
+    "fewer parameters": (((", bias=0.0):\n    return", "):\n    bias = 0.0\n    return"),), "parameters")}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -166,18 +132,11 @@ def test_anything_else_may_not(name: str, make: Make) -> None:
     assert reason in str(told.value)
 
 
-def facts(
-    make: Make, source: str, module: str, *changes: tuple[str, str], kernel: str = "main"
-) -> dict[str, Any]:
+def facts(make: Make, source: str, module: str, *changes: tuple[str, str],
+          kernel: str = "main") -> dict[str, Any]:
     functions, key = make(module, *changes, kernel=kernel)
-    return {
-        key: {
-            "module": module,
-            "name": kernel,
-            "source": source,
-            "functions": {name: list(one) for name, one in functions.items()},
-        }
-    }
+    return {key: {"module": module, "name": kernel, "source": source,
+                  "functions": {name: list(one) for name, one in functions.items()}}}
 
 
 def test_kernels_are_found_by_their_source(make: Make) -> None:
@@ -188,7 +147,6 @@ def test_kernels_are_found_by_their_source(make: Make) -> None:
     def decided(new: dict[str, Any], mapping: dict[str, str] | None = None) -> tuple[str, str]:
         [kernel] = carry_records.kernels(sources, old, new, mapping or {})
         return kernel.new, kernel.reason
-
     assert carry_records.kernels(sources, old, old, {}) == []
     moved = facts(make, "two:2", "two", rename, kernel="start")
     again = facts(make, "three:3", "three", ("def main", "def begin"), kernel="begin")
@@ -219,52 +177,26 @@ CONFIG, NEW = "main BT=64 BV=32 warps=4 stages=1 dot", "start ROWS=64 BV=32 warp
 
 def test_configurations_and_launches_get_the_new_names() -> None:
     assert MOVED.config(CONFIG) == NEW
-    fields = {
-        "module": "a",
-        "kernel": "main",
-        "arguments": {"q": "*bf16"},
-        "constants": {"BT": 64, "BV": 32},
-        "num_warps": 4,
-        "num_stages": 1,
-        "config": CONFIG,
-    }
+    fields = {"module": "a", "kernel": "main", "arguments": {"q": "*bf16"}, "constants": {"BT": 64, "BV": 32},
+              "num_warps": 4, "num_stages": 1, "config": CONFIG}
     assert MOVED.launch(fields) == {
-        "module": "b",
-        "kernel": "start",
-        "arguments": {"query": "*bf16"},
-        "constants": {"ROWS": 64, "BV": 32},
-        "num_warps": 4,
-        "num_stages": 1,
-        "config": NEW,
-    }
+        "module": "b", "kernel": "start", "arguments": {"query": "*bf16"},
+        "constants": {"ROWS": 64, "BV": 32}, "num_warps": 4, "num_stages": 1, "config": NEW}
 
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_the_ledger_has_carried_launches_under_new_names(drop: bool) -> None:
     good, slow = {"3.6.0": {"sm90": 0}}, {"3.6.0": {"sm80 sm86": [0, 5000], "sm90": 0}}
     lost, kept = "lost BT=64 warps=4 stages=1", "kept BT=64 warps=4 stages=1"
-    ledger = {
-        (CONFIG, "01"): good,
-        (CONFIG, "02"): slow,
-        (CONFIG, "03"): good,
-        (lost, "04"): good,
-        (kept, "05"): good,
-    }
-    identities = {
-        (CONFIG, "01"): Compile(NEW, "11"),
-        (CONFIG, "02"): Compile(NEW, ""),
-        (CONFIG, "03"): Compile(NEW, ""),
-    }
+    ledger = {(CONFIG, "01"): good, (CONFIG, "02"): slow, (CONFIG, "03"): good, (lost, "04"): good,
+              (kept, "05"): good}
+    identities = {(CONFIG, "01"): Compile(NEW, "11"), (CONFIG, "02"): Compile(NEW, ""),
+                  (CONFIG, "03"): Compile(NEW, "")}
     sources, fresh, counts = carry_records.carry_ledger(
-        {"main": "a:1", "lost": "a:3", "kept": "a:4"}, ledger, [MOVED, CHANGED], identities, drop
-    )
+        {"main": "a:1", "lost": "a:3", "kept": "a:4"}, ledger, [MOVED, CHANGED], identities, drop)
     assert sources == {"start": "b:2", "kept": "a:4", **({} if drop else {"lost": "a:3"})}
-    assert fresh == {
-        (NEW, "11"): good,
-        (NEW, "02"): {"3.6.0": {"sm80 sm86": [0, 5000]}},
-        (kept, "05"): good,
-        **({} if drop else {(lost, "04"): good}),
-    }
+    assert fresh == {(NEW, "11"): good, (NEW, "02"): {"3.6.0": {"sm80 sm86": [0, 5000]}}, (kept, "05"): good,
+                     **({} if drop else {(lost, "04"): good})}
     assert counts == {("a.main", "carried"): 1, ("a.main", "kept"): 1, ("a.main", "gone"): 1}
 
 
@@ -272,58 +204,38 @@ def test_a_name_that_is_taken_loses_what_it_stood_for() -> None:
     old = {"main": "a:1", "start": "a:0"}
     ledger = {(CONFIG, "01"): {"3.6.0": {"sm90": 0}}, (NEW, "07"): {"3.6.0": {"sm90": {"status": "abort"}}}}
     gone = Kernel("a.start", "a:0", reason="no new kernel has its source")
-    sources, fresh, _ = carry_records.carry_ledger(
-        old, ledger, [MOVED, gone], {(CONFIG, "01"): Compile(NEW, "11")}, False
-    )
+    sources, fresh, _ = carry_records.carry_ledger(old, ledger, [MOVED, gone],
+                                                   {(CONFIG, "01"): Compile(NEW, "11")}, False)
     assert sources == {"start": "b:2"} and [*fresh] == [(NEW, "11")]
 
 
 def test_records_of_gpus_figures_and_the_launch_table() -> None:
-    record = {
-        "device": "H100",
-        "configs": {"a:1": [CONFIG], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]},
-    }
+    record = {"device": "H100",
+              "configs": {"a:1": [CONFIG], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]}}
     found = [MOVED, CHANGED]
     fresh, counts = carry_records.carry_gpu(record, found, False)
-    assert fresh == {
-        "device": "H100",
-        "configs": {"b:2": [NEW], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]},
-    }
+    assert fresh == {"device": "H100",
+                     "configs": {"b:2": [NEW], "a:3": ["lost warps=4"], "a:9": ["main warps=1"]}}
     assert counts["a.main", "carried"] == counts["a.lost", "gone"] == 1
     assert "a:3" not in carry_records.carry_gpu(record, found, True)[0]["configs"]
     figures = {"sm90": {"op bf16 main": ["main-01", 0, 255], "op bf16 lost": ["lost-04", 1, 1]}}
     assert carry_records.carry_figures(figures, found, {"main-01": "start-11"})[0] == {
-        "sm90": {"op bf16 start": ["start-11", 0, 255], "op bf16 lost": ["lost-04", 1, 1]}
-    }
+        "sm90": {"op bf16 start": ["start-11", 0, 255], "op bf16 lost": ["lost-04", 1, 1]}}
     assert carry_records.carry_proven({CONFIG: 1, "start old": 2, "lost warps=4": 3}, found) == {
-        NEW: 1,
-        "lost warps=4": 3,
-    }
+        NEW: 1, "lost warps=4": 3}
 
 
 def test_a_launch_in_another_tile_is_made_of_a_known_one() -> None:
-    known = {
-        "kernel": "main",
-        "constants": {"BT": 16, "BV": 16, "K": 8},
-        "num_warps": 1,
-        "num_stages": 1,
-        "config": "main BT=16 BV=16 warps=1 stages=1",
-    }
+    known = {"kernel": "main", "constants": {"BT": 16, "BV": 16, "K": 8}, "num_warps": 1, "num_stages": 1,
+             "config": "main BT=16 BV=16 warps=1 stages=1"}
     [one] = carry_records.by_tile([(CONFIG, "01"), ("other BT=1 warps=1 stages=1", "02")], [known])
     assert one == {**known, "constants": {"BT": 64, "BV": 32, "K": 8}, "num_warps": 4, "config": CONFIG}
 
 
 def test_help_teaches_and_a_wrong_checkout_is_one_line() -> None:
     def said(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "tools.carry_records", *arguments],
-            cwd=ROOT,
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=120,
-        )
-
+        return subprocess.run([sys.executable, "-m", "tools.carry_records", *arguments], cwd=ROOT, text=True,
+                              capture_output=True, check=False, timeout=120)
     text = said("--help").stdout
     assert "examples:" in text and "--write" in text and "module.kernel" in text
     wrong = said("no-such-revision")
@@ -332,20 +244,7 @@ def test_help_teaches_and_a_wrong_checkout_is_one_line() -> None:
 
 def test_every_kernel_of_flashlin_can_be_read() -> None:
     """A kernel with code that the comparison does not follow could not be carried."""
-    answer = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "kernel_facts.py")],
-        cwd=ROOT,
-        text=True,
-        check=True,
-        input=json.dumps(["kernels", {"package": "flashlin.kernels"}]),
-        capture_output=True,
-        timeout=300,
-    ).stdout
-    unknown = [
-        f"{name}: {token[1]}"
-        for name, kernel in json.loads(answer.splitlines()[-1]).items()
-        for _, tokens in kernel["functions"].values()
-        for token in tokens
-        if token[0] == "unknown"
-    ]
+    found = kernel_facts.ask(ROOT, "kernels", package="flashlin.kernels")
+    unknown = [f"{name}: {token[1]}" for name, kernel in found.items()
+               for _, tokens in kernel["functions"].values() for token in tokens if token[0] == "unknown"]
     assert not unknown

@@ -63,11 +63,12 @@ def test_every_child_of_ours_is_started_so() -> None:
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
     # The first cleans its path itself. A script has its own folder on its path, not the current directory.
     assert sorted(found) == ["first_aid.py: '-u' '-c'", "house.py: __file__ '--watch'",
+                             "kernel_facts.py: __file__ '--answer'",
                              "subprocesses.py: '-c' _BEGIN"]
 
 
 def test_one_module_starts_programs() -> None:
-    """tools/ has three more. They run before flashlin is installed, where it is broken, or for an older
+    """tools/ has four more. They run before flashlin is installed, where it is broken, or for an older
     checkout that has no such module."""
     found = set()
     for path in OURS:
@@ -75,7 +76,8 @@ def test_one_module_starts_programs() -> None:
                   if isinstance(node, ast.Call)}
         if called & {"os.fork", "os.kill", "os.killpg"} or any(one.startswith("subprocess.") for one in called):
             found.add(path.name)
-    assert found == {"subprocesses.py", "first_aid.py", "setup_env.py", "house.py"}
+    assert found == {"subprocesses.py", "first_aid.py", "setup_env.py", "house.py",
+                     "kernel_facts.py"}
 
 
 # ---- the runner ----

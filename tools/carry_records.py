@@ -1,8 +1,7 @@
 """Carry GPU and compile records over to kernels that were renamed or moved.
 
-python -m tools.carry_records OLD [--map FILE] [--write] [--drop]
+    python -m tools.carry_records OLD [--map FILE] [--write] [--drop]
 """
-
 from __future__ import annotations
 
 import argparse
@@ -17,9 +16,9 @@ from typing import Any, NamedTuple
 from matrix.results import Ledger, apart, compact, one_a_line, read_ledger, write_ledger
 from tools.kernel_facts import ROOT, Function, ask, canonical, checkout_of
 
-ABOUT = """A record of a kernel holds for its source: matrix/results keeps the module of the kernel and a hash of the
-normalised source, launches.json also a hash of what each launch was compiled for. A kernel that is renamed or
-moved loses its records although its machine code stays the same. This tool carries them over.
+ABOUT = """A record of a kernel holds for its source: matrix/results keeps the module of the kernel and a
+hash of the normalised source, launches.json also a hash of what each launch was compiled for. A kernel that
+is renamed or moved loses its records although its machine code stays the same. This tool carries them over.
 
 A record is carried if the source of the kernel and of every function it calls is the same after names are
 mapped one to one: functions, module-level constants, parameters and local variables. Values of constants must
@@ -32,9 +31,9 @@ be equal. A record is not carried if
 
 Files, all in this checkout: matrix/results/launches.json, gpu-*.json, figures-*.json, and
 flashlin/kernels/proven.json, whose configurations begin with names of kernels. What a launch was compiled for
-is not kept, so the old checkout plans its calls again, release by release and card by card, until all launches
-are found; this takes minutes. A refused or slow launch that no plan leads to any more is kept by its
-configuration. Other files that name kernels tell of one day and hold no source; they are listed and left alone.
+is not kept, so the old checkout plans its calls again, release by release and card by card, until all
+launches are found; this takes minutes. A refused or slow launch that no plan leads to any more is kept by its
+configuration. Other files that name kernels tell of one day and hold no source; they are listed, not changed.
 
 Without --write nothing changes, and the table says what would. Afterwards:
   python -m matrix report             writes SUPPORT.md and the launch table anew
@@ -52,12 +51,13 @@ map.json, where equal source does not tell (old module.kernel -> new module.kern
 RESULTS = Path("matrix") / "results"
 PROVEN = Path("flashlin") / "kernels" / "proven.json"
 STALE = "stale in the old checkout, too"
+UNKNOWN = "the old checkout has no such kernel"
 Functions = Mapping[str, Function]
 Fields = dict[str, Any]
 
 
 class Difference(Exception):
-    """Why two kernels are not the same but for names."""
+    """Two kernels differ in more than names; the message says in what."""
 
 
 class Names:
@@ -69,13 +69,11 @@ class Names:
     def bind(self, old: Any, new: Any) -> None:
         """Map ``old`` to ``new``. Raises Difference if either has another partner."""
         if self.new.setdefault(old, new) != new:
-            raise Difference(
-                f"{self.kind} {said(old)} would become both {said(self.new[old])} and {said(new)}"
-            )
+            raise Difference(f"{self.kind} {said(old)} would become both {said(self.new[old])} and "
+                             f"{said(new)}")
         if self.old.setdefault(new, old) != old:
-            raise Difference(
-                f"{self.kind}s {said(self.old[new])} and {said(old)} would both become {said(new)}"
-            )
+            raise Difference(f"{self.kind}s {said(self.old[new])} and {said(old)} would both become "
+                             f"{said(new)}")
 
 
 def said(name: Any) -> str:
@@ -98,6 +96,7 @@ def renamed(old: Functions, old_key: str, new: Functions, new_key: str) -> dict[
         for was, now in zip(pair[0].parameters, pair[1].parameters, strict=True):
             names.bind(was, now)
         ours, theirs = pair[0].tokens, pair[1].tokens
+        # each piece of a tree is closed, so texts that begin alike and differ in length differ before an end
         for number, (was, now) in enumerate(zip(ours, theirs, strict=False)):
             if was[0] != now[0] or was[0] == "unknown":
                 raise Difference(f"{key}: {told(ours, number)}, now {told(theirs, number)}")
@@ -117,8 +116,6 @@ def renamed(old: Functions, old_key: str, new: Functions, new_key: str) -> dict[
                     raise Difference(f"{key}: other arguments of {was[1]}")
             elif was != now:
                 raise Difference(f"{key}: {told(ours, number)}, now {told(theirs, number)}")
-        if len(ours) != len(theirs):
-            raise Difference(f"{key}: one version goes on where the other ends")
     return dict(zip(old[old_key].parameters, new[new_key].parameters, strict=True))
 
 
@@ -127,21 +124,18 @@ def check_parameters(key: str, old: Function, new: Function) -> None:
         raise Difference(f"{key}: {len(old.parameters)} parameters, now {len(new.parameters)}")
     for was, now in zip(old.parameters, new.parameters, strict=True):
         if was != now and (was in new.parameters or now in old.parameters):
-            raise Difference(
-                f"{key}: parameter {was} is now {now}, and both versions have one of these names "
-                "elsewhere: their order has changed"
-            )
+            raise Difference(f"{key}: parameter {was} is now {now}, and both versions have one of these "
+                             "names elsewhere: their order has changed")
 
 
 def told(tokens: list[Any], at: int) -> str:
     """A few pieces of source up to the one that differs."""
-    return "..." + " ".join(said(tuple(map(str, one[1:]))) for one in tokens[max(0, at - 3) : at + 1])
+    return "..." + " ".join(said(tuple(map(str, one[1:]))) for one in tokens[max(0, at - 3):at + 1])
 
 
 class Kernel(NamedTuple):
-    """What becomes of the records of a kernel. old, new: ``module.kernel``, new "" where there is none.
+    """A kernel and what becomes of its records. old, new: ``module.kernel``, new "" where there is none.
     reason: why they are not carried. parameters: old -> new."""
-
     old: str
     source: str
     new: str = ""
@@ -167,27 +161,19 @@ class Kernel(NamedTuple):
 
     def launch(self, fields: Fields) -> Fields:
         """A launch under the new names."""
-
         def each(given: Mapping[str, Any]) -> Fields:
             return {self.parameters.get(name, name): one for name, one in given.items()}
-
-        return {
-            **fields,
-            "module": self.new.rpartition(".")[0],
-            "kernel": self.new_name,
-            "arguments": each(fields["arguments"]),
-            "constants": each(fields["constants"]),
-            "config": self.config(fields["config"]),
-        }
+        return {**fields, "module": self.new.rpartition(".")[0], "kernel": self.new_name,
+                "arguments": each(fields["arguments"]), "constants": each(fields["constants"]),
+                "config": self.config(fields["config"])}
 
 
 def functions(kernel: Fields) -> Functions:
     return {key: Function(*one) for key, one in kernel["functions"].items()}
 
 
-def kernels(
-    sources: Iterable[tuple[str, str]], old: Fields, new: Fields, mapping: Mapping[str, str]
-) -> list[Kernel]:
+def kernels(sources: Iterable[tuple[str, str]], old: Fields, new: Fields,
+            mapping: Mapping[str, str]) -> list[Kernel]:
     """Decide on every kernel whose records do not hold as they are. sources: (kernel, source) of the records;
     old, new: ``kernel_facts.kernels`` of the two checkouts; mapping: old -> new."""
     found = []
@@ -196,17 +182,10 @@ def kernels(
         if key in new and new[key]["source"] == source:
             continue
         if key not in old or old[key]["source"] != source:
-            found.append(
-                Kernel(key, source, reason="the old checkout has no such kernel" if key not in old else STALE)
-            )
+            found.append(Kernel(key, source, reason=STALE if key in old else UNKNOWN))
             continue
-        candidates = (
-            [mapping[key]]
-            if key in mapping
-            else [key]
-            if key in new
-            else [one for one in new if one not in old]
-        )
+        candidates = [mapping[key]] if key in mapping else [key] if key in new else [
+            one for one in new if one not in old]
         same, reasons = dict[str, dict[str, str]](), dict[str, str]()
         for one in candidates:
             try:
@@ -222,30 +201,17 @@ def kernels(
             found.append(Kernel(key, source, one, new[one]["source"], parameters=parameters))
             continue
         near = [one for one in reasons if one.rpartition(".")[2] == name or len(reasons) == 1]
-        reason = (
-            f"several kernels have its source: {', '.join(same)}"
-            if same
-            else (reasons[near[0]] if near else "no new kernel has its source")
-        )
+        reason = f"several kernels have its source: {', '.join(same)}" if same else (
+            reasons[near[0]] if near else "no new kernel has its source")
         found.append(Kernel(key, source, reason=reason))
     taken = Counter(one.new for one in found if one.new)
-    return [
-        one._replace(
-            new="",
-            new_source="",
-            parameters=MappingProxyType({}),
-            reason=f"another kernel became {one.new}, too",
-        )
-        if one.new and taken[one.new] > 1
-        else one
-        for one in found
-    ]
+    return [Kernel(one.old, one.source, reason=f"another kernel became {one.new}, too")
+            if one.new and taken[one.new] > 1 else one for one in found]
 
 
 class Compile(NamedTuple):
-    """What becomes of a launch of launches.json: its new (configuration, hash); hash "" where what it was
-    compiled for is not known, so that only a refusal or slow code is kept."""
-
+    """A launch of launches.json after it was carried: its new configuration and hash. The hash is "" where
+    what it was compiled for is not known, so that only a refusal or slow code is kept."""
     config: str
     name: str
 
@@ -261,31 +227,20 @@ def by_tile(missing: Iterable[tuple[str, str]], known: Iterable[Fields]) -> list
             warps, stages = int(sizes.pop("warps")), int(sizes.pop("stages"))
             if sizes.keys() <= fields["constants"].keys():
                 constants = {**fields["constants"], **{name: int(size) for name, size in sizes.items()}}
-                one = {
-                    **fields,
-                    "constants": constants,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                    "config": config,
-                }
+                one = {**fields, "constants": constants, "num_warps": warps, "num_stages": stages,
+                       "config": config}
                 tried[json.dumps(one)] = one
     return list(tried.values())
 
 
-def launches(
-    ledger: Ledger, carried: Mapping[str, Kernel], old: Path, new: Path
-) -> dict[tuple[str, str], Compile]:
+def launches(ledger: Ledger, carried: Mapping[str, Kernel], old: Path,
+             new: Path) -> dict[tuple[str, str], Compile]:
     """Find the new identities of the launches of carried kernels. Plans in both checkouts."""
     wanted = {place: known for place, known in ledger.items() if place[0].partition(" ")[0] in carried}
     if not wanted:
         return {}
-    count = Counter(
-        (triton, card)
-        for known in wanted.values()
-        for triton, of in known.items()
-        for card in apart(of)
-        if not any(letter in triton for letter in "-+")
-    )
+    count = Counter((triton, card) for known in wanted.values() for triton, of in known.items()
+                    for card in apart(of) if not any(letter in triton for letter in "-+"))
     places = [place for place, _ in count.most_common()]
     ids = sorted({f"{config.partition(' ')[0]}-{name}" for config, name in wanted})
     known = dict[str, Fields]()
@@ -295,11 +250,8 @@ def launches(
         visited += [tuple(place)] if tuple(place) not in visited else []
     missing = [place for place in wanted if f"{place[0].partition(' ')[0]}-{place[1]}" not in known]
     tried = by_tile(missing, list(known.values()))
-    known |= {
-        one: fields
-        for one, fields in zip(ask(old, "identities", launches=tried), tried, strict=True)
-        if one in ids and one not in known
-    }
+    known |= {one: fields for one, fields in zip(ask(old, "identities", launches=tried), tried, strict=True)
+              if one in ids and one not in known}
     # host code of this checkout may give constants in another order, which is part of an identity
     orders = dict[str, set[str]]()
     names = sorted({kernel.new_name for kernel in carried.values()})
@@ -318,30 +270,21 @@ def launches(
 
 
 def remembered(known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of what came of a launch, refusals and slow code: release -> cards."""
-    kept = {
-        triton: {cards: one for cards, one in of.items() if isinstance(one, (dict, list))}
-        for triton, of in known.items()
-    }
+    """Keep refusals and slow code of what came of a launch: release -> cards."""
+    kept = {triton: {cards: one for cards, one in of.items() if isinstance(one, (dict, list))}
+            for triton, of in known.items()}
     return {triton: of for triton, of in kept.items() if of}
 
 
-def carry_ledger(
-    sources: Mapping[str, str],
-    ledger: Ledger,
-    found: list[Kernel],
-    identities: Mapping[tuple[str, str], Compile],
-    drop: bool,
-) -> tuple[dict[str, str], Ledger, Counter[tuple[str, str]]]:
+def carry_ledger(sources: Mapping[str, str], ledger: Ledger, found: list[Kernel],
+                 identities: Mapping[tuple[str, str], Compile],
+                 drop: bool) -> tuple[dict[str, str], Ledger, Counter[tuple[str, str]]]:
     """Return launches.json with the carried kernels under their new names, and how many launches of each
     kernel were ``carried``, ``kept`` by configuration, or are ``gone``."""
     concerned = {one.name: one for one in found if sources.get(one.name) == one.source}
     renewed = {one.new_name for one in concerned.values() if one.new}
-    kept_sources = {
-        name: source
-        for name, source in sources.items()
-        if name not in renewed and (name not in concerned or not (concerned[name].new or drop))
-    }
+    kept_sources = {name: source for name, source in sources.items()
+                    if name not in renewed and (name not in concerned or not (concerned[name].new or drop))}
     kept_sources |= {one.new_name: one.new_source for one in concerned.values() if one.new}
     fresh, counts = Ledger(), Counter[tuple[str, str]]()
     for (config, name), known in ledger.items():
@@ -380,9 +323,8 @@ def carry_gpu(record: Fields, found: list[Kernel], drop: bool) -> tuple[Fields, 
     return {**record, "configs": sorted_configs}, counts
 
 
-def carry_figures(
-    record: Fields, found: list[Kernel], ids: Mapping[str, str]
-) -> tuple[Fields, Counter[tuple[str, str]]]:
+def carry_figures(record: Fields, found: list[Kernel],
+                  ids: Mapping[str, str]) -> tuple[Fields, Counter[tuple[str, str]]]:
     """Return figures-*.json with renamed kernels. ids: old -> new, of launches."""
     carried, counts = {one.name: one for one in found if one.new}, Counter[tuple[str, str]]()
     fresh = dict[str, Any]()
@@ -400,11 +342,9 @@ def carry_figures(
 def carry_proven(table: Fields, found: list[Kernel]) -> Fields:
     carried = {one.name: one for one in found if one.new}
     taken = {one.new_name for one in carried.values()}
-    return {
-        carried[name].config(config) if (name := config.partition(" ")[0]) in carried else config: known
-        for config, known in table.items()
-        if config.partition(" ")[0] in carried or config.partition(" ")[0] not in taken
-    }
+    return {carried[name].config(config) if (name := config.partition(" ")[0]) in carried else config: known
+            for config, known in table.items()
+            if config.partition(" ")[0] in carried or config.partition(" ")[0] not in taken}
 
 
 def mentions(root: Path, found: list[Kernel], known: Iterable[Path]) -> dict[str, int]:
@@ -424,112 +364,62 @@ def carry(old: Path, root: Path, mapping: Mapping[str, str], write: bool, drop: 
     results = root / RESULTS
     sources, ledger = read_ledger(results)
     gpus = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu-*.json"))}
-    figures = {
-        path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("figures-*.json"))
-    }
-    every = {
-        *sources.items(),
-        *(
-            (config.partition(" ")[0], source)
-            for record in gpus.values()
-            for source, of_one in record["configs"].items()
-            for config in of_one
-        ),
-    }
+    figures = {path: json.loads(path.read_text(encoding="utf-8"))
+               for path in sorted(results.glob("figures-*.json"))}
+    every = {*sources.items(), *((config.partition(" ")[0], source) for record in gpus.values()
+                                 for source, of_one in record["configs"].items() for config in of_one)}
     was, now = (ask(place, "kernels", package="flashlin.kernels") for place in (old, root))
     found = kernels(every, was, now, mapping)
     carried = {one.name: one for one in found if one.new and sources.get(one.name) == one.source}
     identities = launches(ledger, carried, old, root)
     new_sources, fresh, counted = carry_ledger(sources, ledger, found, identities, drop)
     new_gpus = {path: carry_gpu(record, found, drop) for path, record in gpus.items()}
-    ids = {
-        f"{config.partition(' ')[0]}-{name}": f"{to.config.partition(' ')[0]}-{to.name}"
-        for (config, name), to in identities.items()
-        if to.name
-    }
+    ids = {f"{config.partition(' ')[0]}-{name}": f"{to.config.partition(' ')[0]}-{to.name}"
+           for (config, name), to in identities.items() if to.name}
     new_figures = {path: carry_figures(record, found, ids) for path, record in figures.items()}
     of_gpus = Counter[tuple[str, str]]()
     for _, some in (*new_gpus.values(), *new_figures.values()):
         of_gpus += some
-    lost = {
-        one.old: sum(
-            1
-            for config, _ in ledger
-            if config.partition(" ")[0] == one.name and sources.get(one.name) == one.source
-        )
-        for one in found
-        if not one.new
-    }
+    lost = {one.old: sum(1 for config, _ in ledger if config.partition(" ")[0] == one.name
+                         and sources.get(one.name) == one.source) for one in found if not one.new}
     if write:
         write_ledger(results, new_sources, fresh)
         for path, (record, _) in (*new_gpus.items(), *new_figures.items()):
             path.write_text(one_a_line(record), encoding="utf-8")
         table = carry_proven(json.loads((root / PROVEN).read_text(encoding="utf-8")), found)
-        (root / PROVEN).write_text(
-            "{\n"
-            + ",\n".join(f"{compact(config)}:{compact(table[config])}" for config in sorted(table))
-            + "\n}\n",
-            encoding="utf-8",
-        )
-    return {
-        "written": write,
-        "kernels": [
-            {
-                "old": one.old,
-                "new": one.new,
-                "reason": one.reason,
-                "launches": counted[one.old, "carried"],
-                "kept by configuration": counted[one.old, "kept"],
-                "not carried": counted[one.old, "gone"] + lost.get(one.old, 0),
-                "gpu": of_gpus[one.old, "carried"],
-                "gpu not carried": of_gpus[one.old, "gone"],
-            }
-            for one in found
-        ],
-        "names without a source": mentions(root, found, (*gpus, *figures, results / "launches.json")),
-    }
+        lines = [f"{compact(config)}:{compact(table[config])}" for config in sorted(table)]
+        (root / PROVEN).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return {"written": write, "kernels": [
+        {"old": one.old, "new": one.new, "reason": one.reason, "launches": counted[one.old, "carried"],
+         "kept by configuration": counted[one.old, "kept"],
+         "not carried": counted[one.old, "gone"] + lost.get(one.old, 0),
+         "gpu": of_gpus[one.old, "carried"], "gpu not carried": of_gpus[one.old, "gone"]} for one in found],
+        "names without a source": mentions(root, found, (*gpus, *figures, results / "launches.json"))}
 
 
 def table(done: Fields) -> str:
     lines = [f"{'launches':>9}{'kept':>6}{'lost':>6}{'gpu':>6}{'lost':>6}  kernel"]
     for one in done["kernels"]:
-        numbers = [
-            one[name]
-            for name in ("launches", "kept by configuration", "not carried", "gpu", "gpu not carried")
-        ]
-        lines.append(
-            "".join(f"{number:>{wide}}" for number, wide in zip(numbers, (9, 6, 6, 6, 6), strict=True))
-            + f"  {one['old']} -> {one['new'] or 'not carried: ' + one['reason']}"
-        )
-    lines += [
-        f"not touched: {path} has {number} old names without a source"
-        for path, number in done["names without a source"].items()
-    ]
+        numbers = [one[name] for name in ("launches", "kept by configuration", "not carried", "gpu",
+                                          "gpu not carried")]
+        cells = [f"{number:>{wide}}" for number, wide in zip(numbers, (9, 6, 6, 6, 6), strict=True)]
+        lines.append("".join(cells) + f"  {one['old']} -> {one['new'] or 'not carried: ' + one['reason']}")
+    lines += [f"not touched: {path} has {number} old names without a source"
+              for path, number in done["names without a source"].items()]
     carried = sum(1 for one in done["kernels"] if one["new"])
-    return "\n".join(
-        [
-            *lines,
-            f"{carried} kernels carried, {len(done['kernels']) - carried} not; "
-            + ("written" if done["written"] else "nothing written (--write)"),
-        ]
-    )
+    return "\n".join([*lines, f"{carried} kernels carried, {len(done['kernels']) - carried} not; "
+                      + ("written" if done["written"] else "nothing written (--write)")])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.carry_records",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.carry_records", description=ABOUT, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a checkout or a git revision for which the records hold")
-    parser.add_argument(
-        "--map", type=Path, metavar="FILE", help="JSON, old module.kernel -> new module.kernel"
-    )
+    parser.add_argument("--map", type=Path, metavar="FILE",
+                        help="JSON, old module.kernel -> new module.kernel")
     parser.add_argument("--write", action="store_true", help="change the records in place")
-    parser.add_argument(
-        "--drop", action="store_true", help="with --write: remove records that are not carried"
-    )
+    parser.add_argument("--drop", action="store_true",
+                        help="with --write: remove records that are not carried")
     parser.add_argument("--json", action="store_true", help="JSON on stdout instead of a table")
     given = parser.parse_args()
     mapping = json.loads(given.map.read_text(encoding="utf-8")) if given.map else {}

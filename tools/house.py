@@ -31,9 +31,9 @@ A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files a
 column names, which are edited by hand. A place is a path in backticks, from the root of the checkout or from
 flashlin/, and must exist. The third column, commands to run afterwards and what they write, is not counted.
 
---steps runs one call of chunk_simple_gla in a child process that imports the checkout, and lists the functions
-of flashlin/ between the op and its first kernel. The call is planned for an H100 and starts no kernel; torch
-has to be installed. A step is a function, however often it runs: comprehensions and generator expressions are
+--steps runs one call of chunk_simple_gla in a child process that imports the checkout, and lists the
+functions of flashlin/ between the op and its first kernel. The call is planned for an H100 and starts no kernel;
+torch has to be installed. A step is a function, however often it runs: comprehensions and generator expressions are
 no functions. The path begins with the op and ends with `start` of compat/launch.py, both included. Of
 backward, which is a row of its own, the path begins where autograd enters flashlin/. Two calls that differ
 from the counted one in `scale` alone come first. So imports, plans and caches are warm, but no replay of an

@@ -1,9 +1,8 @@
 """Facts of the kernels of one checkout, for tools that compare two checkouts.
 
-Run as a program it imports flashlin and matrix from the folder that it is started in, reads a request as JSON
-from stdin and writes the answer as JSON to stdout. ``ask`` starts it.
+As a program it imports flashlin and matrix from its current folder. It reads a request as JSON from stdin and
+writes the answer as JSON to stdout. ``ask`` starts it.
 """
-
 from __future__ import annotations
 
 import ast
@@ -28,15 +27,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SPECIALISED = ("do_not_specialize", "do_not_specialize_on_alignment")
 # A piece of source. The first entry says what follows: ``text`` (compared as it is), ``local`` (a name),
-# ``function`` (the key of a function that is read, too), ``constant`` (a name and its value), ``parameter``
+# ``function`` (the key of a function, which is also read), ``constant`` (a name and its value), ``parameter``
 # (the key of a function and the position of a parameter), ``host`` (the name of a decorator, which is no code
 # of the kernel), ``unknown`` (code that this module does not read).
 Token = tuple[Any, ...]
 
 
 class Function(NamedTuple):
-    """A jitted function, or one that its decorator calls: the names of its parameters and its source in pieces."""
-
+    """Parameters by name and source in pieces, of a jitted function or one that its decorator calls."""
     parameters: list[str]
     tokens: list[Token]
 
@@ -75,19 +73,10 @@ class Writer:
         self.parameters = parameters_of(jitted)
         self.tokens, self.called = list[Token](), list[Any]()
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain(jitted))))
-        self.locals = {
-            *self.parameters,
-            *(
-                node.id
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-            ),
-        }
-        self.decorating = [
-            keyword
-            for one in getattr(tree.body[0], "decorator_list", ())
-            for keyword in getattr(one, "keywords", ())
-        ]
+        self.locals = {*self.parameters, *(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
+                                           and not isinstance(node.ctx, ast.Load))}
+        self.decorating = [keyword for one in getattr(tree.body[0], "decorator_list", ())
+                           for keyword in getattr(one, "keywords", ())]
         self.write(tree.body[0])
 
     def text(self, word: Any) -> None:
@@ -106,13 +95,8 @@ class Writer:
             self.text("]")
         elif isinstance(node, ast.AST):
             self.text(f"({type(node).__name__}")
-            jitted = (
-                self.globals.get(node.func.id)
-                if isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id not in self.locals
-                else None
-            )
+            jitted = self.globals.get(node.func.id) if isinstance(node, ast.Call) and isinstance(
+                node.func, ast.Name) and node.func.id not in self.locals else None
             if isinstance(node, ast.Call) and is_jitted(jitted):
                 self.call(node, jitted)
             elif isinstance(node, ast.keyword) and node.arg in NOT_SPECIALISED:
@@ -144,14 +128,11 @@ class Writer:
         self.tokens.append(self.resolved(node.func.id))  # type: ignore[attr-defined]  # a Name, see write
         names = parameters_of(jitted)
         if any(isinstance(one, ast.Starred) for one in node.args) or any(
-            one.arg not in names for one in node.keywords
-        ):
+                one.arg not in names for one in node.keywords):
             self.tokens.append(("unknown", f"a call of {key_of(jitted)} with * or **"))
             return
-        given = {
-            **dict(enumerate(node.args)),
-            **{names.index(one.arg or ""): one.value for one in node.keywords},
-        }
+        by_name = {names.index(one.arg or ""): one.value for one in node.keywords}
+        given = {**dict(enumerate(node.args)), **by_name}
         for at, argument in sorted(given.items()):
             self.tokens.append(("parameter", key_of(jitted), at))
             self.write(argument)
@@ -179,9 +160,9 @@ class Writer:
             return "host", name
         if not home or home.split(".")[0] in ("flashlin", self.key.split(".")[0]):
             return "unknown", f"{name} of {home or self.key}"
-        return "text", home if isinstance(
-            value, ModuleType
-        ) else f"{home}.{getattr(value, '__qualname__', name)}"
+        if isinstance(value, ModuleType):
+            return "text", home
+        return "text", f"{home}.{getattr(value, '__qualname__', name)}"
 
 
 def parameters_of(jitted: Any) -> list[str]:
@@ -190,13 +171,9 @@ def parameters_of(jitted: Any) -> list[str]:
 
 def operands(chain: ast.BoolOp) -> list[ast.expr]:
     """Return the operands of ``a and b and c``, however it is put in parentheses."""
-    return [
-        one
-        for value in chain.values
-        for one in (
-            operands(value) if isinstance(value, ast.BoolOp) and type(value.op) is type(chain.op) else [value]
-        )
-    ]
+    return [one for value in chain.values
+            for one in (operands(value) if isinstance(value, ast.BoolOp) and type(value.op) is type(chain.op)
+                        else [value])]
 
 
 def is_docstring(statement: Any) -> bool:
@@ -208,35 +185,23 @@ def is_docstring(statement: Any) -> bool:
 
 
 def kernels(package: str) -> dict[str, Any]:
-    """``module.kernel`` -> its module, ``source_hash`` and functions, of every jitted function in a package."""
+    """Return module, name, ``source_hash`` and functions of every jitted function in a package."""
     from flashlin.testing.record import source_hash
-
     home, found = importlib.import_module(package), dict[str, Any]()
     for one in pkgutil.walk_packages(home.__path__, f"{package}."):
         module = importlib.import_module(one.name)
         for name, value in vars(module).items():
             if is_jitted(value) and value.fn.__module__ == one.name and value.fn.__name__ == name:
-                found[f"{one.name}.{name}"] = {
-                    "module": one.name,
-                    "name": name,
-                    "source": source_hash(one.name, name),
-                    "functions": functions_of(value),
-                }
+                found[f"{one.name}.{name}"] = {"module": one.name, "name": name,
+                                               "source": source_hash(one.name, name),
+                                               "functions": functions_of(value)}
     return found
 
 
 def canonical(launch: Mapping[str, Any]) -> str:
-    """What a launch is compiled for, whatever the order in which the host code gives its constants."""
-    return json.dumps(
-        [
-            launch["module"],
-            launch["kernel"],
-            launch["arguments"],
-            dict(sorted(launch["constants"].items())),
-            launch["num_warps"],
-            launch["num_stages"],
-        ]
-    )
+    """Return what a launch is compiled for, in whatever order the host code gives its constants."""
+    return json.dumps([launch["module"], launch["kernel"], launch["arguments"],
+                       dict(sorted(launch["constants"].items())), launch["num_warps"], launch["num_stages"]])
 
 
 def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) -> Iterator[Any]:
@@ -244,7 +209,6 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
     ``names``: (place, id, fields of the launch). wanted: ids; where all are found, it stops."""
     from matrix.cells import CARDS, whole
     from matrix.run import plans
-
     cells = {cell.triton: cell for cell in whole().tritons}
     cards = {card.name: card for card in CARDS}
     missing, ops = set(wanted), set[str]()
@@ -252,11 +216,8 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
         if triton not in cells or card not in cards:
             continue
         # two places tell which ops start these kernels
-        chosen = plans(
-            cells[triton],
-            [cards[card]],
-            wanted=(lambda op, label: True) if number < 2 else (lambda op, label: op in ops),
-        )
+        chosen = plans(cells[triton], [cards[card]],
+                       wanted=(lambda op, label: True) if number < 2 else (lambda op, label: op in ops))
         for outcome in chosen.outcomes:
             if any(launch.rpartition("-")[0] in names for launch in outcome.launches):
                 ops.add(outcome.op)
@@ -272,7 +233,6 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
 def identities(launches: list[dict[str, Any]]) -> list[str]:
     from flashlin.testing.record import Recorded
     from matrix.run import identity
-
     return [identity(Recorded.from_fields(one)) for one in launches]
 
 
@@ -287,55 +247,38 @@ def compiled(jobs: list[dict[str, Any]], folder: str, at_once: int, timeout: flo
         kernel = getattr(importlib.import_module(launch.module), launch.kernel)
 
         def warmup() -> Any:
-            made = kernel.warmup(
-                *(compiler.argument(kind) for _, kind in launch.arguments),
-                grid=(1,),
-                **dict(launch.constants),
-                num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
-            )
+            made = kernel.warmup(*(compiler.argument(kind) for _, kind in launch.arguments), grid=(1,),
+                                 **dict(launch.constants), num_warps=launch.num_warps,
+                                 num_stages=launch.num_stages)
             Path(folder, f"{number}.ptx").write_text(str(made.asm["ptx"]), encoding="utf-8")
             return made
-
         return compiler.compiled_by(warmup, sm, room)
-
     launches = [Recorded.from_fields(job["launch"]) for job in jobs]
     for module in {launch.module for launch in launches}:
         importlib.import_module(module)  # once, before the children
     compiler.warm()
-    works = [
-        partial(work, number, job["sm"], launch)
-        for number, (job, launch) in enumerate(zip(jobs, launches, strict=True))
-    ]
-    in_forks = vars(compiler).get("compiled_in_forks") or vars(compiler)["forked"]  # of an older checkout
+    works = [partial(work, number, job["sm"], launch)
+             for number, (job, launch) in enumerate(zip(jobs, launches, strict=True))]
+    # older checkouts call it forked
+    in_forks: Any = getattr(compiler, "compiled_in_forks", None) or vars(compiler)["forked"]
     answers = dict(in_forks(works, at_once, timeout))
     return [[answers[number].status, answers[number].message] for number in range(len(jobs))]
 
 
-ANSWERS: dict[str, Any] = {
-    "kernels": kernels,
-    "planned": lambda **given: list(planned(**given)),
-    "identities": identities,
-    "compiled": compiled,
-}
+ANSWERS: dict[str, Any] = {"kernels": kernels, "planned": lambda **given: list(planned(**given)),
+                           "identities": identities, "compiled": compiled}
 
 
 def ask(checkout: Path, question: str, *, environment: Mapping[str, str] | None = None, **given: Any) -> Any:
-    """Ask a process that imports ``checkout``. Its stderr is that of this process. Raises RuntimeError if it fails."""
+    """Ask a process that imports ``checkout``. It shares stderr with this process. Raises RuntimeError if it
+    fails."""
     variables = {"TRITON_INTERPRET": "0", "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve())],
-        cwd=checkout,
-        text=True,
-        check=False,
-        input=json.dumps([question, given]),
-        stdout=subprocess.PIPE,
-        env={**os.environ, **variables},
-    )
+    done = subprocess.run([sys.executable, __file__, "--answer"], cwd=checkout, text=True, check=False,
+                          input=json.dumps([question, given]), stdout=subprocess.PIPE,
+                          env={**os.environ, **variables})
     if done.returncode:
-        raise RuntimeError(
-            f"{question} of {checkout}: the process ended with {done.returncode}; stderr says why"
-        )
+        raise RuntimeError(f"{question} of {checkout}: the process ended with {done.returncode}; "
+                           "stderr says why")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -348,10 +291,8 @@ def checkout_of(place: str) -> Iterator[Path]:
         return
     done = subprocess.run(["git", "archive", place], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit(
-            f"got {place}, need a folder with flashlin/ in it or a git revision: "
-            f"{done.stderr.decode().strip()}"
-        )
+        raise SystemExit(f"got {place}, need a folder with flashlin/ in it or a git revision: "
+                         f"{done.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory(prefix="flashlin-old-") as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder)
@@ -363,7 +304,6 @@ def main() -> None:
     question, given = json.load(sys.stdin)
     answer = ANSWERS[question](**given)
     import flashlin
-
     if Path(str(flashlin.__file__)).resolve().parents[1] != Path.cwd().resolve():
         raise SystemExit(f"imported {flashlin.__file__}, need that of {Path.cwd()}")
     print(json.dumps(answer))
