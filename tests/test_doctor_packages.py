@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,10 @@ CONDITIONS = ("since", "fixed_in", "beside", "without", "broken", "card", "model
 
 @pytest.mark.parametrize(("name", "condition"), [
     (one.id, condition) for one in KNOWN_FLAWS for condition in CONDITIONS
-    if getattr(one, condition) != type(one)._field_defaults[condition]])
+    if getattr(one, condition) != getattr(type(one), condition)])
 def test_no_condition_of_a_flaw_can_be_left_out(name: str, condition: str, world: World,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    without = [one._replace(**{condition: type(one)._field_defaults[condition]})
+    without = [replace(one, **{condition: getattr(type(one), condition)})
                for one in KNOWN_FLAWS if one.id == name]
     monkeypatch.setattr(packages, "KNOWN_FLAWS", tuple(without))
     assert any(world.fresh().make(**beside).flaws for beside in WORLDS[name][1])
