@@ -1,5 +1,4 @@
-"""What the host does for a call before the card has anything to do: chunk by chunk forward and with backward,
-and decoding.
+"""Measure the host's time for a call: chunk by chunk, forward and with backward, and in decoding.
 
     python -m benchmarks.host [--op chunk_kda] [--profile 20] [--out FILE]
 

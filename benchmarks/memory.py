@@ -1,4 +1,4 @@
-"""What a call takes of memory, forward with backward, buffer by buffer, without a card.
+"""List the memory that a call takes, forward with backward, buffer by buffer, without a card.
 
     python -m benchmarks.memory [--op chunk_gla] [--shape 4x4096x32x128] [--whole]
 

@@ -130,6 +130,15 @@ def test_no_thread_for_its_output_ends_a_child(monkeypatch: pytest.MonkeyPatch) 
     assert ended.failure == "cannot be started: can't start new thread" and time.monotonic() - began < 30
 
 
+def test_no_thread_for_its_input_ends_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Process([sys.executable, "-c", "input()"], limit=60, interactive=True) as process:
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        process.send("text")
+        assert process.wait().failure == "got no input: can't start new thread"
+
+
 def test_a_child_whose_time_is_up_is_ended_with_what_it_has_started() -> None:
     began = time.monotonic()
     ended = run_to_end([sys.executable, "-c", LEAVES.format(seconds=60)], limit=3.0)

@@ -279,7 +279,7 @@ def test_every_place_that_is_risky_is_in_the_review() -> None:
 
 
 def test_a_relative_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the XDG specification says. A folder below the current directory may be another user's."""
+    """The XDG specification says so. A folder below the current directory may be another user's."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("FLASHLIN_CACHE", "FLASHLIN_HOME"):
         monkeypatch.delenv(name, raising=False)

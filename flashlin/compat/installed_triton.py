@@ -22,7 +22,7 @@ def triton_module() -> Any:
 
 
 def interpreting() -> bool:
-    """Return True if Triton was told to run kernels on the CPU."""
+    """Return True if TRITON_INTERPRET makes Triton run kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 

@@ -143,12 +143,12 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw(Known):
-    """A thing that another package does slowly or wrongly, which doctor looks for in a Stack. since,
-    fixed_in: releases of the package.
+    """A defect of another package, which doctor looks for in a Stack. since, fixed_in: releases of the
+    package.
 
-    always: whether every program pays for it, or stops; if not, the effect says how it must call.
-    mended_by: packages of which ``flashlin.patch`` takes it away, ``()`` for what no function can mend.
-    mended_from: and from which release of the package on.
+    always: True if every program is affected; if not, the effect says which calls are.
+    mended_by: the packages whose ``flashlin.patch`` removes the defect, ``()`` if no function can.
+    mended_from: the first release of the package in which the patch does so.
     beside: (package, fixed_in): these must also be installed, below that release. without: none of these may
     be. broken: one of these must be installed and fail to import. card: ``gpu``, ``no gpu``, the id of a
     known issue, or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be

@@ -207,7 +207,10 @@ class Process:
                 if close:
                     pipe.close()
         if self._ended is None:
-            Thread(target=write, args=(self._process.stdin,), daemon=True).start()
+            try:
+                Thread(target=write, args=(self._process.stdin,), daemon=True).start()
+            except RuntimeError as error:  # no thread can be started
+                self.end(f"got no input: {error}")
 
     def lines(self, limit: float | None = None) -> Iterator[str]:
         """Yield the lines of standard output as they come. The child has timed out if none comes for

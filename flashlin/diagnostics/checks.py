@@ -163,7 +163,7 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
-    """Where flashlin keeps something."""
+    """Check the folders in which flashlin keeps files."""
     home, why = verdicts.place(warn=False)
     cache, unsafe = environments.place()
     for variable, folder, no_folder, what, without in (
@@ -180,7 +180,7 @@ def check_folders(machine: Machine) -> Iterator[Check]:
 
 
 def check_tried(machine: Machine) -> Iterator[Check]:
-    """What was found out about kernels on this machine, and when."""
+    """List the results of trials of kernels on this machine, with their dates."""
     for target, names in machine.names.items():
         if target.backend not in ("cuda", "hip"):
             continue
@@ -203,13 +203,13 @@ def check_tried(machine: Machine) -> Iterator[Check]:
 
 
 def check_modules(machine: Machine) -> Iterator[Check]:
-    """Whether everything public can be imported; without torch nothing can, which is told already."""
+    """Check that all public names can be imported. Without torch none can, and ``check_torch`` says so."""
     if machine.torch is None:
         return
     errors: dict[str, list[str]] = {}
     for name in flashlin.__all__:
         _, error = attempt(getattr, flashlin, name)
-        if error and error != machine.policy_error:  # which is told already
+        if error and error != machine.policy_error:  # ``check_policy`` reports that one
             errors.setdefault(error, []).append(name)
     for error, names in errors.items():
         yield Check(name="modules", status="problem",
@@ -223,7 +223,7 @@ CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
-    """What the checks say; one that fails is a line of its own."""
+    """Run the checks and return their lines. A check that raises gets a line ``could not check``."""
     said: list[Check] = []
     for check in checks:
         lines, error = attempt(lambda check=check: list(check(machine)))

@@ -1,9 +1,10 @@
-"""Checks whose answer a GPU still owes. The device writes it, a copy goes to pinned memory behind an event,
-and somebody looks later and never waits: the next flashlin call (``poll``), or the exit of the process. Only
+"""Checks whose answer comes later from a GPU. The device writes the answer and copies it to pinned memory. The
+next flashlin call (``poll``) or the exit of the process reads it there, without waiting for the GPU.
 ``flashlin.synchronize()`` waits.
 
 An answer that each rank of a group has is not polled, because a rank that raises alone leaves the others
-waiting in an exchange. Every rank reads it in the same later call (``settle``).
+waiting in an exchange. Every rank reads it in the same later call (``settle``). That call waits only if the
+host is more than BEHIND such calls ahead of the GPU.
 
 An answer is two int64, a position (-1: nothing is wrong) and the value found there; a verdict turns them into
 a message. Inside a captured graph there is neither event nor copy: each captured call has a flag on the
@@ -26,7 +27,7 @@ from torch import Tensor
 
 SLOTS, FLAGS = 256, 1024    # answers on their way, made in blocks of so many; captured calls of one device
 SHOWN = 5                   # bad answers spelled out in one message
-BEHIND = 8                  # calls of ranks after which they read their answer: the GPU has it by then
+BEHIND = 8                  # later calls of ranks after which they read an answer
 PATIENCE = 1.0              # seconds the exit of the process gives to answers that are still on their way
 
 
@@ -68,8 +69,8 @@ def poll() -> None:
 
 
 def settle() -> None:
-    """Raise ValueError for bad answers that ranks share, all but the last BEHIND. Each rank calls this once
-    in each call that several ranks make."""
+    """Raise ValueError for bad answers that ranks share, all but the last BEHIND; wait for them if the GPU has
+    not written them yet. Each rank calls this once in each call that several ranks make."""
     if len(_shared) > BEHIND and not capturing():
         _raise(_waited(_shared, BEHIND))
 

@@ -129,7 +129,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
 
 def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                      timeout: float = 180) -> list[Result]:
-    """As ``compiling``, but return all results in the order of the jobs."""
+    """Return the results of ``compiling`` in the order of the jobs."""
     return [result for _, result in sorted(compiling(jobs, environment, at_once=at_once, timeout=timeout))]
 
 

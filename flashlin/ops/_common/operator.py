@@ -98,8 +98,9 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
             _Library(self, self.empty)
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *call: Any) -> tuple[Any, ...]:
-        """The outputs that are returned. plan: None while torch.compile traces; then something stands for an
-        output that there is not. call: its record, for a ``forward`` that replays runs."""
+        """Return the first ``returns`` outputs. plan: None while torch.compile traces; then a placeholder
+        replaces an output that the call does not have. call: its record, for a ``forward`` that replays
+        runs."""
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
