@@ -48,7 +48,8 @@ def _where() -> Mapping[str, str]:
     return {**ops, **of_modules(), **others}
 
 
-__getattr__, __dir__ = attach(__name__, _where)
+_SUBMODULES = ("backends", "mamba", "modules", "ops", "serving")
+__getattr__, __dir__ = attach(__name__, _where, _SUBMODULES)
 
 # The loaders of torch.export and of AOTInductor, which looks operators up in C++.
 _LOADERS = ("torch._export.serde.serialize", "torch._inductor.package")

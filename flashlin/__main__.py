@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -79,6 +79,8 @@ EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
   flashlin explain chunk_gla --dtype fp16 -B 4 -T 4096 -K 256
   flashlin explain chunk_gla --target T4,triton=3.3.1
+  flashlin explain gdn                         what Gated DeltaNet layers call:
+                                               chunk_gated_delta_rule
   flashlin explain simple_gla -T 1 -B 64 --no-grad      decoding: which mode?
 """
 RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
@@ -146,19 +148,19 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(argv)
         if unknown:
             [commands] = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-            command = commands.choices[known.command]
-            options = [*self._option_string_actions, *command._option_string_actions]
+            command = commands.choices[known.command] if known.command else self
+            options = {**self._option_string_actions, **command._option_string_actions}
             command.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0], options)}")
         return vars(known)
 
 
-def meant(given: str, known: list[str]) -> str:
+def meant(given: str, known: Iterable[str]) -> str:
     """``; did you mean --target H100?``, of what is like something known, or is a machine and --target known;
     else nothing."""
     with suppress(Unloadable):
-        target = load("compat.target")
-        machine = "--target" in known and (re.match(r"sm[_=]?\d", given) or target.card_named(given))
-        like = target.nearest_name(given.partition("=")[0], known)
+        like = load("compat.suggestions").did_you_mean(given.partition("=")[0], known)
+        machine = "--target" in known and (re.match(r"sm[_=]?\d", given)
+                                           or load("compat.target").card_named(given))
         return str(like or (f"; did you mean --target {given}?" if machine else ""))
     return ""
 
@@ -168,7 +170,7 @@ def parser() -> Parser:
     top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command", required=True,
+    commands = top.add_subparsers(dest="command",
                                   metavar="doctor | explain | run | warmup | why")
     doctor = commands.add_parser("doctor", description=DOCTOR,
                                  epilog=DOCTOR_EXAMPLES, formatter_class=plain)
@@ -184,7 +186,8 @@ def parser() -> Parser:
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
     explain = commands.add_parser("explain", epilog=EXPLAIN_EXAMPLES,
                                   formatter_class=plain, description=EXPLAIN)
-    explain.add_argument("op", help="a public op, such as chunk_simple_gla")
+    explain.add_argument("op", help="a public op, such as chunk_simple_gla, or the short name of its layer: "
+                                    "gdn, kda, deltanet, gla, mamba2, retnet, rwkv7 ...")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
     explain.add_argument("-B", type=int, default=1, help="batch size (default 1)")
     for size, what in (("T", "tokens (default 2048, or 1 of an op that only decodes)"),
@@ -275,6 +278,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             arguments = parser().parsed(argv)
             command = arguments.pop("command")
+            if command is None:
+                parser().print_help()
+                return 0
             code = report(command, arguments) if command in COMMANDS else None
         finally:
             if sys.stdout is not None:  # as after >&-

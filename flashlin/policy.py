@@ -104,8 +104,9 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Fields of a Policy out of what was given for them."""
     unknown = set(given) - set(Policy._fields)
     if unknown:
-        raise ValueError(f"settings: got {', '.join(sorted(unknown))}, need some of "
-                         f"{', '.join(Policy._fields)}")
+        from flashlin.compat.suggestions import need_one_of  # only for errors, as below
+        raise ValueError(f"settings: got {', '.join(sorted(unknown))}, "
+                         f"{need_one_of(min(unknown), Policy._fields)}")
     fields: dict[str, Any] = {}
     for name, value in given.items():
         shown = prefix + (name.upper() if prefix else name)
@@ -126,8 +127,9 @@ def _known(shown: str, given: Iterable[str]) -> frozenset[str]:
         valid = [issue.id for issue in KNOWN_ISSUES]
         unknown = sorted(ids.difference(valid))
         if unknown:
-            raise ValueError(f"{shown}: got {', '.join(map(repr, unknown))}, need ids of known issues: "
-                             f"{', '.join(valid)}")
+            from flashlin.compat.suggestions import need_one_of
+            raise ValueError(f"{shown}: got {', '.join(map(repr, unknown))} as ids of known issues, "
+                             f"{need_one_of(unknown[0], valid)}")
     return ids
 
 

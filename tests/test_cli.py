@@ -181,6 +181,21 @@ def test_what_was_meant_is_named(arguments: list[str], meant: str, capsys: pytes
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: flashlin ") and "flashlin explain " in shown.out and not shown.err
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: flashlin ")
+
+
+def test_an_unknown_option_without_a_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--versoin"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --versoin; did you mean --version?\n")
+
+
 def test_an_unknown_option_shows_how_its_command_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "chunk_gla", "--tokens", "3"])

@@ -194,7 +194,7 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("name", "meant"),
                          [("FLASHLIN_POLICI", "FLASHLIN_POLICY does"),
                           ("FLASHLIN_CHACHE", "FLASHLIN_CACHE does"),
-                          ("FLASHLIN_XYZZY_PLUGH", "known are FLASHLIN_AUTOTUNE, FLASHLIN_CACHE, ")])
+                          ("FLASHLIN_XYZZY_PLUGH", "need one of FLASHLIN_AUTOTUNE, FLASHLIN_CACHE, ")])
 def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name: str, meant: str,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")

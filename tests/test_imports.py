@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -152,8 +153,9 @@ def test_the_settings_import_facts_and_only_when_asked_about_them() -> None:
     of_ours = [name for name in imports(tree, "flashlin.policy", everywhere=True)
                if name.startswith("flashlin")]
     lock, facts = "flashlin.compat.locks.ThreadLock", "flashlin.compat.known_issues.KNOWN_ISSUES"
-    assert sorted(of_ours) == [facts, lock]
-    assert facts not in imports(tree, "flashlin.policy", everywhere=False)
+    errors = "flashlin.compat.suggestions.need_one_of"
+    assert sorted({*of_ours}) == [facts, lock, errors]
+    assert not {facts, errors} & {*imports(tree, "flashlin.policy", everywhere=False)}
 
 
 def without_torch() -> list[Path]:
@@ -332,6 +334,29 @@ def test_without_triton_a_gpu_plan_takes_the_torch_path_and_says_so() -> None:
 @pytest.mark.parametrize("name", flashlin.__all__)
 def test_public_name_resolves(name: str) -> None:
     assert getattr(flashlin, name) is not None
+
+
+def test_the_public_modules_load_when_first_used() -> None:
+    run("""
+        import sys, flashlin
+        for name in ("backends", "mamba", "modules", "ops", "serving"):
+            assert name in dir(flashlin) and name not in flashlin.__all__, name
+        assert not {*map("flashlin.".__add__, dir(flashlin))} & {*sys.modules} - {"flashlin.ops", "flashlin.modules"}
+        assert flashlin.serving.decode and flashlin.mamba.RMSNormGated and flashlin.backends.register
+        assert flashlin.ops.gla.chunk_gla is flashlin.chunk_gla is flashlin.ops.chunk_gla
+        assert flashlin.modules.norm.RMSNorm is flashlin.RMSNorm is flashlin.modules.RMSNorm
+        """)
+
+
+def test_no_module_of_the_package_has_the_name_of_a_public_function() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(flashlin.__path__)}
+    assert "mamba" in modules and not modules & {*flashlin.__all__}
+
+
+@pytest.mark.parametrize("name", ["layers", "models", "utils"])
+def test_a_package_of_fla_that_flashlin_lacks_says_where_to_look(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^flashlin has no {name}: if fla has it, keep fla.{name} "):
+        getattr(flashlin, name)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -14,7 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-OF_FLA = re.compile(r"flashlin\.((ops|modules)\.[^_]|utils\b)")  # where a replacement of ``fla.`` leads to
+ABSENT = ("layers", "models", "utils")  # packages of fla that flashlin does not have
+# Where a replacement of ``fla.`` leads to.
+OF_FLA = re.compile(rf"flashlin\.((ops|modules)\.[^_]|({'|'.join(ABSENT)})\b)")
 
 
 def lacking(name: str) -> str:
@@ -40,26 +42,40 @@ sys.meta_path.append(Lacking)
 
 
 def attach(
-    package: str, where: Callable[[], Mapping[str, str]]
+    package: str, where: Callable[[], Mapping[str, str]], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and the ``__dir__`` of a package. where: the module of each public name, as
-    ``module:name`` if it has another name there; asked when a name is first used."""
+    """Make the ``__getattr__`` and the ``__dir__`` of a package.
+
+    Args:
+        where: returns the module of each public name, as ``module:name`` if the name differs there. It is
+            called when a name is first used.
+        submodules: modules of the package that are attributes, too. ``__all__`` does not have them.
+    """
     def names() -> list[str]:
         return sorted([*where(), *(["__version__"] if "__version__" in vars(sys.modules[package]) else [])])
 
     def get(name: str) -> Any:
         if name == "__all__":
             return names()
+        if name in submodules:
+            return import_module(f"{package}.{name}")  # which also sets the attribute
         place = where().get(name)
         if place is None:
-            asked = f"{package}.{name}"
-            raise AttributeError(lacking(asked) if OF_FLA.match(asked)
-                                 else f"module {package!r} has no attribute {name!r}")
+            raise _no_attribute(package, name, [*names(), *submodules])
         module, _, called = place.partition(":")
         value = getattr(import_module(module), called or name)
         setattr(sys.modules[package], name, value)
         return value
-    return get, names
+    return get, lambda: sorted([*names(), *submodules])
+
+
+def _no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    asked = f"{module}.{name}"
+    said = lacking(asked) if OF_FLA.match(asked) else f"module {module!r} has no attribute {name!r}"
+    if not name.startswith("_") and name not in ABSENT:  # tools ask for many names that begin with _
+        from flashlin.compat.suggestions import did_you_mean  # not when flashlin is imported
+        said += did_you_mean(name, known)
+    return AttributeError(said, name=name)  # given a name, Python adds no suggestion of its own
 
 
 def public_of(module: str) -> Callable[[str], Any]:
@@ -67,7 +83,7 @@ def public_of(module: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         flashlin = import_module("flashlin")
         if name.startswith("_") or name not in flashlin.__all__:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise _no_attribute(module, name, flashlin.__all__)
         return getattr(flashlin, name)
     return get
 

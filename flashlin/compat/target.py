@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from flashlin.compat.installed_triton import expect_kernels, interpreting
 from flashlin.compat.releases import RELEASES, nearest, planned_as, triton_for
 from flashlin.compat.releases import pairs as torch_pairs
 from flashlin.compat.subprocesses import run_to_end
+from flashlin.compat.suggestions import MOST, did_you_mean, need_one_of
 from flashlin.compat.versions import release
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
                              f"torch={bare[1]}; for example H100,triton=3.2.0")
         if key not in KEYS or not value:
             raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
-                             f"name of a card; for example H100,triton=3.2.0{nearest_name(key, KEYS)}")
+                             f"name of a card; for example H100,triton=3.2.0{did_you_mean(key, KEYS)}")
         if key in pairs:
             raise ValueError(f"target: got {key} twice, {pairs[key]} and {value}, need it once")
         pairs[key] = value
@@ -305,23 +305,6 @@ def parse(text: str, *, torch_version: str = "") -> Target:
 KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "backend")
 
 
-def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """``"; did you mean sm?"``, or ``""`` where nothing known is like what was given."""
-    names = {name.lower(): name for name in known}
-    begun = [name for name in names if len(given) > 3 and name.startswith(given.lower())]
-    close = [names[name] for name in (*begun, *get_close_matches(given.lower(), names, 1, cutoff))]
-    return f"; did you mean {close[0]}?" if close and close[0] != given else ""
-
-
-def one_of(given: str, known: Iterable[str]) -> str:
-    """What an error says is needed in place of an unknown name: all of a few, of many the one that was meant,
-    if there is one."""
-    names = list(known)
-    meant = nearest_name(given, names)
-    listed = ", ".join(names) if len(names) <= 12 or not meant else f"the {len(names)} there are"
-    return f"need one of {listed}{meant}"
-
-
 def card_named(name: str) -> tuple[str, Card] | None:
     """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     said = name.lower()
@@ -340,7 +323,7 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if re.fullmatch(r"sm_?[0-9]+", given.lower()) and not digits:
         given, digits = "", given.lower().removeprefix("sm").strip("_")
     if backend and backend not in BACKENDS:
-        raise ValueError(f"target: got backend={backend}, need one of {', '.join(BACKENDS)}")
+        raise ValueError(f"target: got backend={backend}, {need_one_of(backend, BACKENDS)}")
     if given.lower() == "cpu":
         given, backend = "", backend or "cpu"
     if re.fullmatch(r"gfx[0-9]+[0-9a-f]{2}", given.lower()):
@@ -350,8 +333,8 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if given:
         named = card_named(given)
         if named is None:
-            meant = f"; did you mean sm={given}?" if given in known else nearest_name(given, CARDS, 0.5)
-            usual = [name for name, _ in (*USUAL_CARD.values(), *USUAL_AMD.values())]
+            meant = f"; did you mean sm={given}?" if given in known else did_you_mean(given, CARDS, 0.5)
+            usual = [name for name, _ in USUAL_CARD.values()][:MOST]
             raise ValueError(f"target: got the card {given!r}, need one of {', '.join(usual)} or "
                              f"{len(CARDS) - len(usual)} others, or another by its architecture, as gfx942 "
                              f"or as sm=90{meant}")
@@ -362,7 +345,7 @@ def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
     if digits and digits != "0" and digits not in known and (
             backend in ("", "cuda") or not re.fullmatch("[0-9]{1,4}", digits)):
         raise ValueError(f"target: got sm={pairs.get('sm', digits)}, need the compute capability of an "
-                         f"NVIDIA card: {', '.join(known)}{nearest_name(digits, known, 0.3)}")
+                         f"NVIDIA card, such as 75, 80 or 90{did_you_mean(digits, known, 0.3, most=1)}")
     capability = divmod(int(digits), 10) if digits and backend != "hip" else (0, 0)
     card, sms = USUAL_CARD.get(capability, ("GPU" if digits or backend in GPUS else "cpu", 64))
     return card, Card(capability, sms, backend or "cuda")

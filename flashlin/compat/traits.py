@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from flashlin.compat.suggestions import need_one_of
+
 HALVES = frozenset({"float16", "bfloat16"})
 
 # The ways in which a launch gets a trait.
@@ -86,7 +88,7 @@ OVERLAPPED = "overlapped"
 def trait_set(*names: str) -> frozenset[str]:
     """The set of these traits. Raises ValueError for a name without a row."""
     if unknown := sorted({*names} - {*TRAITS}):
-        raise ValueError(f"trait: got {', '.join(unknown)}, need one of {', '.join(sorted(TRAITS))}")
+        raise ValueError(f"trait: got {', '.join(unknown)}, {need_one_of(unknown[0], sorted(TRAITS))}")
     return frozenset(names)
 
 

@@ -6,21 +6,19 @@ from __future__ import annotations
 
 from numbers import Integral
 
-from flashlin.compat.target import one_of
 from flashlin.guards import family
 from flashlin.guards.family import Sizes
 from flashlin.guards.problem import Problem
-from flashlin.kernels.families import PUBLIC, family_of, typical
+from flashlin.kernels.families import PUBLIC, family_of, op_of, typical
 
 
 def known(op: str) -> str:
-    """The op that ``op`` is planned as. Raises ValueError with the one that was meant, or all."""
+    """Return the op that this name or short name is planned as. Raise a ValueError that names similar ops if
+    there is none."""
     if callable(op) and (name := getattr(op, "__name__", "")) in PUBLIC:
         raise ValueError(f"op: got the function {name}, need its name, {name!r}")
-    if not isinstance(op, str) or op not in PUBLIC:
-        ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
-        raise ValueError(f"op: got {op!r}, {one_of(str(op), ops)}")
-    return PUBLIC[op].planned_as or op
+    name = op_of(op)
+    return PUBLIC[name].planned_as or name
 
 
 def is_count(given: object) -> bool:

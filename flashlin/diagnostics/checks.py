@@ -10,7 +10,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 
 import flashlin
@@ -18,6 +17,7 @@ from flashlin import policy
 from flashlin.compat import releases
 from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.releases import is_that
+from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
 from flashlin.diagnostics.report import Check
@@ -146,11 +146,12 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
     yield Check(name="policy", status="ok",
                 detail=", ".join(f"{name} {value}" for name, value in values.items()))
-    valid = sorted(f"FLASHLIN_{name.upper()}" for name in (*policy.Policy._fields, *policy.ELSEWHERE))
-    for given in sorted(name for name in os.environ if name.startswith("FLASHLIN_") and name not in valid):
-        meant = get_close_matches(given.removeprefix("FLASHLIN_"),
-                                  [name.removeprefix("FLASHLIN_") for name in valid], 1)
-        instead = f"FLASHLIN_{meant[0]} does" if meant else f"known are {', '.join(valid)}"
+    prefix = "FLASHLIN_"
+    valid = {name.upper(): f"{prefix}{name.upper()}" for name in sorted((*policy.Policy._fields, *policy.ELSEWHERE))}
+    for given in sorted(name for name in os.environ if name.startswith(prefix) and name not in valid.values()):
+        bare = given.removeprefix(prefix)
+        close = [valid[name] for name in similar(bare, valid)]
+        instead = f"{either(close)} does" if close else need_one_of(bare, valid.values())
         yield Check(name="policy", status="worked around", fix=unset(given),
                     detail=f"{given} means nothing; {instead}")
 

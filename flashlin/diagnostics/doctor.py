@@ -16,6 +16,7 @@ import flashlin
 from flashlin import dispatch
 from flashlin.compat import releases
 from flashlin.compat.known_issues import issues_here
+from flashlin.compat.suggestions import suggests_keywords
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, outlook, quick
 from flashlin.diagnostics.advice import advise
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@suggests_keywords
 def doctor(
     model: nn.Module | None = None,
     *,
@@ -156,6 +158,7 @@ def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
     return tuple(row.model_copy(update={"where": ", ".join(devices)}) for row, devices in where.items())
 
 
+@suggests_keywords
 def plan(
     problem: Problem | str,
     target: str | Target | None = None,
@@ -177,7 +180,7 @@ def plan(
     ``explain``.
 
     Args:
-        problem: a Problem, which says all about the call, or a public op; then the rest is as in ``explain``.
+        problem: a Problem, which says all about the call, or an op; then the rest is as in ``explain``.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
         policy: None is the one in force for an op, and the defaults for a Problem.
 
@@ -209,6 +212,7 @@ def plan(
     return dispatch.plan(asked, _machine_of(target), in_force() if policy is None else policy)
 
 
+@suggests_keywords
 def explain(
     op: str,
     *,
@@ -229,7 +233,8 @@ def explain(
     """How one call would run, and why: the decision trail of dispatch, then in words.
 
     Args:
-        op: a public op, such as ``chunk_simple_gla``.
+        op: a public op, such as ``chunk_simple_gla``, or a short name, such as ``gdn`` or ``mamba2`` (the
+            table is in ``kernels/families.py``). The text then says which op the name stands for.
         target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
         B, T, H, K, V: the sizes, as in the ops; None is what the op's typical calls have (2048 tokens, one
             where it only decodes; 16 heads of 128 for most). A norm or a cross entropy has B * T * H rows of
@@ -248,9 +253,10 @@ def explain(
     policy = in_force() if policy is None else policy
     made = plan(op, target, policy, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen,
                 needs_grad=needs_grad, mode=mode, ranks=ranks)
-    op = made.asked.op
+    given, op = op, made.asked.op
     axes = ", ".join(f"{axis} {what}" for axis, what in family_of(op).axes.items())
-    lines = [str(made), "", *([f"Sizes: {axes}."] if axes else [])]
+    taken = [] if given in PUBLIC else [f"{given} stands for {op}.", ""]
+    lines = [*taken, str(made), "", *([f"Sizes: {axes}."] if axes else [])]
     ignored = ", ".join(sorted(policy.ignore)) or "nothing"
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in made.steps:

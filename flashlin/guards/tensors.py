@@ -3,6 +3,8 @@ TypeError that name the argument, what it got and what it needs. Metadata is alw
 no GPU has to be waited for, or in debug mode."""
 from __future__ import annotations
 
+from importlib import import_module
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from flashlin.compat.direct import TENSORS
+from flashlin.compat.suggestions import did_you_mean
 from flashlin.compat.tracing import numbers
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -289,4 +292,6 @@ def no_unknown(op: str, unknown: dict[str, Any]) -> None:
         raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours "
                         "are [B, H, T, D])")
     if unknown:
-        raise TypeError(f"{op}: got unexpected keyword {', '.join(sorted(unknown))}")
+        *known, _ = signature(getattr(import_module("flashlin"), op)).parameters  # without **unknown
+        raise TypeError(f"{op}: got unexpected keyword {', '.join(sorted(unknown))}"
+                        f"{did_you_mean(min(unknown), known)}")

@@ -19,6 +19,7 @@ from typing import Any
 
 from flashlin.compat.arrivals import watch
 from flashlin.compat.locks import ThreadLock
+from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations.bindings import Bindings, Replaced
 
 SHOWN = 8  # names in a line of a report
@@ -174,7 +175,7 @@ _unwatch: list[Callable[[], None]] = []
 def _known(*packages: str) -> tuple[str, ...]:
     for package in packages:
         if package not in PATCHES:
-            raise ValueError(f"package: got {package!r}, need one of {', '.join(map(repr, PATCHES))}")
+            raise ValueError(f"package: got {package!r}, {need_one_of(package, PATCHES)}")
     return tuple(dict.fromkeys(packages))
 
 

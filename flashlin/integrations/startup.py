@@ -22,6 +22,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from flashlin.compat.arrivals import not_prepared, remove, watch
+from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations import summary
 from flashlin.integrations.patching import PATCHES, comes, patch
 
@@ -37,7 +38,7 @@ def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name not in PATCHES:
-            raise ValueError(f"{given_by}: got {name!r}, need some of {', '.join(PATCHES)}")
+            raise ValueError(f"{given_by}: got {name!r}, {need_one_of(name, PATCHES)}")
     return names
 
 

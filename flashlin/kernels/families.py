@@ -1,11 +1,13 @@
 """The records of all families: those of every folder beside this file that has a ``recipe.py``."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 
 from flashlin import kernels
+from flashlin.compat.suggestions import need_one_of
 from flashlin.guards.family import Family, Op, Typical
 
 # Doctor tells of the folders in this order; of those not named here last.
@@ -23,6 +25,36 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _records()}
 # Every public op by its name, with its family.
 PUBLIC: dict[str, Op] = {op.name: op._replace(family=op.family or family.name)
                          for family in FAMILIES.values() for op in family.ops}
+
+# The op that a layer of this name calls to train. Names that follow from those of ops are in SHORT_NAMES.
+MODELS = {"deltanet": "chunk_delta_rule", "gated_deltanet": "chunk_gated_delta_rule",
+          "deltaproduct": "chunk_gated_delta_product",
+          "dplr": "chunk_dplr_delta_rule", "iplr": "chunk_iplr_delta_rule", "hgrn2": "chunk_gla",
+          "retnet": "chunk_retention", "lightning": "chunk_lightning_attn",
+          "linear_attention": "chunk_linear_attn", "mamba": "selective_scan_fn",
+          "mamba1": "selective_scan_fn", "mamba2": "mamba_chunk_scan_combined",
+          "ssd": "mamba_chunk_scan_combined", "mamba3": "mamba3_siso_combined"}
+
+
+def _squeezed(name: str) -> str:
+    return re.sub("[ _-]", "", name).lower()
+
+
+# Short names of ops, without spaces, hyphens, underscores and capitals: those of MODELS, those of chunk_ ops
+# without the prefix, and those of ops that choose the mode themselves.
+SHORT_NAMES = {**{_squeezed(op.removeprefix("chunk_")): op for op in PUBLIC if op.startswith("chunk_")},
+               **{_squeezed(op): op for op in PUBLIC if PUBLIC[op].mode == "auto"},
+               **{_squeezed(name): op for name, op in MODELS.items()}}
+
+
+def op_of(name: str) -> str:
+    """Return the public op of this name or short name (``gdn``, ``Mamba2``). Raise a ValueError that names
+    similar ops if there is none."""
+    known = isinstance(name, str) and (name if name in PUBLIC else SHORT_NAMES.get(_squeezed(name)))
+    if not known:
+        ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
+        raise ValueError(f"op: got {name!r}, {need_one_of(name, ops)}")
+    return known
 
 
 def family_of(op: str) -> Family:

@@ -30,4 +30,5 @@ def _where() -> Mapping[str, str]:
     return {name: module for module, names in _HOME.items() for name in names}
 
 
-__getattr__, __dir__ = attach(__name__, _where)
+_SUBMODULES = tuple(sorted(module.rpartition(".")[2] for module in _HOME))
+__getattr__, __dir__ = attach(__name__, _where, _SUBMODULES)

@@ -3,11 +3,13 @@ checkpoints load either way."""
 from __future__ import annotations
 
 import warnings
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flashlin.compat.suggestions import did_you_mean
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_dense, check_device, check_floats
 from flashlin.ops.conv import ACTIVATIONS, BACKENDS, causal_conv1d, causal_conv1d_update
@@ -42,7 +44,9 @@ class ShortConvolution(nn.Conv1d):
         if unknown.pop("use_fast_conv1d", None) is not None:
             warnings.warn("ShortConvolution: use_fast_conv1d has no effect", DeprecationWarning, stacklevel=2)
         if unknown:
-            raise TypeError(f"ShortConvolution: got unexpected keyword {', '.join(sorted(unknown))}")
+            *known, _ = signature(ShortConvolution).parameters  # without **unknown
+            raise TypeError(f"ShortConvolution: got unexpected keyword {', '.join(sorted(unknown))}"
+                            f"{did_you_mean(min(unknown), known)}")
         super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias,
                          padding=kernel_size - 1, device=device, dtype=dtype)
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend

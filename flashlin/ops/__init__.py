@@ -27,8 +27,8 @@ stand_in(__name__, OF_FLA)
 
 
 def _where() -> Mapping[str, str]:
-    modules = {op.module for op in PUBLIC.values()}
-    return {op.name: f"flashlin.ops.{op.module}" for op in PUBLIC.values() if op.name not in modules}
+    return {op.name: f"flashlin.ops.{op.module}" for op in PUBLIC.values() if op.name not in _SUBMODULES}
 
 
-__getattr__, __dir__ = attach(__name__, _where)
+_SUBMODULES = tuple(sorted({op.module for op in PUBLIC.values()}))
+__getattr__, __dir__ = attach(__name__, _where, _SUBMODULES)

@@ -25,6 +25,7 @@ from torch import distributed
 
 from flashlin import policy
 from flashlin.compat.locks import ThreadLock
+from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import probe
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def autotune(
         from triton.runtime.autotuner import Autotuner
         for what, names in (("reset_to_zero", reset_to_zero), ("restore_value", restore_value)):
             if unknown := _unknown(names, fn):
-                raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments of "
-                                 f"{_name(fn)}: {', '.join(fn.arg_names)}")
+                raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments of "
+                                 f"{_name(fn)}, {need_one_of(unknown[0], fn.arg_names)}")
         if unknown := _unknown(key, fn):
             warnings.warn(f"autotune: key names {', '.join(unknown)}, which {_name(fn)} has no arguments of; "
                           "they are left out", stacklevel=2)

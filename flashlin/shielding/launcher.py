@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin import policy
+from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import Target, probe
 from flashlin.guards.limits import OFFSET_LIMIT
 from flashlin.kernels.shield import source
@@ -282,5 +283,5 @@ def _batch(given: Mapping[str, int | None] | None, names: list[str]) -> dict[str
 def _checked(what: str, given: Iterable[str], names: list[str]) -> None:
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise ValueError(f"{what}: got {', '.join(map(repr, unknown))}, need names of arguments: "
-                         f"{', '.join(names)}")
+        raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments, "
+                         f"{need_one_of(unknown[0], names)}")

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flashlin.compat.target import one_of, probe
+from flashlin.compat.suggestions import need_one_of
+from flashlin.compat.target import probe
 from flashlin.dispatch import OPS
 from flashlin.guards import verdicts
 from flashlin.guards.problem import dtype_name
-from flashlin.kernels.families import family_of
+from flashlin.kernels.families import PUBLIC, family_of, op_of
 from flashlin.trial.run import LIMIT, Trial, Tried, run
 
 DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128)
@@ -38,9 +39,11 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
     ``flashlin.trial.run.Tried`` for each op, dtype and head size. Raises ValueError for an unknown op, dtype
     or head size, RuntimeError for a device that torch cannot use.
     """
-    _known("op", ops, tuple(OPS))
+    ops = _planned(ops)
     dtypes = [dtype_name(one) for one in dtypes]
-    _known("dtype", dtypes, DTYPES)
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype!r}, {need_one_of(dtype, DTYPES)}")
     for size in head_dims:
         if not 1 <= size <= 512:
             raise ValueError(f"head_dim: got {size}, need 1 to 512")
@@ -67,11 +70,9 @@ def forget(ops: Sequence[str] = ()) -> int:
     """Take back what trials of these ops (all by default) have found on this machine, under any Triton;
     returns how many verdicts that were. Raises ValueError for an unknown op, OSError where the tables cannot
     be written."""
-    _known("op", ops, tuple(OPS))
-    return verdicts.forget(ops)
+    return verdicts.forget(_planned(ops))
 
 
-def _known(name: str, some: Sequence[str], need: tuple[str, ...]) -> None:
-    for one in some:
-        if one not in need:
-            raise ValueError(f"{name}: got {one!r}, {one_of(one, need)}")
+def _planned(ops: Sequence[str]) -> list[str]:
+    """Return the ops that these names are planned as. Raise a ValueError for an unknown name."""
+    return list(dict.fromkeys(PUBLIC[op].planned_as or op for op in map(op_of, ops)))

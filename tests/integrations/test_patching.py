@@ -332,7 +332,7 @@ def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
 
 
 def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"package: got 'flax', need one of 'triton', 'fla'"):
+    with pytest.raises(ValueError, match=r"package: got 'flax', need one of triton, fla"):
         flashlin.patch("triton", "flax")
     assert "triton" not in patching._in_force  # nothing is half done
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
@@ -493,7 +493,7 @@ print(triton.autotune.__module__, os.environ["PYTHONPATH"].count("inherited"))
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--patch", "flax", "x.py"], "--patch: got 'flax', need some of triton, fla"),
+    (["--patch", "flax", "x.py"], "--patch: got 'flax', need one of triton, fla"),
     (["nowhere.py"], "program: got 'nowhere.py', which does not exist")])
 def test_run_with_wrong_arguments(arguments: list[str], said: str) -> None:
     done = run(*arguments)

@@ -169,7 +169,7 @@ def test_a_broken_dependency_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "names", "said"), [
     ("raise OSError('no such library')", "triton", "OSError: no such library"),
     ("raise SystemExit(3)", "triton", "SystemExit: 3"),
-    (None, "flax", "ValueError: FLASHLIN_PATCH: got 'flax', need some of triton, fla")])
+    (None, "flax", "ValueError: FLASHLIN_PATCH: got 'flax', need one of triton, fla")])
 def test_in_a_child_it_is_one_line_and_the_child_runs(text: str | None, names: str, said: str,
                                                       tmp_path: Path) -> None:
     if text is not None:

@@ -152,7 +152,7 @@ def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
      "causal_conv1d with initial_state=cache has the gradient"),
     (lambda: ShortConvolution(8, 4, activation="gelu"), ValueError,
      "activation: got 'gelu', need None, 'silu' or 'swish'"),
-    (lambda: ShortConvolution(8, 4, kernel=3), TypeError, "ShortConvolution: got unexpected keyword kernel"),
+    (lambda: ShortConvolution(8, 4, kernel=3), TypeError, "ShortConvolution: got unexpected keyword kernel; did you mean kernel_size?"),
     (lambda: ShortConvolution(8, 4)(X, mask=torch.ones(2, 4)), ValueError,
      "mask: got shape [2, 4], need [B, T] = [2, 5]"),
     (lambda: ShortConvolution(8, 4)(X[:1], mask=torch.ones(1, 5), cu_seqlens=EDGES), ValueError,

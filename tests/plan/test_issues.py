@@ -132,7 +132,7 @@ def test_every_trait_is_one_that_some_launch_can_have() -> None:
     lambda: of_tile("half_dott", 64, 64, 64),
 ], ids=["known issue", "recipe", "tile"])
 def test_a_misspelt_trait_is_an_error_that_names_the_others(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"trait: got half_dott, need one of .*half_dot, "):
+    with pytest.raises(ValueError, match=r"trait: got half_dott, need one of .*did you mean half_dot\?"):
         make()
 
 
