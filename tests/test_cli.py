@@ -193,7 +193,8 @@ def test_an_unknown_option_without_a_command_is_a_mistake(capsys: pytest.Capture
     with pytest.raises(SystemExit) as ended:
         main(["--versoin"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --versoin; did you mean --version?\n")
+    said = "error: unrecognized arguments: --versoin; did you mean --version?\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_an_unknown_option_shows_how_its_command_is_used(capsys: pytest.CaptureFixture[str]) -> None:

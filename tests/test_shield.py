@@ -337,7 +337,8 @@ def test_a_sum_that_its_loop_reads_is_refused_where_it_would_be_wrong() -> None:
 # --- declarations, devices, errors ---
 
 @pytest.mark.parametrize(("declared", "error", "says"), [
-    (dict(batch={"y": 0}, batch_axis=1), ValueError, "batch: got 'y' as names of arguments, need one of x, o, T"),
+    (dict(batch={"y": 0}, batch_axis=1), ValueError,
+     "batch: got 'y' as names of arguments, need one of x, o, T"),
     (dict(batch={"x": 0}), ValueError, "batch_axis: got None, need 0, 1 or 2"),
     (dict(batch={"x": 0}, batch_axis=3), ValueError, "batch_axis: got 3, need 0, 1 or 2"),
     (dict(outputs=["y"]), ValueError, "outputs: got 'y' as names"),
@@ -366,7 +367,8 @@ def test_what_is_no_kernel_is_an_error() -> None:
     (dict(batch=["x"]), TypeError, r"batch: got \['x'\], need a dict"),
     (dict(batch={"y": 0}), ValueError, "batch: got 'y' as names of arguments, need one of x, n"),
     (dict(batch={"x": None}, batch_size="n"), ValueError, "batch: got None for x, need the dimension"),
-    (dict(batch={"x": 0}, batch_size="m"), ValueError, "batch_size: got 'm' as names of arguments, need one of x, n")])
+    (dict(batch={"x": 0}, batch_size="m"), ValueError,
+     "batch_size: got 'm' as names of arguments, need one of x, n")])
 def test_a_wrong_declaration_for_a_function_is_the_same_error(declared: dict[str, Any],
                                                               error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):

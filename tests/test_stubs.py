@@ -28,7 +28,8 @@ def test_a_name_that_is_not_there_is_an_error_to_a_type_checker(tmp_path: Path) 
     user = tmp_path / "user.py"
     user.write_text("import flashlin\n"
                     "flashlin.chunk_gla, flashlin.RMSNorm, flashlin.doctor, flashlin.__version__\n"
-                    "flashlin.mamba.RMSNormGated, flashlin.serving.decode, flashlin.ops.gla, flashlin.backends\n"
+                    "flashlin.mamba.RMSNormGated, flashlin.serving.decode\n"
+                    "flashlin.ops.gla, flashlin.backends\n"
                     "flashlin.chunk_glaa\n"
                     "from flashlin.modules import RMSNorn\n")
     options = ("--ignore-missing-imports", "--no-site-packages", "--config-file=", "--cache-dir=cache")

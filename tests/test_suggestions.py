@@ -33,7 +33,8 @@ def test_at_most_five_are_named() -> None:
     assert did_you_mean("chunk", many) == f"; did you mean {either(many[:5])}?"
     assert need_one_of("chunk", many).count("chunk_") == need_one_of("nothing", many).count("chunk_") == 5
     assert need_one_of("nothing", many).endswith(" or 5 others")
-    assert need_one_of("chunk_c", many[:2]) == "need one of chunk_a, chunk_b; did you mean chunk_b or chunk_a?"
+    few = need_one_of("chunk_c", many[:2])
+    assert few == "need one of chunk_a, chunk_b; did you mean chunk_b or chunk_a?"
 
 
 def test_names_are_joined_as_in_a_sentence() -> None:
@@ -92,7 +93,8 @@ def test_an_unknown_keyword_changes_no_signature(name: str) -> None:
 @pytest.mark.parametrize(("arguments", "meant"), [
     (["explain", "chunk_gated_delta"], "chunk_gated_delta_rule or chunk_gated_delta_product"),
     (["doctor", "--op", "chunk_gated_delta"], "chunk_gated_delta_rule or chunk_gated_delta_product"),
-    (["warmup", "--forget", "--op", "chunk_gated_delta"], "chunk_gated_delta_rule or chunk_gated_delta_product")])
+    (["warmup", "--forget", "--op", "chunk_gated_delta"],
+     "chunk_gated_delta_rule or chunk_gated_delta_product")])
 def test_the_command_line_names_them_too(arguments: list[str], meant: str,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")

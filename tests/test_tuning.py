@@ -112,7 +112,8 @@ def test_unknown_names_are_dropped_with_a_warning() -> None:
 @pytest.mark.parametrize("what", ["restore_value", "reset_to_zero"])
 def test_unknown_names_of_tensors_are_an_error(what: str) -> None:
     # Without them a kernel that adds to its output would be wrong after tuning.
-    with pytest.raises(ValueError, match=f"{what}: got 'y' as names of arguments of fn, need one of x, BK, n, o, m"):
+    with pytest.raises(ValueError, match=f"{what}: got 'y' as names of arguments of fn, "
+                                         "need one of x, BK, n, o, m"):
         tuned(Kernel(), **{what: ["o", "y"]})
 
 

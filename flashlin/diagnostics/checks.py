@@ -147,9 +147,12 @@ def check_policy(machine: Machine) -> Iterator[Check]:
     yield Check(name="policy", status="ok",
                 detail=", ".join(f"{name} {value}" for name, value in values.items()))
     prefix = "FLASHLIN_"
-    valid = {name.upper(): f"{prefix}{name.upper()}" for name in sorted((*policy.Policy._fields, *policy.ELSEWHERE))}
-    for given in sorted(name for name in os.environ if name.startswith(prefix) and name not in valid.values()):
+    known = sorted(name.upper() for name in (*policy.Policy._fields, *policy.ELSEWHERE))
+    valid = {name: f"{prefix}{name}" for name in known}
+    for given in sorted(name for name in os.environ if name.startswith(prefix)):
         bare = given.removeprefix(prefix)
+        if bare in valid:
+            continue
         close = [valid[name] for name in similar(bare, valid)]
         instead = f"{either(close)} does" if close else need_one_of(bare, valid.values())
         yield Check(name="policy", status="worked around", fix=unset(given),

@@ -109,7 +109,8 @@ def test_wrong_arguments(op: str, changes: dict[str, Any], error: type[Exception
 @OPS
 def test_what_every_op_refuses(op: str) -> None:
     function, given = getattr(flashlin, op), inputs(op)
-    with pytest.raises(TypeError, match=rf"{op}: got unexpected keyword chunksize; did you mean chunk_size\?$"):
+    with pytest.raises(TypeError, match=rf"{op}: got unexpected keyword chunksize; "
+                                         r"did you mean chunk_size\?$"):
         function(**given, chunksize=64)
     with pytest.raises(ValueError, match="cu_seqlens_cpu: got a tensor without cu_seqlens, need both"):
         function(**given, cu_seqlens_cpu=torch.tensor([0, 12]))
