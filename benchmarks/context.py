@@ -25,7 +25,7 @@ import torch.distributed as dist
 import flashlin
 from benchmarks.calls import Shape, find, runs
 from flashlin import dispatch
-from flashlin.guards import limits
+from flashlin.guards import checks
 from matrix import record
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined")
@@ -80,7 +80,7 @@ def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]
         function, shape = getattr(flashlin, name), Shape(1, given.tokens // size, given.heads, given.head_dim)
         if size > 1:
             function = partial(function, process_group=dist.group.WORLD)
-        limits.forced_over = way if size > 1 else ""
+        checks.forced_over = way if size > 1 else ""
         dispatch.plan.cache_clear()
         calls = runs(function, op, shape, device) if size > 1 or dist.get_rank() == 0 else None
         found[way] = {what: taken(None if calls is None else calls[what], device, size == 1)
@@ -88,7 +88,7 @@ def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]
         del calls
         if device != "cpu":
             torch.cuda.empty_cache()
-    limits.forced_over = ""
+    checks.forced_over = ""
     dispatch.plan.cache_clear()
     return found
 

@@ -5,7 +5,7 @@ gradient.
     python -m benchmarks.first --op chunk_gla [--what forward] [--alone]
 
 ``benchmarks/compare.py --first`` runs it twice: where Triton's cache and FLASHLIN_HOME are empty, and again.
-alone: each kernel compiles where it is started, as if the machine had one core (ops/_common/ahead.py).
+alone: each kernel compiles where it is started, as if the machine had one core (ops/_common/compile_ahead.py).
 """
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def waited(op: Op, what: str, shape: Shape, device: str, alone: bool = False) ->
     synchronize()
     began = time.perf_counter()
     import flashlin
-    from flashlin.ops._common import ahead
+    from flashlin.ops._common import compile_ahead
     if alone:
-        ahead.cores = lambda: 1
+        compile_ahead.cores = lambda: 1
     call()
     synchronize()
     return round(time.perf_counter() - began, 3)

@@ -6,7 +6,7 @@ In microseconds and in *bare launches*: one Triton launch of a kernel with eight
 the calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
 (benchmarks/pretended.py), on which starting what is compiled takes no time, for calls and bare launches
 alike, so there the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out
-(ops/_common/replay.py, compat/direct.py). profile: so many lines of where a call's time goes.
+(ops/_common/replay.py, compat/launch_cache.py). profile: so many lines of where a call's time goes.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import flashlin
 from benchmarks import timing
 from benchmarks.calls import Shape, find, runs
 from benchmarks.pretended import Driver, pretended
-from flashlin.compat import direct, launch
+from flashlin.compat import launch, launch_cache
 from flashlin.compat import target as machine
 from flashlin.ops._common import chunked, recurrent, replay
 
@@ -75,7 +75,7 @@ def ordinary() -> Iterator[None]:
     with (mock.patch.object(chunked, "key_of", lambda *call: None),
           mock.patch.object(recurrent, "key_of", lambda *call: None),
           mock.patch.object(replay, "_key_of_run", lambda *call: None),
-          mock.patch.object(direct, "possible", lambda: False),
+          mock.patch.object(launch_cache, "possible", lambda: False),
           mock.patch.object(launch, "_kernels", {})):
         yield
 

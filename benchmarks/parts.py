@@ -19,7 +19,7 @@ import flashlin
 from benchmarks import timing
 from benchmarks.calls import OPS, Shape, runs
 from flashlin import dispatch
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels import scans
 from matrix import record
 

@@ -29,7 +29,7 @@ import triton
 import flashlin
 from flashlin import dispatch, policy
 from flashlin.compat.target import Target, parse, pretend, probe
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.ops import norm, simple_gla
 from flashlin.ops._common import chunked

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 
-from flashlin.compat.arrivals import watch
-from flashlin.compat.lazy import attach
+from flashlin.compat.import_hooks import watch
+from flashlin.compat.lazy_imports import attach
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ _BESIDE_OPS_AND_MODULES = {
     "flashlin.diagnostics.why": ("why",),
     "flashlin.policy": ("settings", "Policy"),
     "flashlin.compat.target": ("Target",),
-    "flashlin.guards.problem": ("Problem", "UnsupportedError"),
+    "flashlin.guards.plan_types": ("Problem", "UnsupportedError"),
     "flashlin.diagnostics.report": ("Report",),
     "flashlin.shielding.launcher": ("shield",),
     "flashlin.shielding.autotune": ("autotune",),

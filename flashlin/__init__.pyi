@@ -10,8 +10,8 @@ from flashlin.diagnostics.doctor import explain
 from flashlin.diagnostics.doctor import plan
 from flashlin.diagnostics.report import Report
 from flashlin.diagnostics.why import why
-from flashlin.guards.problem import Problem
-from flashlin.guards.problem import UnsupportedError
+from flashlin.guards.plan_types import Problem
+from flashlin.guards.plan_types import UnsupportedError
 from flashlin.integrations.hub import kernel_mapping
 from flashlin.integrations.patching import patch
 from flashlin.integrations.patching import patched

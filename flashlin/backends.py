@@ -18,7 +18,7 @@ from flashlin import dispatch, policy
 from flashlin.compat.target import probe
 from flashlin.guards import family
 from flashlin.guards.family import Sizes
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.integrations.calling import REFUSED, by_name, unserved
 from flashlin.kernels.families import PUBLIC, family_of
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import lru_cache, wraps
 
 from flashlin.compat.target import Target
-from flashlin.guards.limits import CHECKS, Draft
-from flashlin.guards.problem import Plan, Problem, Reason
+from flashlin.guards.checks import CHECKS, Draft
+from flashlin.guards.plan_types import Plan, Problem, Reason
 from flashlin.kernels.families import FAMILIES, PUBLIC
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy

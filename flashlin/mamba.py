@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashlin.compat.lazy import attach
+from flashlin.compat.lazy_imports import attach
 
 _WHERE = {"mamba_chunk_scan_combined": "flashlin.ops.ssd",
           "mamba_split_conv1d_scan_combined": "flashlin.ops.ssd",

@@ -3,7 +3,7 @@ context and names nobody; here it is a ValueError that names the first bad posit
 vocabulary size, and the context lives on.
 
 On the GPU nothing waits: a bad position gives a zero row and no gradient, and the error comes with the next
-flashlin call that finds the answer arrived (guards/pending.py). ``flashlin.settings(tokens="sync")`` raises
+flashlin call that finds the answer arrived (guards/deferred_checks.py). ``flashlin.settings(tokens="sync")`` raises
 in the call itself, ``"off"`` is plain torch. On the CPU the call itself raises. Under torch.compile the same
 holds, by way of one library operator. Under torch.func transforms and for tensors whose values cannot be read
 (meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashlin.compat.tracing import transformed
-from flashlin.guards import pending, scalars
-from flashlin.guards.pending import synchronize as synchronize
+from flashlin.guards import deferred_checks, scalars
+from flashlin.guards.deferred_checks import synchronize as synchronize
 from flashlin.guards.tensors import shown
 from flashlin.guards.tokens import Call, call_of, check, check_dtype, mode, out_of_range, readable, report, traced_place
 from flashlin.guards.tokens import first_bad as first_bad
@@ -48,7 +48,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
     (mode="reduce-overhead").
     """
     if not torch.compiler.is_compiling():
-        pending.poll()
+        deferred_checks.poll()
     if mode() == "off":
         return
     check_dtype(name, tokens, distributed=True)
@@ -157,7 +157,7 @@ def _is_guarded(module: nn.Module) -> bool:
 def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        pending.poll()
+        deferred_checks.poll()
     if mode() == "off":
         return F.embedding(input, weight, *options)
     check_dtype("input", input, distributed=True)
@@ -243,7 +243,7 @@ class _Masked(torch.autograd.Function):
 @torch.library.custom_op("flashlin::out_of_range", mutates_args=(),
                          schema="(Tensor tokens, SymInt vocab_size, str op, str place) -> Tensor")
 def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
-    pending.poll()
+    deferred_checks.poll()
     bad = out_of_range(tokens, vocab_size)[1]
     if tokens.numel() and mode() != "off":
         report(tokens, bad, Call(op, "input", place, 0, tuple(tokens.shape), vocab_size, None))

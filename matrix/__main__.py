@@ -11,8 +11,8 @@ from tqdm import tqdm
 from matrix import cells, figures, support, workflow
 from matrix import run as runner
 from matrix.results import Cell, CellResult, Matrix, load_result
-from matrix.squares import CellState, Planned
 from matrix.stacks import run as stacks
+from matrix.status import CellState, Planned
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"

@@ -27,7 +27,7 @@ import torch
 
 import flashlin
 from flashlin.compat.target import probe
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.compare import judge
 from matrix import record
@@ -66,7 +66,7 @@ def process(name: str) -> dict[str, Any]:
         return [line for line in text.splitlines() if line.startswith("  launch")]
     if name == "cached":
         now = time.time()
-        time.time = lambda: now + verdicts.A_DAY + 1
+        time.time = lambda: now + local_results.A_DAY + 1
     before = launches()
     blocks = fill(share) if share else []
     left = torch.cuda.mem_get_info()[0]
@@ -81,14 +81,14 @@ def process(name: str) -> dict[str, Any]:
         call(**on_card)
     right, _ = recurrence(**{name: x.double() for name, x in inputs.items()}, scale=D ** -0.5)
     error = judge("o", o.cpu(), right, ALLOWED).rms
-    verdicts.read_again()
-    here = verdicts.local(probe(device))
+    local_results.read_again()
+    here = local_results.local(probe(device))
     trial = here.trials.get(f"chunk_simple_gla bfloat16 {D}")
     row = {"process": name, "bytes free": left, "error": error, "right": error < ALLOWED,
            "seconds": round(seconds, 1), "warnings": [str(one.message) for one in warned],
            "trial": trial and trial.word, "said": trial and trial.said,
            "kernels ran": sum(one.word == "ran" for one in here.kernels.values()),
-           "kernels blamed": sum(one.word in verdicts.BAD for one in here.kernels.values()),
+           "kernels blamed": sum(one.word in local_results.BAD for one in here.kernels.values()),
            "same plan": bool(before) and before == launches()}
     row["as wanted"] = bool(row["right"] and row["same plan"] and row["trial"] == word
                             and len(warned) == told_of and not row["kernels blamed"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashlin.compat.known_issues import KNOWN_ISSUES
 from matrix.results import Matrix, compact
-from matrix.squares import MEANS, STATUSES, Square
+from matrix.status import MEANS, STATUSES, Square
 
 
 def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:

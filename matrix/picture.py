@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-from matrix.squares import STATUSES, Status
+from matrix.status import STATUSES, Status
 
 # Of each status the mark in SUPPORT.md, and its colour on light and on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {

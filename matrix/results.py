@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlin.compat.target import Target, parse
 from flashlin.compat.versions import release
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.testing.record import Recorded, is_current, source_hash
 
 Kind = Literal["gate", "report"]
@@ -265,7 +265,7 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
     for tried in result.launches.values():
         for card, verdict in tried.cards.items():
             if verdict.slow and card.startswith("sm"):
-                one = proven.slow_of(verdict.slow.registers, verdict.slow.spills) or ()
+                one = launch_table.slow_of(verdict.slow.registers, verdict.slow.spills) or ()
                 cards = slow.setdefault(tried.config, {})
                 cards[card] = max(cards.get(card, []), [*filter(None, one)])
     return {config: dict(sorted(cards.items())) for config, cards in slow.items()}

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from flashlin import dispatch
 from flashlin.compat.subprocesses import python, run_to_end
-from flashlin.diagnostics.quick import watch
-from flashlin.guards import proven
+from flashlin.diagnostics.self_test import watch
+from flashlin.guards import launch_table
 from flashlin.kernels.configs import is_hopper
 from flashlin.policy import Policy, settings
 from flashlin.testing.compile import NOT_TRIED, Job, Result, compiling
@@ -39,7 +39,7 @@ from matrix.results import (
     load_result,
     slow_by_config,
 )
-from matrix.squares import CellState, Outcome, Planned
+from matrix.status import CellState, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
 SAVED_EVERY = 5.0  # seconds
@@ -140,12 +140,12 @@ def plan_by(result: CellResult) -> bool:
     was shipped. Whether that is something else."""
     triton, slow = result.cell.triton, slow_by_config(result)
     before = {config: releases[triton].pop("slow", {})
-              for config, releases in proven.table().items() if triton in releases}
+              for config, releases in launch_table.table().items() if triton in releases}
     for config, cards in slow.items():
-        proven.table().setdefault(config, {}).setdefault(triton, {})["slow"] = cards
+        launch_table.table().setdefault(config, {}).setdefault(triton, {})["slow"] = cards
     if {config: cards for config, cards in before.items() if cards} == slow:
         return False
-    for cached in (proven.slow_on, proven._shipped, dispatch.plan):
+    for cached in (launch_table.slow_on, launch_table._shipped, dispatch.plan):
         cached.cache_clear()
     return True
 
@@ -230,7 +230,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
 
 
 def compiled(answer: Result) -> Compiled:
-    slow = proven.slow_of(answer.registers, answer.spills) if answer.ok else None
+    slow = launch_table.slow_of(answer.registers, answer.spills) if answer.ok else None
     figures = Figures(answer.spills, answer.registers, answer.instructions, answer.local)
     if slow and not slow.very:
         figures = Figures(slow.spills)

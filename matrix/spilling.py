@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from flashlin.compat.versions import release
-from flashlin.guards.proven import GIVEN_UP, MANY, SPILLS
+from flashlin.guards.launch_table import GIVEN_UP, MANY, SPILLS
 from matrix import markdown
 from matrix.results import Figures
-from matrix.squares import CellState, Planned
+from matrix.status import CellState, Planned
 from matrix.workload import is_main
 
 

@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashlin.guards import proven
-from flashlin.guards.proven import PROVEN
+from flashlin.guards.launch_table import PROVEN, Table, read
 from flashlin.testing.record import is_current
 from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
 from matrix.results import Matrix, compact, slow_by_config, together
-from matrix.squares import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 from matrix.stacks import documents
 from matrix.stacks import table as programs
+from matrix.status import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 
 Fact = tuple[str, str, str, str]  # configuration, release, level, card
 Grid = dict[tuple[str, str], str]  # (release, card) -> what its square says
@@ -81,7 +80,7 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
                                 *programs.seeds(results), *spilling.lines(every)) if line not in text]
     planned = {(state.result.cell.triton, outcome.card) for state in every
                for outcome in state.planned.outcomes}
-    shipped = proven.read(launches)
+    shipped = read(launches)
     then = {(config, triton, level, card) for config, releases in shipped.items()
             for triton, levels in releases.items() for level in set(levels) - {"slow"}
             for card in levels[level].split()}
@@ -139,7 +138,7 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
 def launch_table(every: Iterable[CellState], folder: Path) -> str:
     """JSON, see ``guards.proven``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``, each the
     cards of which it is known, and ``slow``, card -> what a ``proven.Slow`` has."""
-    every, table = list(every), proven.Table()
+    every, table = list(every), Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
         levels = table.setdefault(config, {}).setdefault(triton, {})
         levels[level] = f"{levels[level]} {card}" if level in levels else card

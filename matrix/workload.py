@@ -17,7 +17,7 @@ import flashlin
 from flashlin import dispatch, serving
 from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import Target
-from flashlin.guards.problem import Plan, UnsupportedError
+from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import PUBLIC
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case

@@ -19,9 +19,9 @@ from flashlin import dispatch, policy
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.installed_triton import interpreting
-from flashlin.diagnostics import surroundings
-from flashlin.guards import limits, proven, verdicts
-from flashlin.ops._common import ahead, pipeline, replay
+from flashlin.diagnostics import environment
+from flashlin.guards import checks, launch_table, local_results
+from flashlin.ops._common import compile_ahead, pipeline, replay
 from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
@@ -55,10 +55,10 @@ def forget() -> None:
     machine.pretend(None)
     door.replace_starter(None)
     policy._current = None
-    for cached in (dispatch.plan, proven._shipped, proven.slow_on, verdicts.local, verdicts._tell):
+    for cached in (dispatch.plan, launch_table._shipped, launch_table.slow_on, local_results.local, local_results._tell):
         cached.cache_clear()
-    for kept in (machine._probed, pipeline._told, verdicts._unwritten, canary._done, canary._settled,
-                 replay.calls, replay._recipes, door._kernels, ahead._compiling, ahead._foreseen):
+    for kept in (machine._probed, pipeline._told, local_results._unwritten, canary._done, canary._settled,
+                 replay.calls, replay._recipes, door._kernels, compile_ahead._compiling, compile_ahead._foreseen):
         kept.clear()
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()
@@ -94,7 +94,7 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
 @pytest.fixture(autouse=True)
 def in_sh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands are those of sh, whatever shell the tests are started from."""
-    monkeypatch.setattr(surroundings, "shell", lambda: "sh")
+    monkeypatch.setattr(environment, "shell", lambda: "sh")
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     (folder / "libcuda.so.1").touch()
     (folder / "ldconfig").write_text(f"#!/bin/sh\necho 'libcuda.so.1 (libc6) => {folder}/libcuda.so.1'\n")
     (folder / "ldconfig").chmod(0o755)
-    monkeypatch.setattr(surroundings, "LDCONFIG", str(folder / "ldconfig"))
+    monkeypatch.setattr(environment, "LDCONFIG", str(folder / "ldconfig"))
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def starts() -> list[str]:
 def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """axis_limits(x, y, z): from now on a grid's axes hold so many programs, so that batches go in parts."""
     def limited(*programs: int) -> None:
-        monkeypatch.setattr(limits, "AXIS_LIMITS", programs)
+        monkeypatch.setattr(checks, "AXIS_LIMITS", programs)
         dispatch.plan.cache_clear()
     return limited
 

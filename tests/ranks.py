@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flashlin
 from flashlin import dispatch
-from flashlin.guards import limits
+from flashlin.guards import checks
 
 Job = Callable[[Any], None]
 SECONDS = 60.0  # how long ranks wait for each other
@@ -143,12 +143,12 @@ def close(found: Tensor, right: Tensor, bound: float, name: str) -> None:
 @contextmanager
 def divided(way: str) -> Iterator[None]:
     """Calls over several ranks go this way, "heads" (where they can) or "tokens"."""
-    limits.forced_over = way
+    checks.forced_over = way
     dispatch.plan.cache_clear()
     try:
         yield
     finally:
-        limits.forced_over = ""
+        checks.forced_over = ""
         dispatch.plan.cache_clear()
 
 
@@ -271,7 +271,7 @@ def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "glo
     other."""
     size = max(n for n, _ in jobs.values())
     context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["flashlin.ops._common.across", "tests.ranks"])
+    context.set_forkserver_preload(["flashlin.ops._common.context_parallel", "tests.ranks"])
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, patience, jobs))
              for rank in range(size)]
     for one in ranks:

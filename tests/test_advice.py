@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flashlin
-from flashlin.diagnostics import machine, surroundings
+from flashlin.diagnostics import environment, machine
 from flashlin.diagnostics.machine import Dist
 from flashlin.diagnostics.report import Advice, Report
 from tests.machines import H200, installed
@@ -25,7 +25,7 @@ BAD = "import fails: ImportError: undefined symbol"
 
 INDEX = "https://download.pytorch.org/whl/"
 UNSET = "unset CUDA_VISIBLE_DEVICES"
-ELSEWHERE = surroundings.elsewhere()
+ELSEWHERE = environment.elsewhere()
 
 # The machine, its grade, the command, the grade after it, and words of the advice.
 ALL = len({plan.op for plan in flashlin.doctor(target="H100,triton=3.6.0").plans})

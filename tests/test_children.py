@@ -37,7 +37,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("module, arguments", [
     ("flashlin.trial.child", ["--help"]), ("flashlin.testing.compile", ["--help"]),
-    ("flashlin.diagnostics.quick", ["--help"]), ("matrix.gpu", ["--help"])])
+    ("flashlin.diagnostics.self_test", ["--help"]), ("matrix.gpu", ["--help"])])
 def test_what_lies_in_the_current_directory_is_left_alone(module: str, arguments: list[str],
                                                           trap: Path) -> None:
     ran = subprocess.run(python(module, *arguments), capture_output=True, text=True, timeout=120, check=False)

@@ -85,7 +85,7 @@ def test_the_version_is_told_however_broken_the_rest_is(tmp_path: Path) -> None:
     ("pydantic", '"pydantic>=2"', "doctor --json"), ("packaging", '"packaging>=22"', "doctor"),
     ("pydantic_core", '"pydantic>=2"', "doctor"),
     ("flashlin.kernels.conv.recipe", "--no-deps flashlin", "doctor"),
-    ("flashlin.diagnostics.outlook", "--no-deps flashlin", "explain chunk_gla"),
+    ("flashlin.diagnostics.typical_plans", "--no-deps flashlin", "explain chunk_gla"),
     ("flashlin.trial.warmup", "--no-deps flashlin", "warmup")])
 def test_a_flashlin_that_cannot_be_loaded_is_one_line(missing: str, fix: str, command: str) -> None:
     done = run(*command.split(), before=f"import sys; sys.modules[{missing!r}] = None")

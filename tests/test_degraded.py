@@ -13,7 +13,7 @@ from flashlin.diagnostics import checks
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics.driver import Driver, Seen
 from flashlin.diagnostics.report import Check, Report
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 from flashlin.testing import environments
 from tests.machines import H200, check, made, package, read, run
 
@@ -175,7 +175,7 @@ def test_the_folders_are_settings_like_any_other(monkeypatch: pytest.MonkeyPatch
                                                                   "ok")
     assert home.detail.startswith(f"{tmp_path / 'HOME'} can be written") and cache.detail.startswith(
         f"{tmp_path / 'CACHE'} can be written")
-    assert not list(tmp_path.iterdir()) and (verdicts.place()[0],
+    assert not list(tmp_path.iterdir()) and (local_results.place()[0],
                                              environments.cache_folder()) == (tmp_path / "HOME",
                                                                               tmp_path / "CACHE")
 
@@ -186,7 +186,7 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
     for one, name in zip(checks.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
         assert one.fix == f"set FLASHLIN_{name} to a folder that you can write"
-    monkeypatch.setattr(verdicts, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
+    monkeypatch.setattr(local_results, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
     assert next(checks.check_folders(made(H200))).detail.startswith(
         "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
 
@@ -210,10 +210,10 @@ def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None
             in checks.check_tried(here)] == [
                 f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
     noon = 1_700_000_000.0
-    verdicts.keep(verdicts.Table(
-        {"a 4": verdicts.Verdict("ran", noon, "chunk_gla bfloat16 64"),
-         "b 8": verdicts.Verdict("hang", noon, "chunk_kda bfloat16 64", "no answer")},
-        {"chunk_gla float32 64": verdicts.Verdict("not tried", noon, "chunk_gla float32 64",
+    local_results.keep(local_results.Table(
+        {"a 4": local_results.Verdict("ran", noon, "chunk_gla bfloat16 64"),
+         "b 8": local_results.Verdict("hang", noon, "chunk_kda bfloat16 64", "no answer")},
+        {"chunk_gla float32 64": local_results.Verdict("not tried", noon, "chunk_gla float32 64",
                                                   "CUDA out of memory")}), here.targets[where])
     ran, bad, untried = checks.check_tried(here)
     assert (ran.status, ran.detail) == ("ok",

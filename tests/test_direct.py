@@ -19,7 +19,7 @@ import flashlin
 from benchmarks.pretended import Driver, Started, pretended
 from flashlin.compat import launch, releases
 from flashlin.compat import target as machine
-from flashlin.compat.direct import Kernel
+from flashlin.compat.launch_cache import Kernel
 from flashlin.compat.releases import nearest
 from flashlin.compat.versions import release
 from flashlin.testing.cases import CASES

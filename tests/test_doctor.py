@@ -17,7 +17,7 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import Target, parse
-from flashlin.diagnostics import checks, machine, outlook, quick, report, surroundings
+from flashlin.diagnostics import checks, environment, machine, report, self_test, typical_plans
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.checks import CHECKS, checkup
@@ -182,11 +182,11 @@ def test_a_cache_or_ptxas_that_cannot_be_used(on: str, status: str, tmp_path: Pa
     (tmp_path / "ptxas").write_text("not executable")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/cache")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
-    (cache,) = surroundings.check_cache(made(on))
+    (cache,) = environment.check_cache(made(on))
     ptxas, *_ = checks.check_ptxas(made(on))
     assert (cache.status, ptxas.status, ptxas.fix) == (status, status, "unset TRITON_PTXAS_PATH")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "to" / "be" / "made"))
-    assert [one.status for one in surroundings.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
+    assert [one.status for one in environment.check_cache(made(on))] == ["ok"] and not (tmp_path / "to").exists()
 
 
 def test_which_ptxas_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,10 +305,10 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1", "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
     # doctor counts heads of 256, packed rows and decoding, too: the worst of them is its line
-    planned = outlook.typical("chunk_simple_gla", parse(target), Policy())
+    planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
     for dtype in test_readme.DTYPES:
         told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))
-        assert test_readme.outcome(planned[outlook.Kind(dtype, "training", True)]) == told
+        assert test_readme.outcome(planned[typical_plans.Kind(dtype, "training", True)]) == told
     assert ", ".join(USES) in flashlin.doctor(target=target).text()
 
 
@@ -323,7 +323,7 @@ def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
                          ["triton=3.2.0,sm=75", "triton=3.3.1,sm=75", "triton=3.7.1,sm=100",
                           "triton=3.0.0,sm=90"])
 def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
-    planned = outlook.typical(op, parse(target), Policy())
+    planned = typical_plans.typical(op, parse(target), Policy())
     said = row(target, op)
     grads = {False} if PUBLIC[op].in_place else {True, False}
     assert {kind.dtype for kind in planned} == {"bfloat16", "float16",
@@ -435,7 +435,7 @@ def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> Non
 
 
 def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlook.proven, "trust",
+    monkeypatch.setattr(typical_plans.proven, "trust",
                         lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
     said = [row(target).evidence.partition(",")[0]  # without what is slow there
             for target in (H200, "triton=3.5.1,sm=90", "triton=3.5.0,sm=103")]
@@ -547,7 +547,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Let the children run this script instead."""
     def plant(script: str) -> None:
         (tmp_path / "child.py").write_text(textwrap.dedent(script))
-        monkeypatch.setattr(quick, "CHILD",
+        monkeypatch.setattr(self_test, "CHILD",
                             lambda *arguments, first: [sys.executable, str(tmp_path / "child.py"),
                                                        *arguments])
     yield plant
@@ -557,7 +557,7 @@ def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(plante
                                                                           capsys: pytest.CaptureFixture[
                                                                                   str]) -> None:
     planted(PLANTED)
-    found = [(outcome.case, outcome.dtype, outcome.status) for outcome in quick.watch("cpu", None, Policy())]
+    found = [(outcome.case, outcome.dtype, outcome.status) for outcome in self_test.watch("cpu", None, Policy())]
     assert found == [(f"op-{case}", dtype, "ok" if case == "noisy" else "problem")
                      for case in ("wrong", "raising", "aborting", "noisy")
                      for dtype in ("float32", "bfloat16")]
@@ -583,7 +583,7 @@ HANG, ABORT = ("time.sleep(600)",
 def test_a_hang_is_a_row_and_the_rest_goes_on(planted: Any, monkeypatch: pytest.MonkeyPatch,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", HANG))
-    found = list(quick.watch("cpu", None, Policy(), limit=4.0))
+    found = list(self_test.watch("cpu", None, Policy(), limit=4.0))
     assert [outcome.status for outcome in found] == ["ok", "problem", "ok", "ok"]
     assert found[1].detail == "gave no answer in 4 s and was ended" and found[1].seconds < 15
 
@@ -601,7 +601,7 @@ def test_doctor_reports_an_abort_and_exits_1(planted: Any, monkeypatch: pytest.M
 
 def test_a_machine_on_which_every_child_ends_early_is_left_alone(planted: Any) -> None:
     planted(TALKING.replace("{BAD}", "{0, 1, 2, 3}").replace("{HOW}", "sys.exit('no such luck')"))
-    found = list(quick.watch("cpu", None, Policy()))
+    found = list(self_test.watch("cpu", None, Policy()))
     assert [outcome.status for outcome in found] == ["problem"] * 3 + ["could not check"]
     assert "exit code 1: no such luck" in found[0].detail and "not run" in found[3].detail
 
@@ -613,13 +613,13 @@ def test_a_machine_on_which_every_child_ends_early_is_left_alone(planted: Any) -
     "'seconds': 0.1}), flush=True); continue"])
 def test_a_full_card_or_disk_is_no_op_s_problem(how: str, planted: Any) -> None:
     planted(TALKING.replace("{BAD}", "{1}").replace("{HOW}", how))
-    assert [outcome.status for outcome in quick.watch("cpu", None, Policy())] == ["ok", "could not check",
+    assert [outcome.status for outcome in self_test.watch("cpu", None, Policy())] == ["ok", "could not check",
                                                                                   "ok", "ok"]
 
 
 def test_a_child_that_cannot_start_is_a_row(planted: Any) -> None:
     planted("raise ImportError('libcuda.so.1')")
-    (one,) = quick.watch("cpu", None, Policy())
+    (one,) = self_test.watch("cpu", None, Policy())
     assert one.status == "problem" and "libcuda.so.1" in one.detail
 
 
@@ -630,12 +630,12 @@ def test_the_children_obey_the_policy_in_force(planted: Any) -> None:
         detail = " ".join(os.environ[f"FLASHLIN_{name}"] for name in ("POLICY", "PATH", "IGNORE"))
         print(json.dumps({"done": 0, "ok": True, "detail": detail, "seconds": 0.0}))
         """)
-    (one,) = quick.watch("cpu", None, Policy("strict", "torch", frozenset({"stmatrix-33"})))
+    (one,) = self_test.watch("cpu", None, Policy("strict", "torch", frozenset({"stmatrix-33"})))
     assert one.detail == "strict torch stmatrix-33"
 
 
 def test_a_case_of_one_op_really_runs_here() -> None:
-    found = list(quick.watch("cpu", "l2norm", Policy()))
+    found = list(self_test.watch("cpu", "l2norm", Policy()))
     assert found and {outcome.status for outcome in found} == {"ok"} and {outcome.case.split("-")[0]
                                                                           for outcome in found} == {"l2norm"}
     assert {outcome.dtype for outcome in found} >= {"float32", "bfloat16"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashlin.__main__ import coloured
-from flashlin.diagnostics import checks, surroundings
+from flashlin.diagnostics import checks, environment
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.diagnostics.report import Flaw, Ran, Report
 from tests.simulated import World
@@ -41,7 +41,7 @@ CHECKS = (
     checks.check_triton,
     checks.check_copies,
     checks.check_driver,
-    surroundings.check_card,
+    environment.check_card,
 )
 
 

@@ -16,7 +16,7 @@ from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import doctor as diagnosis
 from flashlin.dispatch import OPS
 from flashlin.guards.family import problem_of
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels.families import PUBLIC, family_of, typical
 from flashlin.policy import Policy
 from matrix import workload

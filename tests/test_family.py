@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = """
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes, Unsupported
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
@@ -43,7 +43,7 @@ import torch
 
 from flashlin import dispatch, policy
 from flashlin.compat.target import probe
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 
 
 def doubled(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_a_family_of_three_places_is_everywhere(copy: Path) -> None:
         import torch, flashlin
         from flashlin.compat.target import parse
         from flashlin.dispatch import OPS
-        from flashlin.guards.problem import Problem
+        from flashlin.guards.plan_types import Problem
 
         H200 = "triton=3.6.0,sm=90"
         # its public names, and what a type checker knows of them
@@ -158,7 +158,7 @@ def test_doctor_runs_its_cases(copy: Path) -> None:
     said = run(copy, """
         import runpy, sys
         sys.argv = ["quick", "--device", "cpu", "--op", "doubled"]
-        runpy.run_module("flashlin.diagnostics.quick", run_name="__main__")
+        runpy.run_module("flashlin.diagnostics.self_test", run_name="__main__")
         """)
     assert '["doubled-random", "float32"]' in said and '"ok": true' in said
 

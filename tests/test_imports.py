@@ -28,7 +28,7 @@ ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", "
 # What child processes run. The first ones run in children only: they may import every room, and nobody
 # imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
-STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.quick",
+STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.self_test",
            "flashlin.diagnostics.importing")
 # Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does
 # not. They know those facts.
@@ -39,11 +39,11 @@ ERRORS = ("layers", "models")
 
 # Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have
 # neither.
-NO_TORCH = ("guards/problem.py", "guards/family.py", "guards/limits.py", "kernels/*/recipe.py",
+NO_TORCH = ("guards/plan_types.py", "guards/family.py", "guards/checks.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/remedies.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
             "diagnostics/why.py", "integrations/probing.py", "policy.py",
-            "compat/lazy.py", "compat/locks.py", "compat/versions.py", "compat/releases.py",
+            "compat/lazy_imports.py", "compat/locks.py", "compat/versions.py", "compat/releases.py",
              "compat/installed_triton.py", "compat/target.py", "compat/traits.py", "compat/known*.py",
             "__init__.py", "*/__init__.py", "kernels/*/__init__.py")
 
@@ -208,7 +208,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
         assert not heavy, heavy
         ours = {name for name in sys.modules if name.startswith("flashlin.")}
         # the modules that load all the others
-        ours -= {"flashlin.compat", "flashlin.compat.lazy", "flashlin.compat.arrivals"}
+        ours -= {"flashlin.compat", "flashlin.compat.lazy_imports", "flashlin.compat.import_hooks"}
         assert not ours, f"to be loaded when they are used: {ours}"
         assert (sys.excepthook, sys.displayhook) == hooks and list(warnings.filters) == filters
         """, SAME_ENVIRONMENT)

@@ -11,7 +11,7 @@ import torch
 
 import flashlin
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Launch
+from flashlin.guards.plan_types import Launch
 
 LAUNCH = Launch("scaled", (4,), 2, 3, (("BT", 16), ("BK", 8)), 0, 0, frozenset())
 

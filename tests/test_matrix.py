@@ -14,14 +14,14 @@ import pytest
 from flashlin import dispatch
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.testing import environments
 from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.record import Recorded
 from matrix import cells, picture, results, seeds, spilling, support, workload
 from matrix import run as matrix
 from matrix.results import Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
-from matrix.squares import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
+from matrix.status import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
 from tests.share import WHOLE as ALL
 from tests.share import share
 
@@ -39,7 +39,7 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[workload.Call]]:
     found = [call for call in workload.calls() if str(call) == "chunk_simple_gla bfloat16 D=128"]
     monkeypatch.setattr(workload, "calls", lambda: iter(found))
     monkeypatch.setattr(matrix, "triton_environment", lambda version: {})
-    shipped = proven.table  # for which a test may have put another
+    shipped = launch_table.table  # for which a test may have put another
     yield found
     shipped.cache_clear()
 
@@ -112,8 +112,8 @@ def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
         if job.launch.kernel == "simple_gla_states" and job.launch.num_stages == 2:
             return Result("ok", shared=1, registers=32, spills=19104, instructions=6181, local=3175)
         return Result("ok", shared=1, registers=255, spills=1000, instructions=900, local=9)
-    seen, table = list[Job](), proven.Table()
-    monkeypatch.setattr(proven, "table", lambda: table)
+    seen, table = list[Job](), launch_table.Table()
+    monkeypatch.setattr(launch_table, "table", lambda: table)
     monkeypatch.setattr(matrix, "compiling", compiler(verdict, seen))
     found = matrix.run(CELL, (AMPERE,), tmp_path)
     states = [job.launch for job in seen if job.launch.kernel == "simple_gla_states"]

@@ -14,10 +14,10 @@ import flashlin
 from benchmarks.pretended import Driver, Started, pretended
 from flashlin import dispatch
 from flashlin.compat import launch
-from flashlin.compat.described import Lent
+from flashlin.compat.descriptors import Lent
 from flashlin.compat.target import parse, pretend
-from flashlin.guards import proven
-from flashlin.guards.problem import Launch
+from flashlin.guards import launch_table
+from flashlin.guards.plan_types import Launch
 from flashlin.policy import Policy
 from flashlin.testing.compile import Job, compile_launches
 from flashlin.testing.record import Recorded, recording
@@ -50,10 +50,10 @@ def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any
 def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
                                       fresh: Callable[[], None]) -> None:
     config = planned(op)
-    monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"compiled": "sm90"}}})
+    monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"compiled": "sm90"}}})
     fresh()
     assert config.startswith(SCANS[op]) and planned(op, policy=Policy()).startswith(PLAIN[op])
-    monkeypatch.setattr(proven, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
+    monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
     fresh()
     assert planned(op, policy=Policy()) == config
     assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host would take longer"

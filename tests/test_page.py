@@ -12,7 +12,7 @@ import pytest
 import matrix.page
 from matrix.page import data, page
 from matrix.results import Card, Cell, Matrix
-from matrix.squares import MEANS, STATUSES, Square
+from matrix.status import MEANS, STATUSES, Square
 
 MATRIX = Matrix(card=(Card(name="sm75", example="T4", kind="gate"),
                       Card(name="gfx942", example="MI300", kind="report")),

@@ -84,7 +84,7 @@ try:
 except ValueError as error:
     assert "7" in str(error)
 from flashlin.guards import verdicts
-from flashlin.guards.verdicts import Table, Verdict
+from flashlin.guards.local_results import Table, Verdict
 from flashlin.compat.target import parse
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

@@ -10,15 +10,15 @@ import pytest
 
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.diagnostics import outlook
-from flashlin.guards import proven
-from flashlin.guards.problem import Launch, Plan, Problem
+from flashlin.diagnostics import typical_plans
+from flashlin.guards import launch_table
+from flashlin.guards.plan_types import Launch, Plan, Problem
 from flashlin.policy import Policy
 from flashlin.testing import record
 from flashlin.testing.record import Recorded
 from matrix import support
 from matrix.results import LAUNCHES, Cell, CellResult, Compiled, by_source, load_result
-from matrix.squares import CellState, Outcome, Planned
+from matrix.status import CellState, Outcome, Planned
 
 LAUNCH = Launch("scan", (1,), 4, 2, (("BT", 64),), 0, 0, frozenset({"dot", "bf16"}))
 TABLE = {LAUNCH.config: {"3.6.0": {"compiled": "sm80 sm90", "ran": "sm90"},
@@ -33,9 +33,9 @@ PROBLEM = Problem("chunk_simple_gla", "simple_gla", "chunk", 2, 128, 4, 64, 64, 
     ("triton=3.3.0,sm=90", "failed"), ("triton=3.3.2,sm=90", "failed"),
     ("triton=3.6.0+git1234,sm=90", "unknown"), ("backend=cpu", "unknown")])
 def test_trust_in_a_launch(place: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven, "table", lambda: TABLE)
-    assert proven.trust(LAUNCH.config, parse(place)) == level
-    assert proven.trust(LAUNCH._replace(num_warps=8).config, parse(place)) == "unknown"
+    monkeypatch.setattr(launch_table, "table", lambda: TABLE)
+    assert launch_table.trust(LAUNCH.config, parse(place)) == level
+    assert launch_table.trust(LAUNCH._replace(num_warps=8).config, parse(place)) == "unknown"
 
 
 def plan_on(text: str, policy: Policy = Policy()) -> Plan:
@@ -43,10 +43,10 @@ def plan_on(text: str, policy: Policy = Policy()) -> Plan:
 
 
 def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
-    monkeypatch.setattr(proven, "table", dict)
+    monkeypatch.setattr(launch_table, "table", dict)
     first = plan_on("triton=3.6.0,sm=90").launches[-1]
     bad = {first.config: {"3.6.0": {"failed": "sm90"}}}
-    monkeypatch.setattr(proven, "table", lambda: bad)
+    monkeypatch.setattr(launch_table, "table", lambda: bad)
     fresh()
     plan = plan_on("triton=3.6.0,sm=90")
     assert [reason.code
@@ -58,18 +58,18 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
                             in plan_on("triton=3.6.0,sm=80").launches}, "other cards are left alone"
     assert first.config in {launch.config
                             for launch in plan_on("triton=3.6.0,sm=90", Policy(policy="off")).launches}
-    assert outlook.evidence([plan]) == "no record"
+    assert typical_plans.evidence([plan]) == "no record"
 
 
 def test_sequences_stay_whole_where_a_kernel_for_parts_failed(monkeypatch: pytest.MonkeyPatch,
                                                               fresh: Callable[[], None]) -> None:
-    monkeypatch.setattr(proven, "table", dict)
+    monkeypatch.setattr(launch_table, "table", dict)
     long, on = PROBLEM._replace(B=1, N=1, T=32768, H=8, K=128, V=128), parse("triton=3.6.0,sm=90,sms=132")
     first = dispatch.plan(long, on)
     carrying = first.launch("carry_decayed")
     assert first.part and carrying.num_warps == 4
     bad = {carrying.config: {"3.6.0": {"failed": "sm90"}}}
-    monkeypatch.setattr(proven, "table", lambda: bad)
+    monkeypatch.setattr(launch_table, "table", lambda: bad)
     fresh()
     plan = dispatch.plan(long, on)
     assert not plan.part and plan.problem.max_warps == 8 and plan.path == "triton"
@@ -89,7 +89,7 @@ def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -
         cards = ("sm80", "sm90")
         table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}} for config, figures in slow.items()}
         table |= {config: {"3.6.0": {"failed": "sm80 sm90"}} for config in failed}
-        monkeypatch.setattr(proven, "table", lambda: table)
+        monkeypatch.setattr(launch_table, "table", lambda: table)
         fresh()
 
         def planned(place: str) -> dict[str, Launch]:
@@ -155,29 +155,29 @@ def test_where_configurations_were_timed_only_what_ptxas_gave_up_is_slow(
     (255, 1000, None), (255, 1001, "spills 1,001 bytes a thread"), (32, 0, None), (40, 8, None),
     (32, 8, "spills 8 bytes a thread, given 32 registers")])
 def test_what_is_slow(registers: int, spills: int, slow: str | None) -> None:
-    found = proven.slow_of(registers, spills)
+    found = launch_table.slow_of(registers, spills)
     assert (str(found) if found else None) == slow
 
 
 def test_doctor_tells_what_spills_most(launches_where: Callable[..., Launches]) -> None:
     launches_where(slow_throughout(launches_where))
     plan = dispatch.plan(TRAINING, parse(AMPERE))
-    assert outlook.evidence([plan]) == (
+    assert typical_plans.evidence([plan]) == (
         "no record, slow: simple_gla_states spills 20,401 bytes a thread")
 
 
 def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
                                               fresh: Callable[[], None]) -> None:
-    monkeypatch.setattr(proven, "table", dict)
+    monkeypatch.setattr(launch_table, "table", dict)
     plan = plan_on("triton=3.6.0,sm=90")
     configs = [launch.config for launch in plan.launches]
     everything = {config: {"3.6.0": {"ran": "sm90"}} for config in configs}
     for table, told in ((everything, "ran"),
                         ({**everything, configs[-1]: {"3.6.0": {"compiled": "sm90"}}}, "compiled"),
                         ({**everything, configs[-1]: {}}, "no record")):
-        monkeypatch.setattr(proven, "table", lambda table=table: table)
+        monkeypatch.setattr(launch_table, "table", lambda table=table: table)
         fresh()
-        assert outlook.evidence([plan]) == told
+        assert typical_plans.evidence([plan]) == told
 
 
 def found(**compiled: Compiled) -> CellState:

@@ -26,7 +26,7 @@ from flashlin.__main__ import parser
 from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
 from flashlin.diagnostics.why import matches
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.policy import CHOICES, ELSEWHERE, Policy
 from matrix.__main__ import command_line
 

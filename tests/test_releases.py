@@ -19,7 +19,7 @@ from flashlin.compat.releases import RELEASES, Release, in_full, nearest, suppor
 from flashlin.compat.target import OLDEST_TRITON, bundled_ptxas, parse, ptxas_path
 from flashlin.compat.versions import release
 from flashlin.diagnostics import checks, machine
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.testing import environments
 from matrix import cells, workflow
 from tests import test_readme
@@ -99,7 +99,7 @@ def test_a_new_release_is_known_to_plans(one_more: Release, monkeypatch: pytest.
         monkeypatch.delenv(variable, raising=False)
     assert [bundled_ptxas("3.98.0", card) for card in ((8, 9), (9, 0))] == ["13.6.1", "13.7.2"]
     assert parse("triton=3.98.1,sm=100").ptxas == "13.7.2"
-    assert proven.knows("3.98.0") and not proven.knows("3.99.0")
+    assert launch_table.knows("3.98.0") and not launch_table.knows("3.99.0")
 
 
 def test_from_which_card_on_a_new_release_takes_its_second_assembler(monkeypatch: pytest.MonkeyPatch) -> None:

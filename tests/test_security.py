@@ -16,7 +16,7 @@ import pytest
 
 from flashlin.compat import folders
 from flashlin.compat.subprocesses import python
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 from flashlin.testing import environments
 from flashlin.testing.environments import NotInstallable, cache_folder, installed
 from tests.machines import CLEAN, ROOT, package
@@ -238,7 +238,7 @@ def test_what_packages_write_is_not_executed() -> None:
 def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
     """Triton loads libraries from its cache."""
     from flashlin.compat.known_failures import KNOWN_FAILURES
-    from flashlin.diagnostics.surroundings import elsewhere
+    from flashlin.diagnostics.environment import elsewhere
     for text in (elsewhere(), json.dumps([vars(one) for one in KNOWN_FAILURES], default=str)):
         assert "CACHE_DIR=/tmp/" not in text and "/tmp/triton" not in text and "TMPDIR/triton" not in text
 
@@ -265,7 +265,7 @@ def test_every_place_that_is_risky_is_in_the_review() -> None:
     files = [ROOT / "setup.py", *(path for folder in ("flashlin", "tools", "matrix", "benchmarks", "examples")
                                   for path in sorted((ROOT / folder).rglob("*.py")))]
     assert risky(ROOT / "flashlin/testing/environments.py") == {"Process", "tempfile", "rmtree", "chmod"}
-    assert risky(ROOT / "flashlin/integrations/startup.py") >= {"exec"}
+    assert risky(ROOT / "flashlin/integrations/run_command.py") >= {"exec"}
     missing = {}
     for path in files:
         name = path.relative_to(ROOT).as_posix()
@@ -285,4 +285,4 @@ def test_a_relative_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     assert cache_folder() == tmp_path / ".cache/flashlin/tritons"
-    assert verdicts.place() == (tmp_path / ".cache/flashlin", "")
+    assert local_results.place() == (tmp_path / ".cache/flashlin", "")

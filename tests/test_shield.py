@@ -17,7 +17,7 @@ import flashlin
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
 from flashlin.compat.traits import HALVES, with_operands
-from flashlin.guards import limits
+from flashlin.guards import checks
 from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.kernels.shield import source
@@ -586,8 +586,8 @@ def test_on_every_machine_a_planned_launch_answers_every_check_and_a_refusal_has
                                     launch=asked.given.launch._replace(grid=(70000, 1))))):
                 plan = flashlin.plan(problem, parse(f"triton={triton_version},sm={sm}"))
                 seen.add(plan.path)
-                draft = limits.Draft(plan.problem, FAMILIES["shield"], plan.launches, plan.target, Policy())
-                for check in limits.CHECKS:
+                draft = checks.Draft(plan.problem, FAMILIES["shield"], plan.launches, plan.target, Policy())
+                for check in checks.CHECKS:
                     assert plan.refused or check(draft) is None
                 for reason in plan.refused:
                     for name in reason.remedies:

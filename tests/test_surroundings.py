@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flashlin.diagnostics import surroundings
+from flashlin.diagnostics import environment
 from flashlin.diagnostics.checks import checkup
 from flashlin.diagnostics.driver import Driver, Seen
 from flashlin.diagnostics.machine import Machine
@@ -28,7 +28,7 @@ LAPTOP = made("cpu,triton=3.6.0", cuda=None)
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(surroundings.SHOWN)] + ["CC"]:
+    for name in [name for name in os.environ if name.startswith(environment.SHOWN)] + ["CC"]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -72,17 +72,17 @@ def test_the_c_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     if cc:
         monkeypatch.setenv("CC", cc)
-    one = only(surroundings.check_compiler, made(H200))
+    one = only(environment.check_compiler, made(H200))
     assert one.status == status and said in one.detail and fix in one.fix and bool(one.fix) == bool(fix)
-    assert only(surroundings.check_compiler, LAPTOP).status == "ok", "nothing is compiled there"
+    assert only(environment.check_compiler, LAPTOP).status == "ok", "nothing is compiled there"
 
 
 def test_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    one = only(surroundings.check_headers, made(H200))
+    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    one = only(environment.check_headers, made(H200))
     assert one.status == "problem" and f"{tmp_path}/Python.h is not there" in one.detail
     (tmp_path / "Python.h").touch()
-    assert only(surroundings.check_headers, made(H200)).status == "ok"
+    assert only(environment.check_headers, made(H200)).status == "ok"
 
 
 # --- libcuda ---
@@ -112,21 +112,21 @@ def test_libcuda(
         (tmp_path / name).mkdir()
         (tmp_path / name / "libcuda.so.1").touch()
     line = f"echo '\tlibcuda.so.1 (libc6,x86-64) => {tmp_path / listed}/libcuda.so.1'" if listed else ""
-    monkeypatch.setattr(surroundings, "LDCONFIG", str(program(tmp_path, "ldconfig", line)))
-    monkeypatch.setattr(surroundings, "LIBCUDA", (str(tmp_path / "usual"),))
+    monkeypatch.setattr(environment, "LDCONFIG", str(program(tmp_path, "ldconfig", line)))
+    monkeypatch.setattr(environment, "LIBCUDA", (str(tmp_path / "usual"),))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    one = only(surroundings.check_libcuda, made(H200))
+    one = only(environment.check_libcuda, made(H200))
     assert one.status == status and said in one.detail
     assert one.fix == (f"export TRITON_LIBCUDA_PATH={tmp_path / fix}" if fix else "")
-    assert not list(surroundings.check_libcuda(LAPTOP))
+    assert not list(environment.check_libcuda(LAPTOP))
 
 
 def test_libcuda_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
-    one = only(surroundings.check_libcuda, made(H200))
+    one = only(environment.check_libcuda, made(H200))
     assert (one.status, one.fix) == ("problem", "unset TRITON_LIBCUDA_PATH")
     (tmp_path / "libcuda.so.1").touch()
-    assert only(surroundings.check_libcuda, made(H200)).status == "ok"
+    assert only(environment.check_libcuda, made(H200)).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_tool_that_fails_is_no_verdict(
     if mode:
         tool.write_text("#!/bin/sh\nexec sleep 60\n")
         tool.chmod(mode)
-    monkeypatch.setattr(surroundings, "LDCONFIG", str(tool))
-    monkeypatch.setattr(surroundings, "LIMIT", 1.0)
-    [one] = checkup(made(H200), (surroundings.check_libcuda,))
+    monkeypatch.setattr(environment, "LDCONFIG", str(tool))
+    monkeypatch.setattr(environment, "LIMIT", 1.0)
+    [one] = checkup(made(H200), (environment.check_libcuda,))
     assert (one.name, one.status) == ("libcuda", "could not check") and said in one.detail
 
 
@@ -161,11 +161,11 @@ def test_a_cache_that_is_full_or_runs_nothing(
     free: int, flags: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 20))
-    monkeypatch.setattr(surroundings.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
-    one = only(surroundings.check_cache, made(H200))
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: SimpleNamespace(free=free << 20))
+    monkeypatch.setattr(environment.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    one = only(environment.check_cache, made(H200))
     assert one.status == ("problem" if said else "ok") and said in one.detail
-    assert one.fix == (surroundings.elsewhere() if said else "")
+    assert one.fix == (environment.elsewhere() if said else "")
 
 
 @pytest.mark.parametrize("shell", [one for one in ("sh", "bash", "zsh", "fish") if shutil.which(one)])
@@ -174,7 +174,7 @@ def test_the_cache_that_is_advised_can_be_written(
     given: bool, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path) if given else "")
-    advised = surroundings.elsewhere()
+    advised = environment.elsewhere()
     assert "${" not in advised, "fish knows none"
     said = subprocess.check_output([shell, "-c", f'{advised} && sh -c "env"'], text=True).splitlines()
     [made] = [Path(line.partition("=")[2]) for line in said if line.startswith("TRITON_CACHE_DIR=")]
@@ -204,17 +204,17 @@ def test_variables_that_are_set_are_listed_and_told(
     name: str, value: str, status: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (
-        only(surroundings.check_variables, made(H200)).detail == "none of Triton's, torch's or CUDA's is set"
+        only(environment.check_variables, made(H200)).detail == "none of Triton's, torch's or CUDA's is set"
     )
     monkeypatch.setenv(name, value)
-    first, *told = surroundings.check_variables(made(H200))
+    first, *told = environment.check_variables(made(H200))
     assert first.detail == f"set are {name}" and first.status == "ok"
     assert [(one.status, one.detail.partition(":")[0]) for one in told] == (
         [(status, f"{name}={value}")] if status else []
     )
 
 
-SHELL = surroundings.shell  # which the other tests have replaced
+SHELL = environment.shell  # which the other tests have replaced
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ SHELL = surroundings.shell  # which the other tests have replaced
 def test_a_variable_is_taken_away_as_the_shell_does(
     name: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surroundings, "shell", SHELL)
+    monkeypatch.setattr(environment, "shell", SHELL)
     monkeypatch.setenv("SHELL", name)
-    monkeypatch.setattr(surroundings.os, "getppid", lambda: -1)
-    assert surroundings.unset("CC") == command
+    monkeypatch.setattr(environment.os, "getppid", lambda: -1)
+    assert environment.unset("CC") == command
 
 
 def test_the_shell_that_runs_is_asked_before_the_users_own(
@@ -263,11 +263,11 @@ def test_the_shell_that_runs_is_asked_before_the_users_own(
 )
 def test_room_on_the_card(card: Seen, name: str, status: str) -> None:
     found = [
-        (one.name, one.status) for one in surroundings.check_card(made(H200, driver=Driver("580", (card,))))
+        (one.name, one.status) for one in environment.check_card(made(H200, driver=Driver("580", (card,))))
     ]
     assert found == ([(name, status)] if name else [])
 
 
 def test_this_machine_can_be_asked() -> None:
-    assert {one.status for one in checkup(LAPTOP, surroundings.SURROUNDINGS)} == {"ok"}
+    assert {one.status for one in checkup(LAPTOP, environment.SURROUNDINGS)} == {"ok"}
     assert shutil.which("sh")

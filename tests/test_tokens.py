@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlin import policy, tokens
-from flashlin.guards import pending
+from flashlin.guards import deferred_checks
 from flashlin.tokens import check_tokens, embedding, first_bad, guard_embeddings, keep_first, masked_embedding, out_of_range, synchronize
 
 HERE = __file__
@@ -56,16 +56,16 @@ def paper_gpu(monkeypatch):
                         ("synchronize", lambda device: None), ("is_current_stream_capturing", lambda: False)):
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in (("_free", {}), ("_flags", {})):
-        monkeypatch.setattr(pending, name, value)
-    monkeypatch.setattr(pending.atexit, "register", lambda f: None)
-    monkeypatch.setattr(pending.os, "register_at_fork", lambda **hooks: None)
+        monkeypatch.setattr(deferred_checks, name, value)
+    monkeypatch.setattr(deferred_checks.atexit, "register", lambda f: None)
+    monkeypatch.setattr(deferred_checks.os, "register_at_fork", lambda **hooks: None)
     PaperEvent.over = True
 
     def onto(x):
         return torch.as_tensor(x).as_subclass(OnGpu)
     onto.capture = lambda on: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on)
     yield onto
-    pending._owed.clear()
+    deferred_checks._owed.clear()
 
 
 # What raw torch does, and what the same call says here
@@ -308,26 +308,26 @@ def test_a_long_list_of_failures_is_cut(paper_gpu):
         PaperEvent.over = False
     with pytest.raises(ValueError) as error:
         synchronize()
-    assert str(error.value).count("check_tokens") == pending.SHOWN
+    assert str(error.value).count("check_tokens") == deferred_checks.SHOWN
     assert "\n  and 3 more like these\n" in str(error.value)
 
 
 def test_good_tokens_say_nothing_and_free_their_slots(paper_gpu):
-    for _ in range(3 * pending.SLOTS):
+    for _ in range(3 * deferred_checks.SLOTS):
         check_tokens(paper_gpu([1, 2, -100]), 10, ignore_index=-100)
     synchronize()
-    assert len(pending._free[torch.device("cpu")]) == pending.SLOTS
-    assert not pending._owed
+    assert len(deferred_checks._free[torch.device("cpu")]) == deferred_checks.SLOTS
+    assert not deferred_checks._owed
 
 
 def test_more_calls_than_slots_lose_no_report_and_wait_for_none(paper_gpu):
     PaperEvent.over = False
-    for _ in range(2 * pending.SLOTS + 1):
+    for _ in range(2 * deferred_checks.SLOTS + 1):
         check_tokens(paper_gpu([1, 2]), 10)
     check_tokens(paper_gpu([77]), 10)
     with pytest.raises(ValueError, match="got 77"):
         synchronize()
-    assert len(pending._free[torch.device("cpu")]) == 3 * pending.SLOTS
+    assert len(deferred_checks._free[torch.device("cpu")]) == 3 * deferred_checks.SLOTS
 
 
 def test_slots_made_in_inference_mode_serve_outside_it(paper_gpu):
@@ -340,24 +340,24 @@ def test_slots_made_in_inference_mode_serve_outside_it(paper_gpu):
 def test_poll_asks_no_event_while_a_graph_is_captured(paper_gpu):
     check_tokens(paper_gpu([77]), 10)
     paper_gpu.capture(True)
-    pending.poll()
+    deferred_checks.poll()
     paper_gpu.capture(False)
     with pytest.raises(ValueError, match="got 77"):
-        pending.poll()
+        deferred_checks.poll()
 
 
 def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu):
     check_tokens(paper_gpu([1]), 10)    # warm-up
-    pending.poll()
+    deferred_checks.poll()
     paper_gpu.capture(True)
     # one line, one flag: replays look like this
     for ids in ([[1, 2], [3, 4]], [[1, 2], [30, 4]], [[9, 20], [1, 1]]):
         out = embedding(paper_gpu(ids), torch.ones(10, 2))
     check_tokens(paper_gpu([5]), 10)
     paper_gpu.capture(False)
-    assert not pending._owed
+    assert not deferred_checks._owed
     assert out[0].tolist() == [[1, 1], [0, 0]]
-    pending.poll()
+    deferred_checks.poll()
     with pytest.raises(ValueError, match=r"^embedding called .*: input: got 30 at position 2 = \[1, 0\]"):
         synchronize()
     synchronize()   # told once
@@ -365,13 +365,13 @@ def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu
 
 def test_captured_calls_without_a_flag_are_announced(paper_gpu, monkeypatch):
     check_tokens(paper_gpu([1]), 10)
-    monkeypatch.setattr(pending, "FLAGS", 1)
+    monkeypatch.setattr(deferred_checks, "FLAGS", 1)
     paper_gpu.capture(True)
     check_tokens(paper_gpu([1]), 10)
     with pytest.warns(UserWarning,
                       match="captured graphs hold more than 1 different checks; check_tokens called at"):
         check_tokens(paper_gpu([1]), 11)
-    assert len(pending._flags[torch.device("cpu")].calls) == 1
+    assert len(deferred_checks._flags[torch.device("cpu")].calls) == 1
 
 
 def test_sync_raises_in_the_call_itself(paper_gpu):
@@ -379,7 +379,7 @@ def test_sync_raises_in_the_call_itself(paper_gpu):
                                                        match=r"got 50 at position 0, need 0 <= token < 10, "
                                                              r"the vocabulary size$"):
         embedding(paper_gpu([50]), torch.ones(10, 2))
-    assert not pending._owed
+    assert not deferred_checks._owed
 
 
 def test_off_is_plain_torch(paper_gpu):
@@ -388,7 +388,7 @@ def test_off_is_plain_torch(paper_gpu):
         check_tokens(paper_gpu([50]), 10)
         with pytest.raises(IndexError):
             embedding(torch.tensor([50]), torch.ones(10, 2))
-    assert not pending._owed
+    assert not deferred_checks._owed
 
 
 def test_at_exit_what_is_known_is_printed_and_not_raised(paper_gpu, capsys):
@@ -396,30 +396,30 @@ def test_at_exit_what_is_known_is_printed_and_not_raised(paper_gpu, capsys):
     paper_gpu.capture(True)
     check_tokens(paper_gpu([60]), 10)
     paper_gpu.capture(False)
-    pending._at_exit()
+    deferred_checks._at_exit()
     said = capsys.readouterr().err
     assert said.startswith("flashlin: check_tokens called at ")
     assert "got 50 at position 1" in said and "got 60 at position 0" in said
 
 
 def test_at_exit_a_gpu_that_hangs_or_is_dead_hangs_nobody(paper_gpu, capsys, monkeypatch):
-    monkeypatch.setattr(pending, "PATIENCE", 0.05)
+    monkeypatch.setattr(deferred_checks, "PATIENCE", 0.05)
     check_tokens(paper_gpu([50]), 10)
     PaperEvent.over = False
-    pending._at_exit()
+    deferred_checks._at_exit()
 
     def dead(self):
         raise RuntimeError("CUDA error: device-side assert triggered")
     monkeypatch.setattr(PaperEvent, "query", dead)
-    pending._at_exit()
+    deferred_checks._at_exit()
     assert capsys.readouterr().err == ""
 
 
 def test_a_forked_child_asks_nothing_of_its_parents_gpu(paper_gpu):
     check_tokens(paper_gpu([50]), 10)
-    pending._in_child()
+    deferred_checks._in_child()
     synchronize()
-    assert len(pending._free[torch.device("cpu")]) == pending.SLOTS
+    assert len(deferred_checks._free[torch.device("cpu")]) == deferred_checks.SLOTS
 
 
 def test_importing_loads_no_compiler_and_without_a_gpu_nothing_is_owed():
@@ -607,4 +607,4 @@ def test_tensors_without_values_are_left_to_torch():
 
 
 def test_the_doors_are_flashlins():
-    assert tokens.synchronize is pending.synchronize
+    assert tokens.synchronize is deferred_checks.synchronize

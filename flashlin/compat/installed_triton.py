@@ -27,7 +27,7 @@ def interpreting() -> bool:
 
 
 def possible() -> bool:
-    """Return True if kernels may be started directly on this release, see direct.py."""
+    """Return True if kernels may be started directly on this release, see launch_cache.py."""
     return _compared(triton_module().__version__)
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlin.compat.direct import Kernel
+from flashlin.compat.launch_cache import Kernel
 
 if TYPE_CHECKING:
-    from flashlin.guards.problem import Launch
+    from flashlin.guards.plan_types import Launch
 
 _kernels: dict[int, Kernel] = {}  # by id, since they keep theirs alive; to hash one takes its source
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]

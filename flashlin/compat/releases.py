@@ -21,7 +21,7 @@ class Release(NamedTuple):
     torch: the torch releases made with it (Requires-Dist of their wheels on PyPI).
     numpy: the bound that its interpreter needs, if any: with numpy 2, 3.0 and 3.1 lose writes silently.
     direct: whether compiled kernels are started as its launch would start them, but without it
-        (compat/direct.py): only where both ways have been compared.
+        (compat/launch_cache.py): only where both ways have been compared.
     gate: whether it has a cell of the matrix, in which nothing may fail. A release that a patch release soon
         followed has none; it is here because people have it installed.
     """

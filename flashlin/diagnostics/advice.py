@@ -20,8 +20,8 @@ from flashlin.compat.releases import Pair
 from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import release
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, overriding, shadowed
-from flashlin.diagnostics.outlook import Way, price, typical, way_of
 from flashlin.diagnostics.report import Advice, Check
+from flashlin.diagnostics.typical_plans import Way, price, typical, way_of
 from flashlin.policy import Policy
 
 MENDED = {Way.REFUSED: "run", Way.TORCH: "run as Triton kernels", Way.COPIES: "run without fp32 copies",

@@ -8,7 +8,7 @@ from numbers import Integral
 
 from flashlin.guards import family
 from flashlin.guards.family import Sizes
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.families import PUBLIC, family_of, op_of, typical
 
 

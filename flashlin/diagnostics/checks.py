@@ -1,7 +1,7 @@
 """Doctor's checks of this machine. An exception in a check is a line of the report and does not end it.
 
 Offline and read-only: whether a folder can be written is asked of the system, not tried. A new check is a
-function that is named in ``CHECKS``, or with what Triton needs around it in ``surroundings.py``.
+function that is named in ``CHECKS``, or with what Triton needs around it in ``environment.py``.
 """
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.releases import is_that
 from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
+from flashlin.diagnostics.environment import SURROUNDINGS, can_write, unset
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
 from flashlin.diagnostics.report import Check
-from flashlin.diagnostics.surroundings import SURROUNDINGS, can_write, unset
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 from flashlin.testing import environments
 
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
@@ -168,7 +168,7 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 
 def check_folders(machine: Machine) -> Iterator[Check]:
     """Check the folders in which flashlin keeps files."""
-    home, why = verdicts.place(warn=False)
+    home, why = local_results.place(warn=False)
     cache, unsafe = environments.place()
     for variable, folder, no_folder, what, without in (
             ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here",
@@ -188,13 +188,13 @@ def check_tried(machine: Machine) -> Iterator[Check]:
     for target, names in machine.names.items():
         if target.backend not in ("cuda", "hip"):
             continue
-        where, here = names[-1], verdicts.local(target)
+        where, here = names[-1], local_results.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
         when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
         yield Check(name="tried here", status="ok",
                     detail=f"{where}: {len(ran)} configurations of kernels ran{when}")
         for config, one in here.kernels.items():
-            if one.word in verdicts.BAD:
+            if one.word in local_results.BAD:
                 yield Check(name="tried here", status="worked around",
                             fix=f"flashlin warmup --forget --op {one.op}",
                             detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "

@@ -18,14 +18,14 @@ from flashlin.compat import releases
 from flashlin.compat.known_issues import issues_here
 from flashlin.compat.suggestions import suggests_keywords
 from flashlin.compat.target import Target, parse
-from flashlin.diagnostics import calls, outlook, quick
+from flashlin.diagnostics import calls, self_test, typical_plans
 from flashlin.diagnostics.advice import advise
 from flashlin.diagnostics.checks import CHECKS, check_policy, checkup
 from flashlin.diagnostics.machine import Machine, attempt, examine
 from flashlin.diagnostics.packages import section
 from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import Plan, Problem, advice, dtype_name
+from flashlin.guards.plan_types import Plan, Problem, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
@@ -81,19 +81,19 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
                or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
     rows, issues, ran = [], [], []
     for where, card in devices.items():
-        planned = {name: outlook.typical(name, card, machine.policy) for name in ops}
-        rows += [outlook.summary(name, where, planned[name]) if not stopped[name] else
+        planned = {name: typical_plans.typical(name, card, machine.policy) for name in ops}
+        rows += [typical_plans.summary(name, where, planned[name]) if not stopped[name] else
                  OpPlan(op=name, where=where, path="cannot run", way="cannot run", verdict="problem",
                         because=stopped[name],
                         remedy="see the checks", evidence="no record") for name in ops]
-        issues += [outlook.issue_row(issue, where,
+        issues += [typical_plans.issue_row(issue, where,
                                      [plan for plans in planned.values() for plan in plans.values()])
                    for issue in issues_here(card)]
-        checks += outlook.unknown(where, card)
+        checks += typical_plans.unknown(where, card)
         if run and not machine.stops_everything:
             device = where.split(", ")[0]
             ran += [Ran(where=device, **outcome._asdict())
-                    for outcome in quick.watch(device, op, machine.policy)]
+                    for outcome in self_test.watch(device, op, machine.policy)]
     shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
                                                 if name not in ("where", "sm")})
              for where, card in devices.items()]
@@ -267,7 +267,7 @@ def explain(
     if made.refused:
         lines.append(f"It cannot run. {advice(made)}.")
     lines += [f"It may be wrong: {issue.id}, whose check is switched off."
-              for issue in outlook.unguarded(made)]
+              for issue in typical_plans.unguarded(made)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
         lines.append(f"That is a call without gradients; one with them is {with_gradients}, and copies the "
@@ -276,9 +276,9 @@ def explain(
         starts = (f": {len(made.launches)} launches{', backward included' if made.asked.needs_grad else ''}"
                   if made.launches else "")
         lines.append(
-            f"It runs on the path {outlook.way(made)}{starts}. Evidence: {outlook.evidence([made])}.")
-    if outlook.cost(made):
-        lines.append(f"Its cost: {outlook.cost(made)}.")
+            f"It runs on the path {typical_plans.way(made)}{starts}. Evidence: {typical_plans.evidence([made])}.")
+    if typical_plans.cost(made):
+        lines.append(f"Its cost: {typical_plans.cost(made)}.")
     return "\n".join(lines)
 
 

@@ -13,13 +13,13 @@ from torch import nn
 from flashlin import dispatch
 from flashlin.compat.known_issues import KNOWN_ISSUES
 from flashlin.compat.target import GPUS, Target, probe
-from flashlin.diagnostics import calls, outlook
+from flashlin.diagnostics import calls, typical_plans
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.machine import attempt
 from flashlin.diagnostics.packages import NEED_A_GPU, reason
 from flashlin.diagnostics.report import Layer, Status
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import DTYPES, advice
+from flashlin.guards.plan_types import DTYPES, advice
 from flashlin.integrations.probing import OURS, TORCH, Bound, called_by
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.remedies import REMEDIES
@@ -237,7 +237,7 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
             if reason_.forced]
     told += [f"{reason_}; {advice(plan)}" for reason_ in plan.refused]
     size = " ".join(f"{axis}={number}" for axis, number in sizes.items())
-    return f"{outlook.way(plan)} ({size})", outlook.judged(plan), "; ".join(told), outlook.cost(plan)
+    return f"{typical_plans.way(plan)} ({size})", typical_plans.judged(plan), "; ".join(told), typical_plans.cost(plan)
 
 
 def op_of(layer: nn.Module, kernel: str) -> str | None:

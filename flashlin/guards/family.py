@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 
 
 class Sizes(NamedTuple):

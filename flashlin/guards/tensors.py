@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from flashlin.compat.direct import TENSORS
+from flashlin.compat.launch_cache import TENSORS
 from flashlin.compat.suggestions import did_you_mean
 from flashlin.compat.tracing import numbers
 

@@ -1,5 +1,5 @@
 """Out-of-range tokens: finding the first one and seeing to it that somebody is told. On a GPU nothing waits
-(guards/pending.py); on the CPU the call itself raises; under torch.compile a library operator does the same.
+(guards/deferred_checks.py); on the CPU the call itself raises; under torch.compile a library operator does the same.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.guards import pending
+from flashlin.guards import deferred_checks
 from flashlin.guards.tensors import INTEGERS, check_dense, shown, without_values
 
 
@@ -80,22 +80,22 @@ def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
     flag.copy_(torch.where((flag[:1] < 0) & bad.any(), first_bad(tokens, bad), flag))
 
 
-def report(tokens: Tensor, bad: Tensor, call: pending.Verdict, shared: bool = False) -> bool:
+def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: bool = False) -> bool:
     """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
     to be fine. shared: each rank of a group has this answer, and it always comes later (``pending.send``)."""
     if tokens.is_cuda:
-        if pending.capturing():
-            flag = pending.flag(tokens.device, call)
+        if deferred_checks.capturing():
+            flag = deferred_checks.flag(tokens.device, call)
             if flag is not None:
                 keep_first(flag, tokens, bad)
             return False
         # a capture may follow, and its first launch of a kernel must not be the process's first
-        if pending.prime(tokens.device):
+        if deferred_checks.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
         if shared or mode() == "async":
-            slot = pending.take(tokens.device)
+            slot = deferred_checks.take(tokens.device)
             first_bad(tokens, bad, slot.pair)
-            pending.send(slot, call, shared)
+            deferred_checks.send(slot, call, shared)
             return False
     text = call.verdict(*first_bad(tokens, bad).tolist())
     if text:
@@ -113,7 +113,7 @@ def _make_anchor() -> None:
     _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
-pending.apart(_make_anchor)     # this module may be first imported in inference mode or under FakeTensorMode
+deferred_checks.apart(_make_anchor)     # this module may be first imported in inference mode or under FakeTensorMode
 
 
 @torch.library.custom_op(
@@ -122,7 +122,7 @@ pending.apart(_make_anchor)     # this module may be first imported in inference
            "place) -> ()")
 def _check_op(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None, op: str, name: str,
               place: str) -> None:
-    pending.poll()
+    deferred_checks.poll()
     if tokens.numel() and mode() != "off":
         bad = out_of_range(tokens, vocab_size, ignore_index)[1]
         report(tokens, bad, Call(op, name, place, 0, tuple(tokens.shape), vocab_size, ignore_index))

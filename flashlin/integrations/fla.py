@@ -24,7 +24,7 @@ import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.documents import mixing
-from flashlin.integrations.mending import looking_ahead, mend
+from flashlin.integrations.model_fixes import looking_ahead, mend
 from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC

@@ -18,10 +18,10 @@ import torch  # noqa: F401  before an extension, which finds torch's libraries l
 
 from flashlin import mamba
 from flashlin.integrations import extensions
-from flashlin.integrations.absent import Contents, StandIns
 from flashlin.integrations.bindings import Replaced
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.patching import Patch, found
+from flashlin.integrations.stub_modules import Contents, StandIns
 from flashlin.modules.add_norm import RMSNorm
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashlin.guards.problem import UnsupportedError
+from flashlin.guards.plan_types import UnsupportedError
 
 # Models of fla 0.6.0 that train and generate on a CPU under patch("fla"), as the records of
 # ``python -m matrix stacks`` show.

@@ -2,7 +2,7 @@
 counted, and everything is put back.
 
 A package's patch is a ``Patch``: it puts stand-ins where the package binds its functions (``bindings.py``),
-in loaded modules and, by ``compat/arrivals.py``, in modules that are imported later.
+in loaded modules and, by ``compat/import_hooks.py``, in modules that are imported later.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flashlin.compat.arrivals import watch
+from flashlin.compat.import_hooks import watch
 from flashlin.compat.locks import ThreadLock
 from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations.bindings import Bindings, Replaced

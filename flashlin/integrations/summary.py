@@ -23,7 +23,7 @@ from shutil import rmtree
 from typing import NamedTuple
 
 from flashlin import dispatch
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.integrations.patching import Patched, _in_force
 
 VARIABLE = "FLASHLIN_SUMMARY"

@@ -4,7 +4,7 @@ substituted in float32 through scratch memory, then merged by products."""
 import triton
 import triton.language as tl
 
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import precision
 from flashlin.kernels.scans import operand_bytes
 

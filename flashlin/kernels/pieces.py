@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashlin.compat import tf32
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.configs import FORGOTTEN
 
 WHOLE = 2**31 - 1  # tokens of a part where sequences are not split

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from flashlin.compat.target import Target
-from flashlin.guards.problem import Problem, Reason
+from flashlin.guards.plan_types import Problem, Reason
 
 Rewrite = Callable[[Problem, Target, Reason], Problem | None]
 

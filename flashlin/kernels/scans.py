@@ -9,9 +9,9 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import OVERLAPPED, of_tile, trait_set
 from flashlin.compat.versions import release
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.guards.family import Recipe
-from flashlin.guards.problem import PARTS, Launch, Problem, operands_of, traits_of
+from flashlin.guards.plan_types import PARTS, Launch, Problem, operands_of, traits_of
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements, of a row that changes its layout
@@ -188,7 +188,7 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         # what is suspected of such tiles is so with one stage, and none is taken that has not run
         sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
-                   and (problem.trial or proven.has_run(launch.config, (problem.op,), problem.dtype, target))
+                   and (problem.trial or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target))
                    for launch in sure.values())
         return tuple(sure.get(launch, launch) for launch in narrow) if fine else whole
     return made
@@ -235,14 +235,14 @@ def spilled(launch: Launch, target: Target) -> int:
     return slow[launch.config].spills if slow and launch.config in slow else 0
 
 
-def slow_here(target: Target) -> dict[str, proven.Slow]:
+def slow_here(target: Target) -> dict[str, launch_table.Slow]:
     """On Hopper, where configurations were timed, a configuration is only slow where ptxas has given up."""
-    return proven.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
+    return launch_table.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
 
 
 def objected(launch: Launch, target: Target) -> bool:
     """Whether a check would reject it."""
-    return (launch.shared > target.shared or proven.trust(launch.config, target) == "failed"
+    return (launch.shared > target.shared or launch_table.trust(launch.config, target) == "failed"
             or any(issue.remedies and issue.hits(launch.traits, launch.num_warps, launch.num_stages)
                    for issue in issues_here(target)))
 
@@ -293,5 +293,5 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared,
                     span * max(problem.K, problem.V),
                     traits_of(problem, OVERLAPPED), part)
-    good = problem.T >= BUSY and proven.has_run(launch.config, (problem.op,), problem.dtype, target)
+    good = problem.T >= BUSY and launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
     return launch if good or problem.trial else None

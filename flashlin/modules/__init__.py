@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashlin.compat.lazy import attach, stand_in
+from flashlin.compat.lazy_imports import attach, stand_in
 
 _HOME = {
     "flashlin.modules.norm": ("LayerNorm", "RMSNorm", "GroupNorm", "FusedLayerNormGated", "FusedRMSNormGated",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashlin.compat.lazy import public_of
+from flashlin.compat.lazy_imports import public_of
 from flashlin.guards import scalars
 from flashlin.ops.norm import ACTIVATIONS, group_norm, l2norm, layer_norm, layer_norm_gated, rms_norm, rms_norm_gated
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashlin.compat.lazy import attach, stand_in
+from flashlin.compat.lazy_imports import attach, stand_in
 from flashlin.kernels.families import PUBLIC
 
 # Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.

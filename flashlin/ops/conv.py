@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH

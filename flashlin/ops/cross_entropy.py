@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashlin.compat.tracing import transformed
 from flashlin.guards import scalars, tokens
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, shown
 from flashlin.kernels.cross_entropy import torch_path
 from flashlin.kernels.cross_entropy.recipe import FAR

@@ -14,7 +14,6 @@ from torch import Tensor
 from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import (
     CHUNK_SIZES,
     QKV,
@@ -24,6 +23,7 @@ from flashlin.ops._common.chunked import (
     check_options,
     run_chunked,
 )
+from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 

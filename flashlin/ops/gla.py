@@ -12,8 +12,8 @@ from torch import Tensor
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
 from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, by_chunks, run_chunked
+from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.simple_gla import v_first

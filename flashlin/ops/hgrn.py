@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.hgrn import torch_path
 from flashlin.ops._common.arguments import check_packed

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import need_tensor, shown
 from flashlin.kernels.selective import torch_path
 from flashlin.kernels.selective.recipe import FAMILY, columns_of, kept

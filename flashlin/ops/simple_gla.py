@@ -18,8 +18,8 @@ from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, n
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.plain import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
-from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
+from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry, outside
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_device, check_floats, check_integers, need_tensor, shown
 from flashlin.kernels.mamba import torch_path
 from flashlin.kernels.mamba.recipe import STATE_UPDATE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashlin.compat.lazy import attach
+from flashlin.compat.lazy_imports import attach
 
 _WHERE = {"decode": "flashlin.serving.delta", "prefill": "flashlin.serving.delta",
           "causal_conv1d_prefill": "flashlin.serving.conv",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import (
     check_cu_seqlens,
     check_dense,

@@ -18,7 +18,7 @@ import torch
 
 from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.locks import ThreadLock
-from flashlin.guards.problem import UnsupportedError
+from flashlin.guards.plan_types import UnsupportedError
 from flashlin.kernels.shield.problem import lengths
 from flashlin.shielding import autotune as tuning
 

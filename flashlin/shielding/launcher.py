@@ -17,7 +17,7 @@ import torch
 from flashlin import policy
 from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import Target, probe
-from flashlin.guards.limits import OFFSET_LIMIT
+from flashlin.guards.checks import OFFSET_LIMIT
 from flashlin.kernels.shield import source
 from flashlin.kernels.shield.problem import Declared, batch_of, problem_of
 from flashlin.kernels.shield.views import fp32_copies, part_of

@@ -29,7 +29,7 @@ import torch
 from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import Ended, Process, forked, python
 from flashlin.compat.target import SHARED_ON_AMD, lanes, shared_per_block
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.testing.machine_code import loop_of
 from flashlin.testing.record import TYPES, Recorded
 
@@ -210,7 +210,7 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
     shared = int(compiled.metadata.shared)
     result = Result("ok", shared=shared, registers=int(registers[1]) if registers else 0, spills=sum(spills),
                     matrix=tuple(sorted(set(MATRIX_INSTRUCTIONS.findall(code)))))
-    slow = proven.slow_of(result.registers, result.spills)
+    slow = launch_table.slow_of(result.registers, result.spills)
     if isinstance(sm, int) and (loop or (slow and slow.very)):
         result = result._replace(**loop_of(compiled.asm["cubin"], disassembler(), folder)._asdict())
     return result if shared <= limit else result._replace(

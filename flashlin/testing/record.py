@@ -21,7 +21,7 @@ import torch
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.target import Target
-from flashlin.guards.problem import Launch
+from flashlin.guards.plan_types import Launch
 from flashlin.testing.source_text import normalised
 
 Constant = bool | int | float | str | None

@@ -12,8 +12,8 @@ import torch
 from flashlin import dispatch, policy
 from flashlin.compat import target as machine
 from flashlin.compat.target import Target
-from flashlin.guards import proven, verdicts
-from flashlin.guards.problem import Plan, UnsupportedError
+from flashlin.guards import launch_table, local_results
+from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
@@ -44,11 +44,11 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
             trial = _trial(the_plan)
             if not _doubtful(the_plan, trial):
                 break
-            with verdicts.alone(str(trial)):
-                verdicts.read_again()
+            with local_results.alone(str(trial)):
+                local_results.read_again()
                 if _doubtful(the_plan, trial):
                     _try(the_plan, trial, device, stacklevel + 1)
-            if not any(proven.trust(launch.config, target) == "failed" for launch in the_plan.launches):
+            if not any(launch_table.trust(launch.config, target) == "failed" for launch in the_plan.launches):
                 break
             dispatch.plan.cache_clear()
             the_plan = dispatch.plan(asked, target, policy.current())
@@ -78,19 +78,19 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     """Whether it has to be tried: something would be started that has run neither on such a card nor here,
     and the last trial was not right (its small case may not start everything, and is not asked again for
     that), nor prevented less than a day ago."""
-    here = verdicts.local(the_plan.target)
+    here = local_results.local(the_plan.target)
     last = here.trials.get(str(trial))
     if last is not None and (last.word in ("ran", "torch path")
-                             or (last.word == "not tried" and 0 <= time.time() - last.when < verdicts.A_DAY)):
+                             or (last.word == "not tried" and 0 <= time.time() - last.when < local_results.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and proven.trust(launch.config, the_plan.target) != "ran"
+    return any(launch.config not in here.kernels and launch_table.trust(launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)
 
 
 def _try(the_plan: Plan, trial: run.Trial, device: torch.device, stacklevel: int) -> None:
     target = the_plan.target
     why = (f"with these sizes has not been run on {target.sm} under Triton {target.triton} yet"
-           if proven.knows(target.triton) else
+           if launch_table.knows(target.triton) else
            f"is new to Triton {target.triton}, which is not known to flashlin")
     _log.warning("flashlin: %s %s: it is tried once on this machine, in a child process; flashlin warmup "
                  "does so beforehand, FLASHLIN_CANARY=off leaves it out", trial.op, why)

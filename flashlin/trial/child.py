@@ -57,13 +57,13 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
     from flashlin import policy
     from flashlin.compat import launch as door
     from flashlin.compat.target import probe
-    from flashlin.guards import verdicts
+    from flashlin.guards import local_results
     from flashlin.testing.compare import check
     policy.settings(canary="trial")
     torch.set_num_threads(1)
     device, dtype = torch.device(given.device), getattr(torch, given.dtype)
     if given.known:
-        verdicts.know(sys.stdin.read(), probe(device))
+        local_results.know(sys.stdin.read(), probe(device))
     launched = False
 
     def noting(launch: Any, *rest: Any) -> None:

@@ -18,8 +18,8 @@ import torch
 from flashlin import dispatch
 from flashlin.compat.subprocesses import Ended, python, run_to_end
 from flashlin.compat.target import Target
-from flashlin.guards import proven, verdicts
-from flashlin.guards.verdicts import BAD, Table, Verdict, Word
+from flashlin.guards import launch_table, local_results
+from flashlin.guards.local_results import BAD, Table, Verdict, Word
 
 CHILD = partial(python, "flashlin.trial.child")
 LIMIT = 300.0  # seconds for a child, from its start to its end
@@ -114,18 +114,18 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
         blamed: Sequence[str] = ()
         if one.verdict == "wrong numbers":
             blamed = [config for config in one.configs if config not in ran
-                      and proven.trust(config, target) != "ran"] or one.configs
+                      and launch_table.trust(config, target) != "ran"] or one.configs
         elif one.verdict in BAD:
             blamed = (one.struck,)
         bad.update(dict.fromkeys(blamed, trials[str(one.trial)]))
-    verdicts.keep(Table({**ran, **bad}, trials), target)
+    local_results.keep(Table({**ran, **bad}, trials), target)
     dispatch.plan.cache_clear()
 
 
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
     """Run one trial in a child process."""
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
-    known = verdicts.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
+    known = local_results.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
                     *(["--known"] if known else []))
     ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)

@@ -16,8 +16,8 @@ import torch
 from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import probe
 from flashlin.dispatch import OPS
-from flashlin.guards import verdicts
-from flashlin.guards.problem import dtype_name
+from flashlin.guards import local_results
+from flashlin.guards.plan_types import dtype_name
 from flashlin.kernels.families import PUBLIC, family_of, op_of
 from flashlin.trial.run import LIMIT, Trial, Tried, run
 
@@ -70,7 +70,7 @@ def forget(ops: Sequence[str] = ()) -> int:
     """Take back what trials of these ops (all by default) have found on this machine, under any Triton;
     returns how many verdicts that were. Raises ValueError for an unknown op, OSError where the tables cannot
     be written."""
-    return verdicts.forget(_planned(ops))
+    return local_results.forget(_planned(ops))
 
 
 def _planned(ops: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import flashlin
 from flashlin import dispatch
-from flashlin.guards.pending import BEHIND
+from flashlin.guards.deferred_checks import BEHIND
 from tests.ranks import Job, as_exact_as_one, computed, divided, made, model_equals_one, of_rank, run_jobs
 
 GPUS = torch.cuda.device_count()

@@ -7,7 +7,7 @@ import torch
 
 import flashlin
 from flashlin import dispatch
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from tests.invariance import OPS, compare, inputs, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

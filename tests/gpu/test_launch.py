@@ -13,7 +13,7 @@ import triton.language as tl
 
 import flashlin
 from benchmarks.host import ordinary
-from flashlin.compat.direct import Kernel
+from flashlin.compat.launch_cache import Kernel
 from flashlin.ops._common import recipe
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case

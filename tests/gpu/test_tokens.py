@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flashlin import chunk_simple_gla, policy
-from flashlin.guards import pending
+from flashlin.guards import deferred_checks
 from flashlin.tokens import check_tokens, embedding, guard_embeddings, synchronize
 
 if not torch.cuda.is_available():
@@ -36,10 +36,10 @@ def nothing_owed():
 @pytest.fixture
 def unchecked(monkeypatch):
     """As in a process that has checked nothing yet."""
-    monkeypatch.setattr(pending, "_free", {})
-    monkeypatch.setattr(pending, "_flags", {})
-    monkeypatch.setattr(pending.atexit, "register", lambda f: None)
-    monkeypatch.setattr(pending.os, "register_at_fork", lambda **hooks: None)
+    monkeypatch.setattr(deferred_checks, "_free", {})
+    monkeypatch.setattr(deferred_checks, "_flags", {})
+    monkeypatch.setattr(deferred_checks.atexit, "register", lambda f: None)
+    monkeypatch.setattr(deferred_checks.os, "register_at_fork", lambda **hooks: None)
     yield
     synchronize()   # slots go back to where they came from
 
@@ -121,9 +121,9 @@ def test_nobody_waits_for_a_busy_gpu():
     torch.cuda._sleep(A_SECOND)
     for _ in range(60):     # what CUDA queues without making the host wait
         embedding(bad, weight)
-    pending.poll()
+    deferred_checks.poll()
     assert not torch.cuda.current_stream().query(), "the host waited, or the GPU slept too briefly for this test"
-    with pytest.raises(ValueError, match=f"and {60 - pending.SHOWN} more like these"):
+    with pytest.raises(ValueError, match=f"and {60 - deferred_checks.SHOWN} more like these"):
         synchronize()
 
 
@@ -138,7 +138,7 @@ def test_no_host_sync_even_in_the_first_call(unchecked, no_host_sync):
             table(ids).sum().backward()
             embedding(ids.int().t(), table.weight, padding_idx=3).sum().backward()
             check_tokens(labels, 100, ignore_index=-100)
-            pending.poll()
+            deferred_checks.poll()
 
 
 def test_sync_raises_in_the_call_itself():
@@ -234,8 +234,8 @@ def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, war
     embedding(ids, weight)
     synchronize()
     if not warm:    # the kernels are loaded, but flashlin has made nothing for this device
-        monkeypatch.setattr(pending, "_free", {})
-        monkeypatch.setattr(pending, "_flags", {})
+        monkeypatch.setattr(deferred_checks, "_free", {})
+        monkeypatch.setattr(deferred_checks, "_flags", {})
     graph = captured(lambda: out.copy_(embedding(ids, weight)))
     graph.replay()
     synchronize()
@@ -243,7 +243,7 @@ def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, war
         ids.copy_(on_gpu(replay))
         graph.replay()
     assert out.sum().item() == 16
-    pending.poll()      # nothing but synchronize reads a flag
+    deferred_checks.poll()      # nothing but synchronize reads a flag
     with pytest.raises(ValueError,
                        match=rf"^embedding called at {HERE}:\d+ in <lambda>: input: got 30 at position 2 = "
                              r"\[1, 0\]"):
@@ -279,7 +279,7 @@ def test_compiled(unchecked, mode):
         ids = on_gpu([1, 2, 3])
         for _ in range(4):      # reduce-overhead: warm-up, capture, replays
             assert torch.equal(step(ids), F.embedding(ids, table.weight) * 2)
-        assert bool(pending._flags[GPU].calls) == (mode == "reduce-overhead"), "captured or not"
+        assert bool(deferred_checks._flags[GPU].calls) == (mode == "reduce-overhead"), "captured or not"
         synchronize()
         out = step(on_gpu([1, 99, 3])).clone()
     with pytest.raises(ValueError,

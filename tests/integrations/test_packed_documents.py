@@ -14,7 +14,7 @@ from torch import Tensor
 import flashlin
 from flashlin.integrations import patching
 from flashlin.integrations.documents import _beginnings, masking, mixing, watched
-from flashlin.integrations.mending import looking_ahead
+from flashlin.integrations.model_fixes import looking_ahead
 from matrix.__main__ import RESULTS
 from matrix.stacks import documents
 from matrix.stacks.documents import block_mask, numbers, positions

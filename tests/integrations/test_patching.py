@@ -24,7 +24,7 @@ import torch
 
 import flashlin
 from flashlin.__main__ import main
-from flashlin.compat.arrivals import watch
+from flashlin.compat.import_hooks import watch
 from flashlin.integrations import calling, patching
 from flashlin.integrations.bindings import Bindings, named_like
 from flashlin.integrations.calling import by_name

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from flashlin.integrations import startup
+from flashlin.integrations import run_command
 from tests.machines import BROKEN, ROOT, package
 from tests.machines import run as flashlin
 
@@ -125,25 +125,25 @@ def command(folder: Path, name: str, text: str) -> Path:
     "#!/bin/sh\n'''exec' \"/a path/that is long/bin/python3\" \"$0\" \"$@\"\n' '''\n"])
 def test_a_console_script_is_found_on_the_path(first: str, scripts: Path) -> None:
     script = command(scripts, "accelerate", first + "import sys\nprint(sys.argv, sys.path[0], __name__)\n")
-    assert startup.file_of("accelerate") == str(script)
+    assert run_command.file_of("accelerate") == str(script)
     Path("accelerate").mkdir()  # as in a checkout of its source
-    assert startup.file_of("accelerate") == str(script)
+    assert run_command.file_of("accelerate") == str(script)
     if "env" in first:
         done = flashlin("run", "--quiet", "--patch", "triton", "accelerate", "launch", "--", "x",
                         cwd=os.getcwd(), PATH=os.environ["PATH"])
         assert done.stdout == f"{[str(script), 'launch', '--', 'x']} {scripts} __main__\n", done.stderr
     Path("accelerate", "__main__.py").touch()
-    assert startup.file_of("accelerate") == "accelerate"
+    assert run_command.file_of("accelerate") == "accelerate"
 
 
 def test_the_script_of_this_python_comes_before_others(scripts: Path) -> None:
     command(scripts, "pytest", "#!/usr/bin/python\n")
     command(scripts, "./torchrun", "#!/usr/bin/python\n")
-    assert Path(startup.file_of("pytest")).parent == Path(sysconfig.get_path("scripts"))
+    assert Path(run_command.file_of("pytest")).parent == Path(sysconfig.get_path("scripts"))
     Path("pytest").touch()
-    assert startup.file_of("pytest") == "pytest"
+    assert run_command.file_of("pytest") == "pytest"
     with pytest.raises(ValueError, match=r"program: got '\./torchrun', which does not exist"):
-        startup.file_of("./torchrun")
+        run_command.file_of("./torchrun")
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\npython train.py\n", "\x7fELF python", ""])
@@ -174,7 +174,7 @@ def test_in_a_child_it_is_one_line_and_the_child_runs(text: str | None, names: s
                                                       tmp_path: Path) -> None:
     if text is not None:
         package(tmp_path, "packaging", text)
-    path = os.pathsep.join([str(startup.INHERITED), str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([str(run_command.INHERITED), str(tmp_path), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", "print('ran')"], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "PYTHONPATH": path, "FLASHLIN_PATCH": names})
     assert (done.returncode, done.stdout) == (0, "ran\n")
@@ -253,13 +253,13 @@ def test_a_program_that_exec_starts_prints_the_summary(tmp_path: Path) -> None:
 def test_a_program_runs_without_a_place_for_temporary_files(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.py").write_text("print('ran')\n")
-    for name in (startup.VARIABLE, "PYTHONPATH", "FLASHLIN_SUMMARY"):
+    for name in (run_command.VARIABLE, "PYTHONPATH", "FLASHLIN_SUMMARY"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    startup.run(str(tmp_path / "x.py"), [], [])
+    run_command.run(str(tmp_path / "x.py"), [], [])
     out, err = capsys.readouterr()
     assert out == "ran\n" and err.startswith("flashlin: there will be no summary (")
 
@@ -272,7 +272,7 @@ def test_a_program_may_come_through_a_pipe() -> None:
         os.write(writes, b"number = 5\n")
         os.close(writes)
         main = ModuleType("piped")
-        startup._run_file(main, f"/dev/fd/{reads}")
+        run_command._run_file(main, f"/dev/fd/{reads}")
     finally:
         os.close(reads)
     assert main.number == 5

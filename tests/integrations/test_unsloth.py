@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashlin
-from flashlin.integrations import patching, startup
+from flashlin.integrations import patching, run_command
 from flashlin.integrations.probing import bound_in, called_by
 from flashlin.integrations.transformers import decorated
 from flashlin.testing.environments import NotInstallable, installed
@@ -108,7 +108,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [NoFla(), *sys.meta_path])
-    monkeypatch.setattr(startup, "_begun", set())
+    monkeypatch.setattr(run_command, "_begun", set())
     yield
     for name in [one for one in sys.modules if one.partition(".")[0] in ("fla", "unsloth_zoo", COMPILED)]:
         del sys.modules[name]
@@ -142,8 +142,8 @@ def test_a_copy_of_fla_that_unsloth_carries_is_patched_before_and_after_it_is_lo
 
 @pytest.mark.usefixtures("program")
 def test_flashlin_run_patches_the_copy_when_it_is_loaded() -> None:
-    assert "fla" in startup.installed()
-    startup.begin(["fla"])
+    assert "fla" in run_command.installed()
+    run_command.begin(["fla"])
     try:
         assert "fla" not in patching._in_force
         assert isinstance(injected().chunk_gated_delta_rule(*given())[0], torch.Tensor)
@@ -153,7 +153,7 @@ def test_flashlin_run_patches_the_copy_when_it_is_loaded() -> None:
 
 def test_a_package_without_a_copy_carries_none(program: None, tmp_path: Path) -> None:
     (tmp_path / "unsloth_zoo" / "_vendored" / "fla" / "__init__.py").unlink()
-    assert "fla" not in startup.installed()
+    assert "fla" not in run_command.installed()
     with pytest.raises(ImportError, match="fla is not installed"):
         flashlin.patch("fla")
 
@@ -168,7 +168,7 @@ def test_fla_itself_is_patched_when_it_is_whole(tmp_path: Path) -> None:
                                       "begun = list(_in_force)\n")
     sys.meta_path = [one for one in sys.meta_path if not isinstance(one, NoFla)]
     sys.path.insert(0, str(home.parent))
-    startup.begin(["fla"])
+    run_command.begin(["fla"])
     try:
         assert "fla" not in importlib.import_module("fla").begun and "fla" in patching._in_force
     finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashlin import dispatch
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.simple_gla import recipe
 from flashlin.testing import cases, compare
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.guards import tensors
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.ops._common import arguments
 from flashlin.ops._common.pipeline import planned

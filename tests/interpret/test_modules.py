@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashlin
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.cross_entropy.reference import cross_entropy as of_logits
 from flashlin.kernels.rotary import forward
 from flashlin.kernels.rotary.reference import rotate

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels import scans
 from flashlin.kernels.simple_gla import recipe
 from flashlin.testing.compare import poisoned

@@ -21,7 +21,7 @@ import torch
 import flashlin
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse, pretend
-from flashlin.guards.problem import Launch
+from flashlin.guards.plan_types import Launch
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.testing.record import Recorded, recorded

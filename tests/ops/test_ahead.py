@@ -19,8 +19,8 @@ from benchmarks.calls import OPS, Op, Shape, inputs
 from benchmarks.pretended import Driver, pretended
 from flashlin.compat import launch
 from flashlin.compat import target as machine
-from flashlin.guards.problem import Launch
-from flashlin.ops._common import ahead, replay
+from flashlin.guards.plan_types import Launch
+from flashlin.ops._common import compile_ahead, replay
 
 CHUNKED = [op for ops in OPS.values() for op in ops if op.name.startswith("chunk_")]
 SMALL = Shape(2, 66, 2, 32)
@@ -50,8 +50,8 @@ class Card(Driver):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    for home, name, fresh in ((launch, "_kernels", {}), (replay, "_recipes", {}), (ahead, "_compiling", {}),
-                              (ahead, "_foreseen", set()), (ahead, "cores", lambda: 4)):
+    for home, name, fresh in ((launch, "_kernels", {}), (replay, "_recipes", {}), (compile_ahead, "_compiling", {}),
+                              (compile_ahead, "_foreseen", set()), (compile_ahead, "cores", lambda: 4)):
         monkeypatch.setattr(home, name, fresh)
     fake = Card()
     machine.pretend(machine.parse(f"triton={triton.__version__},sm=90"))
@@ -86,13 +86,13 @@ RETENTION = next(op for op in CHUNKED if op.name == "chunk_retention")
 def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, shape: Shape, apart: bool,
                                                          card: Card) -> None:
     backward = forward(op, shape, apart)
-    for thread in ahead._compiling.values():
+    for thread in compile_ahead._compiling.values():
         thread.join()
     known, started = len(card.compiled), len(card.started)
     assert known and started
     backward()
     assert len(card.started) > started and len(card.compiled) == known
-    assert not card.by_main and not ahead._compiling
+    assert not card.by_main and not compile_ahead._compiling
 
 
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
@@ -117,7 +117,7 @@ def test_nothing_compiles_again_for_other_sequences_in_a_row(op: Op, card: Card)
 
 def test_a_process_with_one_core_compiles_one_after_the_other(card: Card,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "cores", lambda: 1)
+    monkeypatch.setattr(compile_ahead, "cores", lambda: 1)
     forward(CHUNKED[0])()
     assert card.compiled and card.by_main == card.compiled
 
@@ -183,7 +183,7 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
         toy(second_toy, a, b)  # is compiled
         seen["known"] = len(card.started)
         return b
-    ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
+    compile_ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert seen == {"put off": 0, "added": 2, "known": 3}
     assert card.order == ["first_toy", "second_toy", "second_toy"] and not card.by_main
 
@@ -197,7 +197,7 @@ def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
             toy(first_toy, x, a := torch.empty(16))
             toy(second_toy, x, a)
             seen.append(len(card.started))
-    ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
+    compile_ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert seen == [0, 4, 6] and card.order == ["first_toy", "second_toy"] * 3
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_compile_is_raised_where_it_starts(card: Card) -> None:
         toy(first_toy, x, torch.empty(16))
         toy(second_toy, x, torch.empty(16))
     with pytest.raises(RuntimeError, match="no registers left"):
-        ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
+        compile_ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert card.order == ["first_toy"] and card.by_main == ["second_toy"]
     toy(first_toy, x, torch.empty(16))  # nothing is put off any more
     assert card.order == ["first_toy"] * 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashlin
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.ops._common.pipeline import planned
 from flashlin.testing.cases import CASES, WITHOUT_CASES

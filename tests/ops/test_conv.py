@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import plan
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.conv.reference import convolve
 from flashlin.modules import ShortConvolution
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import plan
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss
 from flashlin.ops import cross_entropy
 from flashlin.testing.cases.cross_entropy import ALL, CASES

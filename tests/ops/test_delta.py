@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.guards.limits import FEW_TOKENS
+from flashlin.guards.checks import FEW_TOKENS
 from flashlin.ops import delta_rule, gated_delta_rule
 
 

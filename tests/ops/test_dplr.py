@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.guards.limits import FEW_TOKENS
+from flashlin.guards.checks import FEW_TOKENS
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
 from flashlin.kernels.dplr.reference import recurrence
 from flashlin.ops import kda, rwkv7

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashlin
-from flashlin.guards.limits import FEW_TOKENS
+from flashlin.guards.checks import FEW_TOKENS
 from flashlin.kernels.gla import torch_path
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.ops import gla

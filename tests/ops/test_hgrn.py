@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import flashlin
 from flashlin.compat.target import Target, parse
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.hgrn import recipe
 from flashlin.kernels.hgrn.reference import recurrence
 from flashlin.ops._common import arguments

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashlin
 from flashlin.compat.target import parse, pretend
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.ops._common import operator
 from flashlin.ops._common.casting import as_planned, dtype_as_planned, name_of
 from flashlin.ops._common.operator import Gradients, Kept, Operator

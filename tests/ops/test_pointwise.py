@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import OPS, plan
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, MAX_COLUMNS, SCALE, SKIP
 from flashlin.ops._common.pointwise import Scalars, problem_of
 from flashlin.testing.cases.pointwise import CASES

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import flashlin
 from flashlin import dispatch
 from flashlin.guards.tensors import FLOATS
-from flashlin.ops._common import across
+from flashlin.ops._common import context_parallel
 from flashlin.ops._common.ranks import SIZES, Sizes
 from tests.ranks import (
     Call,
@@ -136,9 +136,9 @@ def in_one_pass(op: str, group: Any) -> None:
     """Of two ranks neither computes anything twice, asked for final states or not."""
     call = made(op, 3, T, None)
     for asked in (call, call._replace(state="")):
-        with (mock.patch.object(across._Chain, "_state_after", None),
-              mock.patch.object(across._Chain, "_forward", autospec=True,
-                                side_effect=across._Chain._forward) as forward):
+        with (mock.patch.object(context_parallel._Chain, "_state_after", None),
+              mock.patch.object(context_parallel._Chain, "_forward", autospec=True,
+                                side_effect=context_parallel._Chain._forward) as forward):
             equal_one(asked, group)
         assert forward.call_count == 1
 

@@ -25,7 +25,7 @@ from benchmarks.host import ordinary
 from benchmarks.pretended import Driver, Started, pretended
 from flashlin.compat import launch
 from flashlin.compat import target as machine
-from flashlin.guards.problem import Launch
+from flashlin.guards.plan_types import Launch
 from flashlin.kernels import scans
 from flashlin.ops._common import chunked, recipe, replay
 from flashlin.ops._common.recipe import Recipe, Start

@@ -12,7 +12,7 @@ import torch
 import flashlin
 from flashlin.compat.target import parse
 from flashlin.dispatch import plan
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.rotary.recipe import strips
 from flashlin.testing.cases.rotary import CASES
 from flashlin.testing.compare import Case, check

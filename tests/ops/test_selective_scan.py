@@ -11,7 +11,7 @@ import flashlin
 from flashlin import mamba
 from flashlin.compat.target import parse
 from flashlin.dispatch import plan
-from flashlin.guards.problem import Problem
+from flashlin.guards.plan_types import Problem
 from flashlin.kernels.mamba import reference
 from flashlin.testing.cases.mamba import make_selective
 from flashlin.testing.compare import judge

@@ -14,7 +14,7 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import Unloadable
 from flashlin.compat.target import parse
-from flashlin.guards.problem import Problem, UnsupportedError
+from flashlin.guards.plan_types import Problem, UnsupportedError
 from flashlin.integrations.on_a_cpu import NoCpuVersion
 from flashlin.policy import Policy
 from flashlin.testing.environments import NotInstallable

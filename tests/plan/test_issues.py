@@ -17,8 +17,8 @@ from flashlin.compat.known import KnownIssue
 from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import USUAL_AMD, Target, parse
 from flashlin.compat.traits import CALL, OVERLAPPED, TILE_FACTS, TRAITS, of_tile, trait_set
-from flashlin.guards import limits
-from flashlin.guards.problem import Launch, Plan, traits_of
+from flashlin.guards import checks
+from flashlin.guards.plan_types import Launch, Plan, traits_of
 from flashlin.kernels import families
 from flashlin.kernels.configs import Config
 from flashlin.kernels.dplr.recipe import Strip, narrow_grads, narrow_scores
@@ -198,7 +198,7 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
         "no plan meets what triggers it: another issue, earlier in KNOWN_ISSUES, hits the same launches")
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
-    found = limits.check_known_issues(limits.Draft(asked, family, (trigger(issue),), on, AUTO))
+    found = checks.check_known_issues(checks.Draft(asked, family, (trigger(issue),), on, AUTO))
     assert found is not None and found.remedies  # whoever launches it
 
 

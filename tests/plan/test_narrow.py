@@ -10,8 +10,8 @@ import pytest
 import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.guards import proven
-from flashlin.guards.problem import Launch
+from flashlin.guards import launch_table
+from flashlin.guards.plan_types import Launch
 from flashlin.kernels import scans
 from flashlin.policy import Policy
 
@@ -47,7 +47,7 @@ def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatc
     missing = sorted(narrow)[0]
     for known, strips in ((narrow, 32), (narrow - {missing}, 64)):
         table = {config: {"3.6.0": {"ran": "sm90"}} for config in known}
-        monkeypatch.setattr(proven, "table", lambda table=table: table)
+        monkeypatch.setattr(launch_table, "table", lambda table=table: table)
         fresh()
         assert {dict(launch.tile)["BV"] for name, launch in planned(op, policy=Policy(), **few).items()
                 if name.endswith(("_states", "_scan"))} == {strips}

@@ -8,7 +8,7 @@ import pytest
 import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.guards import limits
+from flashlin.guards import checks
 from flashlin.kernels.families import PUBLIC
 from flashlin.ops import dplr_delta_rule, gla, simple_gla
 from flashlin.ops._common import delta
@@ -40,7 +40,7 @@ def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, polic
         alone = dispatch.plan(plan.problem._replace(ranks=1, over=""), H100, Policy(policy=policy))
         assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)
     [(reason, remedy)] = [step for step in four.steps if step[0].code == "ranks"]
-    if four.problem.family in limits.TRANSFERRED:
+    if four.problem.family in checks.TRANSFERRED:
         assert (four.problem.over, four.problem.T, four.problem.H) == ("heads", 4 * four.asked.T, 4)
         assert remedy == "share_heads" and str(reason) == (
             f"ranks: each sequence on 4 ranks, {four.asked.T} tokens on each, and 16 heads, which 4 divides, "
@@ -52,14 +52,14 @@ def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, polic
 
 
 def test_the_families_with_a_matrix_are_those_that_give_no_decays() -> None:
-    assert {one.FAMILY.name for one in (simple_gla, delta, gla, dplr_delta_rule) if one.FAMILY.decays is None} == set(limits.TRANSFERRED)
+    assert {one.FAMILY.name for one in (simple_gla, delta, gla, dplr_delta_rule) if one.FAMILY.decays is None} == set(checks.TRANSFERRED)
 
 
-@pytest.mark.parametrize("option", limits.UNSHARED)
+@pytest.mark.parametrize("option", checks.UNSHARED)
 def test_what_else_leads_to_states(option: str) -> None:
     asked = flashlin.plan("chunk_kda", H100, H=16, ranks=4).asked
     plan = dispatch.plan(asked._replace(options=(*asked.options, option)), H100)
-    assert plan.problem.over == "tokens" and limits.UNSHARED[option] in str(plan)
+    assert plan.problem.over == "tokens" and checks.UNSHARED[option] in str(plan)
 
 
 def test_one_device_has_no_such_step_and_plain_torch_has() -> None:

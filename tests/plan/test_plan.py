@@ -21,10 +21,10 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.target import Target, bundled_ptxas, parse
 from flashlin.compat.traits import TILE_FACTS
 from flashlin.compat.versions import release
-from flashlin.guards import limits
+from flashlin.guards import checks
+from flashlin.guards.checks import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
 from flashlin.guards.family import Sizes, problem_of
-from flashlin.guards.limits import AXIS_LIMITS, CHECKS, MAX_HEAD_DIM, OFFSET_LIMIT
-from flashlin.guards.problem import Launch, Plan, Problem, Reason
+from flashlin.guards.plan_types import Launch, Plan, Problem, Reason
 from flashlin.kernels.families import FAMILIES, PUBLIC, family_of, typical
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import CHOICES, Policy
@@ -127,7 +127,7 @@ def it_is_short(plan: Plan, policy: Policy) -> bool:
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
     """Every check asked again about what the plan would start: nothing is left to say. A plan of no path
     answers no check."""
-    draft = limits.Draft(plan.problem, FAMILIES[plan.problem.family], plan.launches, plan.target, policy)
+    draft = checks.Draft(plan.problem, FAMILIES[plan.problem.family], plan.launches, plan.target, policy)
     return bool(plan.refused) or plan.path == "torch" or all(check(draft) is None for check in CHECKS)
 
 
@@ -371,8 +371,8 @@ def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
     on = target("3.6.0", 90)
     asked = problem("chunk_simple_gla", "bfloat16", 256, 256)
     launch = Launch("some_scan", (1,), 4, 1, (("BT", 64),), 0, 0, issue.traits)
-    draft = limits.Draft(asked, FAMILIES[asked.family], (launch,), on, AUTO)
-    first, then = (limits.check_known_issues(draft._replace(problem=one))
+    draft = checks.Draft(asked, FAMILIES[asked.family], (launch,), on, AUTO)
+    first, then = (checks.check_known_issues(draft._replace(problem=one))
                    for one in (asked, asked._replace(avoid=TILE_FACTS)))
     assert first is not None and not first.forced and then is not None and then.forced
     again = asked._replace(avoid=frozenset({"narrow_state"}))
@@ -450,8 +450,8 @@ def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
 
 
 @pytest.mark.parametrize(("T", "grad", "sm", "mode"), [
-    (1, False, 90, "fused_recurrent"), (limits.FEW_TOKENS, False, 90, "fused_recurrent"),
-    (limits.FEW_TOKENS + 1, False, 90, "chunk"), (1, True, 90, "chunk"), (4096, False, 75, "fused_recurrent"),
+    (1, False, 90, "fused_recurrent"), (checks.FEW_TOKENS, False, 90, "fused_recurrent"),
+    (checks.FEW_TOKENS + 1, False, 90, "chunk"), (1, True, 90, "chunk"), (4096, False, 75, "fused_recurrent"),
     (4096, True, 75, "chunk")])
 def test_mode_auto_decides_from_tokens_gradients_and_card(T: int, grad: bool, sm: int, mode: str) -> None:
     asked = problem("simple_gla", "float16", 64, 64, (2, T, 4), needs_grad=grad)

@@ -9,7 +9,7 @@ import torch
 import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse, pretend
-from flashlin.guards.problem import Plan, Problem, Reason, UnsupportedError
+from flashlin.guards.plan_types import Plan, Problem, Reason, UnsupportedError
 from flashlin.ops._common.casting import name_of, wants_grad
 from flashlin.ops._common.pipeline import planned
 from flashlin.policy import Policy

@@ -10,8 +10,8 @@ import pytest
 import flashlin
 from flashlin import dispatch
 from flashlin.compat.target import parse
-from flashlin.guards import proven
-from flashlin.guards.problem import Launch
+from flashlin.guards import launch_table
+from flashlin.guards.plan_types import Launch
 from flashlin.kernels import scans
 from flashlin.policy import Policy
 
@@ -67,6 +67,6 @@ def test_not_where_it_is_known_to_fail_or_to_be_slow(
     kernel: str, record: Any, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None],
 ) -> None:
     without = planned()
-    monkeypatch.setattr(proven, "table", lambda: {without[kernel].config: {"3.6.0": record}})
+    monkeypatch.setattr(launch_table, "table", lambda: {without[kernel].config: {"3.6.0": record}})
     fresh()
     assert planned() == {name: launch._replace(tile=launch.tile[:-1]) for name, launch in without.items()}

@@ -13,8 +13,8 @@ from flashlin import dispatch
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.target import SHARED_ON_AMD, STAGES_ON_AMD, USUAL_AMD, Target, parse
-from flashlin.guards import verdicts
-from flashlin.guards.problem import Plan
+from flashlin.guards import local_results
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
 from flashlin.trial import run, warmup
@@ -101,17 +101,17 @@ def test_after_a_hang_nothing_is_tried_and_what_was_found_is_kept(monkeypatch: p
     children = Children(monkeypatch, chunk_retention="hang")
     assert warm(OP, "chunk_retention", "chunk_linear_attn", jobs=8) == ["ran", "hang"]
     assert [one.op for one in children.asked] == [OP, "chunk_retention"], "once each: it is not asked again"
-    verdicts.read_again()
-    kept = verdicts.local(MI300X).trials
+    local_results.read_again()
+    kept = local_results.local(MI300X).trials
     assert {name.split()[0]: one.word for name, one in kept.items()} == {OP: "ran", "chunk_retention": "hang"}
 
 
 def test_a_record_that_is_shipped_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashlin.guards import proven
+    from flashlin.guards import launch_table
     configs = [one.config for one in planned(policy=TRYING).launches]
     shipped = {config: {"3.6.0": {"ran": "gfx942"}} for config in configs}
-    monkeypatch.setattr(proven, "table", lambda: shipped)
-    proven._shipped.cache_clear()
+    monkeypatch.setattr(launch_table, "table", lambda: shipped)
+    launch_table._shipped.cache_clear()
     dispatch.plan.cache_clear()
     assert planned().path == "triton"
     others = [parse(f"{arch},triton=3.6.0") for arch in USUAL_AMD if arch != "gfx942"]

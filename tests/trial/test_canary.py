@@ -17,9 +17,9 @@ from flashlin import dispatch
 from flashlin.compat import launch as door
 from flashlin.compat import target as machine
 from flashlin.compat.target import Target, parse, pretend
-from flashlin.guards import verdicts
-from flashlin.guards.problem import Plan
-from flashlin.guards.verdicts import Table, Verdict
+from flashlin.guards import local_results
+from flashlin.guards.local_results import Table, Verdict
+from flashlin.guards.plan_types import Plan
 from flashlin.ops import simple_gla
 from flashlin.ops._common import chunked
 from flashlin.trial import canary, run
@@ -46,7 +46,7 @@ class Child:
         [trial] = trials
         self.asked.append(trial)
         word = self.words.pop(0)
-        scan = the_plan(target).launches[-1:] if word in verdicts.BAD else ()
+        scan = the_plan(target).launches[-1:] if word in local_results.BAD else ()
         said = "CUDA out of memory" if word == "not tried" else ""
         found = Tried(trial, word, said, tuple(launch.config for launch in scan),
                       scan[0].config if scan else "")  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def the_plan(target: Target) -> Plan:
 def next_process() -> None:
     canary._done.clear()
     canary._settled.clear()
-    verdicts.read_again()
+    local_results.read_again()
     dispatch.plan.cache_clear()
 
 
@@ -112,9 +112,9 @@ def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_a
     assert silently(NEWER) == BOTH
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 1, "ranks and processes do not each repeat it"
-    assert not verdicts.local(parse(NEWER)).kernels
+    assert not local_results.local(parse(NEWER)).kernels
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + verdicts.A_DAY + 1)
+    monkeypatch.setattr(time, "time", lambda: now + local_results.A_DAY + 1)
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 2
 
@@ -122,8 +122,8 @@ def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_a
 def test_a_trial_of_the_future_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock was wrong, so the wait for that date would take years."""
     child = Child(monkeypatch, "ran")
-    verdicts.keep(Table({}, {"chunk_simple_gla float32 64": Verdict(
-        "not tried", time.time() + 400 * verdicts.A_DAY, "chunk_simple_gla float32 64")}), parse(NEWER))
+    local_results.keep(Table({}, {"chunk_simple_gla float32 64": Verdict(
+        "not tried", time.time() + 400 * local_results.A_DAY, "chunk_simple_gla float32 64")}), parse(NEWER))
     assert silently(NEWER) == BOTH and len(child.asked) == 1
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 1
@@ -134,7 +134,7 @@ def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.Monk
     plan = the_plan(parse(NEWER))
     with pytest.warns(UserWarning, match="could not be tried"):
         call(NEWER)
-    verdicts.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches},
+    local_results.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches},
                         {}), parse(NEWER))
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 1
@@ -151,7 +151,7 @@ def test_a_users_own_kernel_is_started_untried(target: str, monkeypatch: pytest.
     assert started == [(1, 6)] and not child.asked
 
 
-@pytest.mark.parametrize("word", verdicts.BAD)
+@pytest.mark.parametrize("word", local_results.BAD)
 def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, word, "ran")
@@ -161,9 +161,9 @@ def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str,
         assert "simple_gla_scan 2" in call(NEWER)
     assert len(child.asked) == 2
     assert [one.word
-            for one in verdicts.local(parse(NEWER)).kernels.values()] == [
+            for one in local_results.local(parse(NEWER)).kernels.values()] == [
                 word], "what the child has blamed is all that fails"
-    verdicts.forget()
+    local_results.forget()
     next_process()
     child = Child(monkeypatch, word, word, word)
     with pytest.warns(UserWarning):
@@ -207,7 +207,7 @@ def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setti
 def another_rank(word: str) -> None:
     """Writes while this process waits for it, of everything that is planned."""
     one = Verdict(word, time.time(), "chunk_simple_gla float32 64")  # type: ignore[arg-type]
-    verdicts.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}),
+    local_results.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}),
                   parse(NEWER))
 
 
@@ -217,14 +217,14 @@ def another_rank(word: str) -> None:
 def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, "ran")
-    verdicts.local(parse(NEWER))  # this process has looked before the other one knew
-    alone = verdicts.alone
+    local_results.local(parse(NEWER))  # this process has looked before the other one knew
+    alone = local_results.alone
 
     def waiting(trial: str) -> Any:
-        monkeypatch.setattr(verdicts, "alone", alone)
+        monkeypatch.setattr(local_results, "alone", alone)
         another_rank(word)
         return alone(trial)
-    monkeypatch.setattr(verdicts, "alone", waiting)
+    monkeypatch.setattr(local_results, "alone", waiting)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert call(NEWER) == started

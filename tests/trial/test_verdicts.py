@@ -18,9 +18,9 @@ import pytest
 from flashlin import dispatch
 from flashlin.compat import locks
 from flashlin.compat.target import parse
-from flashlin.guards import verdicts
-from flashlin.guards.problem import Plan, Problem
-from flashlin.guards.verdicts import BAD, Table, Verdict, Word
+from flashlin.guards import local_results
+from flashlin.guards.local_results import BAD, Table, Verdict, Word
+from flashlin.guards.plan_types import Plan, Problem
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -34,7 +34,7 @@ def verdict(word: Word, op: str = "chunk_simple_gla", said: str = "") -> Verdict
 
 
 def keep(word: Word, config: str = CONFIG, target: Any = HOPPER, op: str = "chunk_simple_gla") -> None:
-    verdicts.keep(Table({config: verdict(word, op)}, {f"{op} bfloat16 64": verdict(word, op)}), target)
+    local_results.keep(Table({config: verdict(word, op)}, {f"{op} bfloat16 64": verdict(word, op)}), target)
 
 
 def planned() -> Plan:
@@ -61,18 +61,18 @@ def test_what_did_not_hold_on_this_machine_is_planned_otherwise_there(word: Word
 
 
 def test_what_could_not_be_tried_is_kept_and_read_by_no_plan() -> None:
-    verdicts.keep(Table({}, {"chunk_simple_gla bfloat16 64": verdict("not tried",
+    local_results.keep(Table({}, {"chunk_simple_gla bfloat16 64": verdict("not tried",
                                                                      said="CUDA out of memory")}), HOPPER)
-    verdicts.read_again()
+    local_results.read_again()
     assert CONFIG in configs() and not planned().steps
-    assert verdicts.local(HOPPER).trials["chunk_simple_gla bfloat16 64"].said == "CUDA out of memory"
+    assert local_results.local(HOPPER).trials["chunk_simple_gla bfloat16 64"].said == "CUDA out of memory"
 
 
 def test_other_kernels_make_verdicts_void(monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
-    verdicts.read_again()
-    monkeypatch.setattr(verdicts, "_kernels", lambda: "other sources")
-    assert verdicts.local(HOPPER) == NOTHING
+    local_results.read_again()
+    monkeypatch.setattr(local_results, "_kernels", lambda: "other sources")
+    assert local_results.local(HOPPER) == NOTHING
 
 
 def entry(**changes: object) -> str:
@@ -83,18 +83,18 @@ def entry(**changes: object) -> str:
 @pytest.mark.parametrize("text", [
     '{"kernels": {"a": ["ra', "[]", "", "\x00\x01", "{}", '{"kernels": [], "trials": []}',
     '{"kernels": {"a": "hang"}, "trials": {}}', "[" * 100_000, '{"kernels":' * 50_000,
-    " " * (verdicts.LARGEST + 1), entry(word="failed"), entry(when="now"), entry(when=1e300), entry(when=-1),
+    " " * (local_results.LARGEST + 1), entry(word="failed"), entry(when="now"), entry(when=1e300), entry(when=-1),
     entry(trial=3), '{"kernels": {"a": ["hang", NaN, "op", ""]}, "trials": {}}', entry(said=None),
     '{"kernels": {"a": ["hang", 1.0]}, "trials": {}}'],
     ids=lambda text: str(text[:30]))
 def test_a_file_that_is_no_table_counts_as_none_and_is_replaced(text: str) -> None:
     keep("hang")
-    [file] = verdicts.place()[0].glob("launches-*.json")  # type: ignore[union-attr]
+    [file] = local_results.place()[0].glob("launches-*.json")  # type: ignore[union-attr]
     file.write_text(text)
-    verdicts.read_again()
-    assert verdicts.local(HOPPER) == NOTHING and CONFIG in configs()
+    local_results.read_again()
+    assert local_results.local(HOPPER) == NOTHING and CONFIG in configs()
     keep("ran")
-    assert verdicts.local(HOPPER).kernels[CONFIG].word == "ran"
+    assert local_results.local(HOPPER).kernels[CONFIG].word == "ran"
 
 
 def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -> None:
@@ -102,11 +102,11 @@ def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -
     [file] = home.glob("launches-*.json")
     moved = file.rename(tmp_path / "elsewhere")
     file.symlink_to(moved)
-    verdicts.read_again()
-    assert verdicts.local(HOPPER) == NOTHING
+    local_results.read_again()
+    assert local_results.local(HOPPER) == NOTHING
     file.unlink()
     os.mkfifo(file)
-    assert verdicts._read(file) == NOTHING  # and nobody waits for a writer
+    assert local_results._read(file) == NOTHING  # and nobody waits for a writer
 
 
 @pytest.mark.parametrize("named", ["x" * 5000, "with a zero \0", "/dev/null/below", "/proc/1/nothing/here"],
@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # putenv refuses the zero
     assert CONFIG in configs()
-    with verdicts.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
+    with local_results.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
         keep("hang")
     assert CONFIG not in configs()
 
@@ -126,7 +126,7 @@ def test_no_home_at_all_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLASHLIN_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert CONFIG in configs() and verdicts.place() == (None,
+    assert CONFIG in configs() and local_results.place() == (None,
                                                         "the cache of this user cannot be used: Could not "
                                                         "determine home directory.")
 
@@ -153,14 +153,14 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
     assert CONFIG not in configs() and not [path
                                             for path in home.iterdir()
                                             if path.suffix not in (".json", ".lock")]
-    verdicts._unwritten.clear()
-    verdicts.read_again()
-    assert verdicts.local(HOPPER).kernels[CONFIG].word == "ran"
+    local_results._unwritten.clear()
+    local_results.read_again()
+    assert local_results.local(HOPPER).kernels[CONFIG].word == "ran"
 
 
 def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a file was once read as empty, and the next verdict overwrote it."""
-    monkeypatch.setattr(verdicts, "LARGEST", 3000)
+    monkeypatch.setattr(local_results, "LARGEST", 3000)
     for number in range(40):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -170,24 +170,24 @@ def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch
     assert "holds in this process only" in str(told[0].message) and "warmup --forget" in str(told[0].message)
     [file] = home.glob("launches-*.json")
     assert 10 < number < 39 and file.stat().st_size <= 3000
-    assert set(verdicts.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number + 1)}
-    verdicts._unwritten.clear()
-    verdicts.read_again()
-    assert set(verdicts.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number)}
-    assert verdicts.forget(["op0"]) == 2
+    assert set(local_results.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number + 1)}
+    local_results._unwritten.clear()
+    local_results.read_again()
+    assert set(local_results.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number)}
+    assert local_results.forget(["op0"]) == 2
     keep("ran", "another")
-    assert {"another", f"{CONFIG} 1"} <= set(verdicts._read(file).kernels)
+    assert {"another", f"{CONFIG} 1"} <= set(local_results._read(file).kernels)
 
 
 def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(
         home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
-    monkeypatch.setattr(verdicts, "LARGEST", 100)
+    monkeypatch.setattr(local_results, "LARGEST", 100)
     with pytest.warns(UserWarning, match="holds in this process only"):
         keep("ran", "another")
-    assert set(verdicts.local(HOPPER).kernels) == {CONFIG, "another"}
+    assert set(local_results.local(HOPPER).kernels) == {CONFIG, "another"}
     [file] = home.glob("launches-*.json")
-    assert set(verdicts._read(file).kernels) == {CONFIG}
+    assert set(local_results._read(file).kernels) == {CONFIG}
 
 
 def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path,
@@ -204,15 +204,15 @@ def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path,
         with pytest.warns(UserWarning, match="holds in this process only.*Input/output error"):
             keep("ran", "another")
         with pytest.raises(OSError, match="Input/output error"):
-            verdicts.forget()
-    verdicts._unwritten.clear()
-    verdicts.read_again()
-    assert set(verdicts.local(HOPPER).kernels) == {CONFIG}
+            local_results.forget()
+    local_results._unwritten.clear()
+    local_results.read_again()
+    assert set(local_results.local(HOPPER).kernels) == {CONFIG}
 
 
 def test_a_system_without_locks_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "fcntl", None)  # Windows
-    with verdicts.alone("a trial"), pytest.warns(UserWarning, match="no file locks on this system"):
+    with local_results.alone("a trial"), pytest.warns(UserWarning, match="no file locks on this system"):
         keep("hang")
     assert CONFIG not in configs()
 
@@ -234,10 +234,10 @@ def test_a_folder_of_others_is_refused_with_a_sentence(why: str, mode: int, owne
     home.chmod(mode)
     if owner is not None:
         monkeypatch.setattr(os, "geteuid", lambda: owner)
-    verdicts.read_again()
+    local_results.read_again()
     with pytest.warns(UserWarning, match=f"FLASHLIN_HOME=.* {why}.*need a folder") as told:
         assert CONFIG in configs()
-        assert verdicts.place()[0] is None
+        assert local_results.place()[0] is None
     assert len(told) == 1, "it is told once"
 
 
@@ -246,7 +246,7 @@ def test_locks_follow_no_link_and_truncate_nothing(home: Path, tmp_path: Path) -
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (home / "trial-x.lock").symlink_to(victim)
-    with verdicts.alone("x"):
+    with local_results.alone("x"):
         pass
     with pytest.raises(OSError), locks.locked(home / "trial-x.lock"):
         pass
@@ -266,28 +266,28 @@ def test_verdicts_can_be_taken_back(home: Path) -> None:
     keep("wrong numbers", "another", op="chunk_gla")
     keep("hang", target=other)
     assert CONFIG not in configs()
-    assert verdicts.forget(["chunk_simple_gla"]) == 4, "the kernel's and the trial's, under both releases"
-    assert CONFIG in configs() and set(verdicts.local(HOPPER).kernels) == {"another"}
+    assert local_results.forget(["chunk_simple_gla"]) == 4, "the kernel's and the trial's, under both releases"
+    assert CONFIG in configs() and set(local_results.local(HOPPER).kernels) == {"another"}
     assert len(list(home.glob("*.json"))) == 1, "an empty table goes"
-    assert verdicts.forget() == 2 and verdicts.local(HOPPER) == NOTHING
+    assert local_results.forget() == 2 and local_results.local(HOPPER) == NOTHING
 
 
 def test_eight_processes_at_once_lose_nothing(home: Path) -> None:
-    code = ("import sys; from flashlin.guards.verdicts import *; from flashlin.compat.target import parse\n"
+    code = ("import sys; from flashlin.guards.local_results import *; from flashlin.compat.target import parse\n"
             "for n in range(5): keep(Table({f'{sys.argv[1]}-{n}': Verdict('ran', 1.0, 'op')}, {}), "
             "parse('triton=3.6.0,sm=90'))")
     running = [subprocess.Popen([sys.executable, "-c", code, str(rank)],
                                 env={**os.environ, "FLASHLIN_HOME": str(home)}) for rank in range(8)]
     assert [child.wait(60) for child in running] == [0] * 8
-    assert set(verdicts.local(parse("triton=3.6.0,sm=90")).kernels) == {f"{rank}-{n}" for rank in range(8)
+    assert set(local_results.local(parse("triton=3.6.0,sm=90")).kernels) == {f"{rank}-{n}" for rank in range(8)
                                                                         for n in range(5)}
     assert not [path for path in home.iterdir()
                 if path.suffix not in (".json", ".lock")], "nothing half written stays behind"
 
 
 def test_no_table_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_kernels",
+    monkeypatch.setattr(local_results, "_kernels",
                         lambda: pytest.fail("our sources were read though nobody has tried anything here"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert verdicts.local(HOPPER) == NOTHING
+        assert local_results.local(HOPPER) == NOTHING

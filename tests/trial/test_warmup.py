@@ -17,8 +17,8 @@ import flashlin
 from flashlin import dispatch
 from flashlin.__main__ import main
 from flashlin.compat.target import parse, probe
-from flashlin.guards import proven, verdicts
-from flashlin.guards.verdicts import Table, Verdict
+from flashlin.guards import launch_table, local_results
+from flashlin.guards.local_results import Table, Verdict
 from flashlin.kernels.families import family_of
 from flashlin.testing.compare import check
 from flashlin.trial import child, run
@@ -83,7 +83,7 @@ def test_however_a_child_ends_the_parent_lives_and_blames_kernels_for_what_they_
     plant(monkeypatch, code)
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert (found.verdict, found.detail) == (word, detail)
-    here = verdicts.local(probe(CPU))
+    here = local_results.local(probe(CPU))
     assert {config: one.word for config, one in here.kernels.items()} == blamed
     assert here.trials["chunk_simple_gla bfloat16 64"].word == word and here.trials["chunk_simple_gla "
                                                                                     "bfloat16 64"].said == detail
@@ -104,7 +104,7 @@ def test_what_lacks_memory_is_asked_again_smaller(first: str, detail: str,
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert found.verdict == "not tried" and detail in found.detail
     assert {one.word
-            for one in verdicts.local(probe(CPU)).kernels.values()} == {
+            for one in local_results.local(probe(CPU)).kernels.values()} == {
                 "ran"}, "the table says what it said before"
 
 
@@ -126,7 +126,7 @@ def test_what_seems_to_hang_is_asked_again_alone_and_longer(monkeypatch: pytest.
     plant(monkeypatch, INSIDE + SLEEP, INSIDE + SLEEP)
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu", limit=0.5)
     assert (found.verdict, found.detail) == ("hang", f"no answer in 1 s, at {CONFIG}")
-    assert verdicts.local(probe(CPU)).kernels[CONFIG].word == "hang"
+    assert local_results.local(probe(CPU)).kernels[CONFIG].word == "hang"
 
 
 @pytest.mark.parametrize("where, at", [("", "before any kernel"), (AFTER, f"after {CONFIG}")])
@@ -135,7 +135,7 @@ def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str,
     plant(monkeypatch, where + SLEEP)
     [found] = flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu", limit=0.5)
     assert (found.verdict, found.detail) == ("not tried", f"no answer in 0.5 s, {at}")
-    assert not verdicts.local(probe(CPU)).kernels
+    assert not local_results.local(probe(CPU)).kernels
 
 
 def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch,
@@ -147,15 +147,15 @@ def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pyt
     many = Table({f"{at} {CONFIG}": Verdict("ran", 1.0, "op") for at in range(3001)}, {})
     for known in (Table({}, {}), many):
         if known.size:
-            verdicts.know(json.dumps(known.updated(verdicts._unwritten[probe(CPU)])._asdict()), probe(CPU))
+            local_results.know(json.dumps(known.updated(local_results._unwritten[probe(CPU)])._asdict()), probe(CPU))
         with pytest.warns(UserWarning, match="holds in this process only"):
             flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert "--known" not in asked[0] and asked[-1][-1] == "--known"
     here = probe(CPU)
-    verdicts._unwritten.clear()
-    verdicts.know((tmp_path / "known").read_text(), here)
-    assert len(verdicts.local(here).kernels) == 3002
-    assert verdicts.local(here).kernels[CONFIG].word == "hang"
+    local_results._unwritten.clear()
+    local_results.know((tmp_path / "known").read_text(), here)
+    assert len(local_results.local(here).kernels) == 3002
+    assert local_results.local(here).kernels[CONFIG].word == "hang"
 
 
 def test_where_no_process_can_be_started_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +167,12 @@ def test_where_no_process_can_be_started_nothing_is_tried(monkeypatch: pytest.Mo
 
 
 def test_wrong_numbers_are_not_the_fault_of_what_is_right_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven, "trust", lambda config, target: "ran" if config == "shipped" else "unknown")
+    monkeypatch.setattr(launch_table, "trust", lambda config, target: "ran" if config == "shipped" else "unknown")
     started = [f"say(launch='{name}'); " for name in ("first", "shipped", "other")]
     plant(monkeypatch, "".join(started) + says("wrong numbers"), started[0] + says("ran"))
     flashlin.warmup(["chunk_simple_gla", "chunk_gla"], head_dims=[64], device="cpu", jobs=1)
     assert {config: one.word
-            for config, one in verdicts.local(probe(CPU)).kernels.items()} == {"first": "ran",
+            for config, one in local_results.local(probe(CPU)).kernels.items()} == {"first": "ran",
                                                                                "other": "wrong numbers"}
 
 
@@ -229,7 +229,7 @@ def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(
     here = parse("triton=3.6.0,sm=90")
     [found] = run.run([run.Trial("chunk_simple_gla", "float32", 16)], torch.device("cuda:0"), here)
     assert found.verdict == "not tried" and found.detail and not found.configs
-    assert not verdicts.local(here).kernels
+    assert not local_results.local(here).kernels
 
 
 def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPatch, home: Path,
@@ -267,7 +267,7 @@ def test_what_is_tried_of_each_op_fits_its_reference(size: int) -> None:
 
 def test_where_there_is_nothing_to_compile_no_kernel_is_kept() -> None:
     [found] = flashlin.warmup(["rms_norm"], ["float32"], device="cpu")
-    assert found.verdict == "torch path" and found.fine and not verdicts.local(probe(CPU)).kernels
+    assert found.verdict == "torch path" and found.fine and not local_results.local(probe(CPU)).kernels
 
 
 @pytest.mark.parametrize("arguments, says", [
@@ -288,7 +288,7 @@ def test_nowhere_to_forget_is_told(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_verdict_of_each_word_can_be_kept() -> None:
-    for word in verdicts.WORDS:
-        verdicts.keep(Table({}, {word: Verdict(word, 1.0, word)}), parse("triton=3.6.0,sm=90"))
-    verdicts.read_again()
-    assert len(verdicts.local(parse("triton=3.6.0,sm=90")).trials) == 7
+    for word in local_results.WORDS:
+        local_results.keep(Table({}, {word: Verdict(word, 1.0, word)}), parse("triton=3.6.0,sm=90"))
+    local_results.read_again()
+    assert len(local_results.local(parse("triton=3.6.0,sm=90")).trials) == 7

@@ -13,8 +13,8 @@ if _hidden is not None and _hidden.loader is not None:  # that of the system run
 
 if os.environ.get("FLASHLIN_PATCH") or os.environ.get("FLASHLIN_SUMMARY"):
     try:
-        from flashlin.integrations import startup
-        startup.inherit()
+        from flashlin.integrations import run_command
+        run_command.inherit()
     except (Exception, SystemExit) as error:  # another Python without flashlin, or a broken package
         print(f"flashlin: nothing is patched in this process ({type(error).__name__}: {error})",
               file=sys.stderr)

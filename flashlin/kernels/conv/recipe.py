@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, channels, moving
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, channels, moving
 
 FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
 CHANNELS = 128  # of a program, at most, but where a Config says more

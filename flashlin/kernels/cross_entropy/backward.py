@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.cross_entropy.forward import tanh, targets_of
 
 

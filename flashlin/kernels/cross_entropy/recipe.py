@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, heads_as_rows, moving
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, heads_as_rows, moving
 
 FAR = 2**20  # elements from one row of logits to the next; rows that lie farther apart are copied
 

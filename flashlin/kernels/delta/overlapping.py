@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlin.compat.described import described
+from flashlin.compat.descriptors import described
 from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.7 named it anew

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlin.compat.described import described
+from flashlin.compat.descriptors import described
 from flashlin.kernels.delta.overlapping import barrier, state_tile
 from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 

@@ -6,7 +6,7 @@ from flashlin.compat.target import Target
 from flashlin.compat.traits import trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
-from flashlin.guards.problem import Launch, Problem, traits_of
+from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent

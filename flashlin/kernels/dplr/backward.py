@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.dplr.forward import erases, prepare
 from flashlin.kernels.dplr.inputs import Inputs

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one

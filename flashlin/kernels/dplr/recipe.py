@@ -9,7 +9,7 @@ from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
-from flashlin.guards.problem import Launch, Problem, traits_of
+from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
 from flashlin.kernels.gla.recipe import CHANNELS, halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.gla.decays import bonus_of, rows_beside, summed_after, summed_before, sums_at, sums_read
 from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, shares_of_rest

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs

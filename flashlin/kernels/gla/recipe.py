@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.guards.family import Op, over_heads
-from flashlin.guards.problem import Launch, Problem, operands_of, traits_of
+from flashlin.guards.plan_types import Launch, Problem, operands_of, traits_of
 from flashlin.kernels.configs import Config, is_hopper, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 from flashlin.kernels.scans import (
@@ -105,7 +105,7 @@ def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...]
         return True
     own = [launch for launch in launches if launch.kernel.endswith(("_one", "_rest"))]
     return fit and release(target.triton) >= TRIED and (problem.trial or all(
-        proven.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
+        launch_table.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
 
 
 SPECS = (over_heads(

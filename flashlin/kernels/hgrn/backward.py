@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.hgrn.forward import both, carried, decay, fills_gaps, last, put_walked, segment_of, walk, walked
 from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
 

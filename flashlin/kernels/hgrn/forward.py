@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Launch, Plan
+from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.hgrn.recipe import segments
 from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, moving
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, moving
 
 # tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
 BT, BD = 16, 64

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.conv.recipe import AXES, CHANNELS, DECODING, LIMITS
-from flashlin.kernels.moving import block, cdiv, channels, moving
+from flashlin.kernels.elementwise import block, cdiv, channels, moving
 
 STATE_UPDATE, WINDOW = "state_update", "conv_window"
 ELEMENTS = 2048  # of the state in a program: 16 a thread

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, heads_as_rows, moving, rows_of_heads
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, heads_as_rows, moving, rows_of_heads
 
 LAYER, RMS, L2 = 0, 1, 2           # what a kernel does to a row, as a constexpr
 NO_GATE, SWISH, SIGMOID = 0, 1, 2  # and what to a gate

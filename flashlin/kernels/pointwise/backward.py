@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
-from flashlin.kernels.moving import cdiv
+from flashlin.guards.plan_types import Plan
+from flashlin.kernels.elementwise import cdiv
 from flashlin.kernels.pointwise.forward import (
     NAMES,
     OUTPUTS,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Launch, Plan
+from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, READ, SCALE, SKIP, strip_width
 from flashlin.kernels.recurrent.forward import softplus
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, moving, rows_of_heads
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, moving, rows_of_heads
 
 # Families, and their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import Batch, sequence_of
 from flashlin.kernels.recurrent.forward import (
     by_sequence,

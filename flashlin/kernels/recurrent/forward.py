@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import Batch, sequence_of, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept

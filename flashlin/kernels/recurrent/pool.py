@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import Batch, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.forward import (
     of_unit_length,

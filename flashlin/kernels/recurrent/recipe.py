@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Recipe, over_heads
-from flashlin.guards.problem import Launch, Problem, traits_of
+from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels.configs import Config, is_hopper, padded, token
 from flashlin.kernels.scans import state_launch
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Op, Sizes
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, moving
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, moving
 
 ELEMENTS, COLUMNS = 2048, 512  # pairs of a program, of which at most COLUMNS belong to one row
 FAR = 2**20  # elements from one token to the next; tokens that lie farther apart are copied

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 from flashlin.kernels.selective.recipe import SEGMENT, columns_of, kept

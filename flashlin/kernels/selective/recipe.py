@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes, Unsupported
-from flashlin.guards.problem import Launch, Problem
-from flashlin.kernels.moving import block, cdiv, moving
+from flashlin.guards.plan_types import Launch, Problem
+from flashlin.kernels.elementwise import block, cdiv, moving
 
 FAMILY = "selective"
 BD = 32  # channels of a program, at most

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashlin.compat.traits import trait_set, with_operands
-from flashlin.guards.limits import AXIS_LIMITS, OFFSET_LIMIT
-from flashlin.guards.problem import Given, Launch, Problem
+from flashlin.guards.checks import AXIS_LIMITS, OFFSET_LIMIT
+from flashlin.guards.plan_types import Given, Launch, Problem
 from flashlin.kernels.shield.source import Source
 
 

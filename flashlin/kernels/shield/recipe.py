@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashlin.compat.target import Target
 from flashlin.compat.traits import with_operands
 from flashlin.guards.family import Family
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:

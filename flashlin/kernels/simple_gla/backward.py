@@ -37,7 +37,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
-from flashlin.guards.problem import Launch, Plan
+from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.pieces import (

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlin.compat.described import described
+from flashlin.compat.descriptors import described
 
 # Triton 3.8 named them anew, 3.9 took the old names away
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -148,7 +148,7 @@ def simple_gla_overlapped(
     L,  # tokens of a part
     rows,  # of the batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,  # see compat/described.py
+    REGISTERS: gl.constexpr,  # see compat/descriptors.py
     DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
 ):

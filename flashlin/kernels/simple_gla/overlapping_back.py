@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlin.compat.described import described
+from flashlin.compat.descriptors import described
 from flashlin.kernels.delta.overlapping import barrier, state_tile
 from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 
@@ -180,7 +180,7 @@ def simple_gla_overlapped_back(
     slots,  # of dstates without SIDE
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,  # see compat/described.py
+    REGISTERS: gl.constexpr,  # see compat/descriptors.py
     SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):

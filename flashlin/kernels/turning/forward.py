@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, tile
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 

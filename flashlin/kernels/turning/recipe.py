@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit
-from flashlin.guards.problem import Launch, Problem
+from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.configs import is_hopper
-from flashlin.kernels.moving import block, cdiv, moving
+from flashlin.kernels.elementwise import block, cdiv, moving
 
 FAMILY = "turning"
 BT = 32  # tokens of a chunk, whose angles are summed by one program

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 
 X = TypeVar("X", bound=tuple[Any, ...])
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def aligned(x: Iterable[Tensor | None]) -> Any:
 
     Descriptors need that alignment. Plain Triton compiles other code for unaligned tensors, in which no load
     overlaps a product; that code faults where states are narrow (hopper-narrow-state). A copy keeps
-    ``requires_grad``, from which ahead.py derives the kernels of backward.
+    ``requires_grad``, from which compile_ahead.py derives the kernels of backward.
     """
     addresses = 0
     for y in x:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.limits import FEW_TOKENS
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.checks import FEW_TOKENS
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_qkv, check_state, need_tensor
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common.arguments import check_packed, suspect_layout

@@ -9,8 +9,8 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta import inputs, torch_path
-from flashlin.ops._common.across import run_over_ranks
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
+from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.preprocess import exact
 from flashlin.ops.norm import l2norm
 

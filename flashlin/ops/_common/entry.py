@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from flashlin import policy
-from flashlin.compat.direct import TENSORS
+from flashlin.compat.launch_cache import TENSORS
 from flashlin.compat.tracing import transformed
 from flashlin.guards.tensors import resolved
 

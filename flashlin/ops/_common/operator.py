@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.ops._common.entry import own_nodes, without_autocast
 from flashlin.ops._common.gradients import INSTEAD, once, once_traced, pulled_back
 from flashlin.ops._common.pipeline import Planned, planned

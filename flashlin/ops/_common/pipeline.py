@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flashlin import dispatch, policy
 from flashlin.compat.target import probe
-from flashlin.guards import pending
-from flashlin.guards.problem import Plan, Problem, UnsupportedError
+from flashlin.guards import deferred_checks
+from flashlin.guards.plan_types import Plan, Problem, UnsupportedError
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.ops._common.casting import count_of, name_of, strictest
 from flashlin.ops._common.replay import calls, remember
@@ -110,7 +110,7 @@ class Planned(Generic[X, S]):
 def planned(problem: Problem, device: torch.device) -> Plan:
     """Return the plan for this call here and now. Raises UnsupportedError; warns once per op and reason where
     results or speed differ."""
-    pending.poll()
+    deferred_checks.poll()
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)

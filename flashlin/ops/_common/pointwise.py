@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashlin.dispatch import OPS
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels.pointwise import torch_path
 from flashlin.kernels.pointwise.recipe import APART, MIX, READ, SCALE, SKIP
 from flashlin.ops._common.casting import (

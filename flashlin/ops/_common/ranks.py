@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.compat.tracing import transformed
-from flashlin.guards import pending
+from flashlin.guards import deferred_checks
 from flashlin.guards.tensors import FLOATS, check_cu_seqlens, without_values
 from flashlin.guards.tokens import report, users_frame
 from flashlin.ops._common.pipeline import constant_while_tracing
@@ -289,11 +289,11 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, wai
 
     Reading the sizes of other ranks waits for a GPU. There a rank waits if its own sizes are new to it, in
     debug mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares
-    them, and a later call raises the error, the same one on each rank (``guards/pending.py``)."""
+    them, and a later call raises the error, the same one on each rank (``guards/deferred_checks.py``)."""
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
-    pending.settle()
+    deferred_checks.settle()
     told = gathering(op, group, mine)()
     settings = policy.current()
     if known is not None and mine.is_cuda and not (waits or settings.debug or settings.tokens == "sync"):

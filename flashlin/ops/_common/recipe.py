@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Compiled
-from flashlin.guards.problem import Plan
-from flashlin.ops._common.ahead import MAKING, Mode
+from flashlin.compat.launch_cache import Compiled
+from flashlin.guards.plan_types import Plan
 from flashlin.ops._common.casting import ALIGNED
+from flashlin.ops._common.compile_ahead import MAKING, Mode
 
 APART = 128  # bytes that scratch buffers begin at multiples of
 WORTH = 2**20  # bytes that two stages have to save

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_indices, check_pool, check_qkv, check_state, need_tensor
 from flashlin.kernels.delta import torch_path as chunked_delta
 from flashlin.kernels.delta.inputs import Inputs as DeltaInputs

@@ -6,7 +6,7 @@ are the same Problem and need the same casts (``Call``). Only the plan is asked 
 also depends on settings and on tables of results.
 
 A run of a family's forward or backward follows from the call, the plan and the alignment of its tensors. The
-first run is an ordinary one, in which kernels compile together (ahead.py). The second is watched: which
+first run is an ordinary one, in which kernels compile together (compile_ahead.py). The second is watched: which
 buffers it makes, which kernels it starts, what else torch does, and where each tensor comes from (recipe.py).
 If all of that can be repeated with other tensors, later runs are replays: they allocate one buffer for each
 result and one for all scratch, and start the compiled kernels with the same numbers and the new addresses. A
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from flashlin.compat import launch, tf32
-from flashlin.compat.direct import TENSORS, current, watched
 from flashlin.compat.installed_triton import possible, triton_module
-from flashlin.guards.problem import Plan, Problem
-from flashlin.ops._common import ahead, recipe
+from flashlin.compat.launch_cache import TENSORS, current, watched
+from flashlin.guards.plan_types import Plan, Problem
+from flashlin.ops._common import compile_ahead, recipe
 from flashlin.ops._common.casting import ALIGNED, aligned
 from flashlin.ops._common.recipe import Recipe, Start
 
@@ -124,14 +124,14 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
     if found is None:
         return function(plan, *given)
     key, addresses, _, device = found
-    if made is False and not ahead.capturing():  # a recipe keeps memory
+    if made is False and not compile_ahead.capturing():  # a recipe keeps memory
         returned, _recipes[key] = recipe.watched_run(function, plan, tensors, addresses, given, own)
         return returned
     if key not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
         if len(_recipes) >= MOST:
             _recipes.clear()
         _recipes[key] = False
-        return ahead.compile_together(function, plan, given, device,
+        return compile_ahead.compile_together(function, plan, given, device,
                                       forward_of and (forward_of, tensors, *others))
     return function(plan, *given)
 

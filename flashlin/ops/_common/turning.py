@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin.guards.problem import Plan, Problem
+from flashlin.guards.plan_types import Plan, Problem
 from flashlin.kernels.turning import torch_path
 from flashlin.kernels.turning.inputs import Inputs, Outputs
 from flashlin.kernels.turning.recipe import FAMILY

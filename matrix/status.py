@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from flashlin.guards.proven import SPILLS
+from flashlin.guards.launch_table import SPILLS
 from flashlin.testing.record import Recorded
 from matrix.results import CellResult, Compiled, Figures, load_gpu
 

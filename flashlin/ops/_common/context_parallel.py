@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashlin.compat import launch
-from flashlin.guards.problem import Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.guards.tensors import check_qkv, check_state
 from flashlin.kernels.chunked import Scalars
 from flashlin.ops._common import chunked, ranks

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlin.compat import launch
-from flashlin.compat.direct import Kernel
 from flashlin.compat.installed_triton import make_key
-from flashlin.guards.problem import Plan
+from flashlin.compat.launch_cache import Kernel
+from flashlin.guards.plan_types import Plan
 
 MOST = 16  # threads that compile at a time: no call has many more kernels
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlin.compat.described import Described
+from flashlin.compat.descriptors import Described
 from flashlin.compat.installed_triton import interpreting, possible, triton_module
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -3,7 +3,7 @@ torch, no triton."""
 from __future__ import annotations
 
 from flashlin.guards.family import Sizes
-from flashlin.guards.problem import Launch, Problem, traits_of
+from flashlin.guards.plan_types import Launch, Problem, traits_of
 
 
 def cdiv(x: int, y: int) -> int:

@@ -15,8 +15,8 @@ from flashlin.compat.target import GPUS, Target
 from flashlin.compat.traits import TILE_FACTS
 from flashlin.compat.versions import release
 from flashlin.guards.family import Family
-from flashlin.guards.problem import PARTS, Launch, Problem, Reason
-from flashlin.guards.proven import failure, has_run, trust
+from flashlin.guards.launch_table import failure, has_run, trust
+from flashlin.guards.plan_types import PARTS, Launch, Problem, Reason
 from flashlin.policy import Policy
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from flashlin.compat import releases
 from flashlin.compat.target import Target
 from flashlin.compat.versions import is_unreleased, release
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 
 PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # ran: right on such a card. compiled: machine code was made of every use of it. failed: of one it was not, or
@@ -57,7 +57,7 @@ def trust(config: str, target: Target) -> Trust:
     """What is known of a configuration (``Launch.config``): on this very machine, else on that card under
     that release or, where it was not tried, others of the same minor version. Of nightlies only what was
     found on this machine."""
-    here = verdicts.local(target).kernels.get(config)
+    here = local_results.local(target).kernels.get(config)
     if here is None:
         return _shipped(config, target.triton, target.sm)
     return "ran" if here.word == "ran" else "failed"
@@ -66,7 +66,7 @@ def trust(config: str, target: Target) -> Trust:
 def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bool:
     """Whether a configuration was right in a record that is shipped for that card and release, or on this
     very machine, where a trial of one of these ops in that dtype was, too."""
-    here = verdicts.local(target)
+    here = local_results.local(target)
     if config not in here.kernels:
         return _shipped(config, target.triton, target.sm) == "ran"
     return here.kernels[config].word == "ran" and any(
@@ -76,7 +76,7 @@ def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bo
 
 def failure(config: str, target: Target) -> str:
     """Where and how a configuration that is not trusted failed."""
-    here = verdicts.local(target).kernels.get(config)
+    here = local_results.local(target).kernels.get(config)
     if here is None:
         return f"{config} does not compile on {target.sm} with triton {target.triton}"
     return (f"{config} was tried on this machine with triton {target.triton} on {here.date}: {here.word} "

@@ -21,7 +21,7 @@ from pkgutil import read_code
 from types import ModuleType, TracebackType
 from typing import Any
 
-from flashlin.compat.arrivals import not_prepared, remove, watch
+from flashlin.compat.import_hooks import not_prepared, remove, watch
 from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations import summary
 from flashlin.integrations.patching import PATCHES, comes, patch

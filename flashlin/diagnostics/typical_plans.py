@@ -13,10 +13,10 @@ from flashlin.compat.releases import RELEASES, planned_as
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
 from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
-from flashlin.guards import proven
+from flashlin.guards import launch_table
 from flashlin.guards.family import USES, problem_of
-from flashlin.guards.problem import Plan, advice
-from flashlin.guards.proven import TRUST
+from flashlin.guards.launch_table import TRUST
+from flashlin.guards.plan_types import Plan, advice
 from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.families import typical as usual
 from flashlin.kernels.remedies import REMEDIES
@@ -162,7 +162,7 @@ def evidence(plans: Iterable[Plan]) -> str:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((proven.trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
+    known = [max((launch_table.trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
                  default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
@@ -171,8 +171,8 @@ def evidence(plans: Iterable[Plan]) -> str:
         told = [words.get(levels[0], levels[0])]
     slow = {(figures.spills, f"slow: {launch.kernel} {figures}") for plan in kernels
             for launch in plan.launches
-            if (figures := proven.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
-            and proven.trust(launch.config, plan.target) != "ran"}
+            if (figures := launch_table.slow_on(plan.target.sm, plan.target.triton).get(launch.config))
+            and launch_table.trust(launch.config, plan.target) != "ran"}
     return ", ".join([*told, *(text for _, text in sorted(slow)[-1:])])
 
 

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from flashlin.compat.arrivals import remove
+from flashlin.compat.import_hooks import remove
 
 Contents = Mapping[str, Any]  # a module's attributes by name
 

@@ -1,7 +1,7 @@
 """Holes in what users run today, each tried raw (the installed fla) and through flashlin, every one in a
 process of its own.
 
-    python -m matrix.holes --out matrix/results/          needs an NVIDIA GPU; fla-core for the raw column
+    python -m matrix.field_failures --out matrix/results/          needs an NVIDIA GPU; fla-core for the raw column
 
 An outcome is ``right`` (equal to float64 within tolerance, or the refusal that was asked for), ``wrong: ...``
 or ``error: ...``.
@@ -273,7 +273,7 @@ LARGE = ("more than 2^31 elements", "more than 2^31 elements, packed")
 
 def outcome(hole: str, side: str) -> str:
     """In a child: an error may poison the CUDA context, and the next hole wants a clean one."""
-    child = record.child("matrix.holes", "--one", hole, "--side", side, seconds=SECONDS)
+    child = record.child("matrix.field_failures", "--one", hole, "--side", side, seconds=SECONDS)
     return str(child.messages[-1]["outcome"]) if child.messages else f"error: {child.ending}"
 
 

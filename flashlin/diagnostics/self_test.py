@@ -1,7 +1,7 @@
 """doctor --run: every op's quick cases in a child process, so that an abort or a hang is a result like any
 other.
 
-    python -m flashlin.diagnostics.quick --device cuda:0 [--op chunk_simple_gla] [--first 3]
+    python -m flashlin.diagnostics.self_test --device cuda:0 [--op chunk_simple_gla] [--first 3]
 
 The child prints one JSON line when it knows its jobs, one before each of them and one after. ``watch`` reads
 them; a child that ends early, or says nothing for too long, costs the job it was at, and another child goes
@@ -23,7 +23,7 @@ from flashlin.diagnostics.machine import attempt
 from flashlin.diagnostics.report import Status
 from flashlin.policy import Policy
 
-CHILD = partial(python, "flashlin.diagnostics.quick")
+CHILD = partial(python, "flashlin.diagnostics.self_test")
 LIMIT = 180.0  # seconds without a word: importing torch, or compiling and running one case
 CHILDREN = 3  # where that many have ended early, the machine is broken and the rest is left alone
 
@@ -107,7 +107,7 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.quick",
+    parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.self_test",
                                      description="The child process of flashlin doctor --run.")
     parser.add_argument("--device", required=True)
     parser.add_argument("--op")
