@@ -324,7 +324,7 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
            **given: Any) -> tuple[str, int]:
     from json import dumps
 
-    trial, verdicts = load("trial.warmup"), load("guards.verdicts")
+    trial, verdicts = load("trial.warmup"), load("guards.local_results")
     folder, why = verdicts.place()
     if forget:
         gone = trial.forget(op)
@@ -365,7 +365,7 @@ def run_program(patch: str | None, program: list[str], **how: Any) -> int:
     """The program has stdout for itself, and its exit ends this process."""
     try:
         with redirect_stdout(sys.stderr):
-            startup = load("integrations.startup")
+            startup = load("integrations.run_command")
         asked, by = os.environ.get(startup.VARIABLE), startup.VARIABLE
         if patch is not None:
             asked, by = patch, "--patch"

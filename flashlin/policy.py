@@ -14,7 +14,7 @@ CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torc
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
 SWITCHES = ("debug", "invariant")  # True or False
-# Read by guards.verdicts, testing.environments, integrations.startup and integrations.summary.
+# Read by guards.local_results, testing.environments, integrations.run_command and integrations.summary.
 ELSEWHERE = ("home", "cache", "patch", "summary")
 
 

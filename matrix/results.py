@@ -90,7 +90,7 @@ class Figures(NamedTuple):
 
 class Compiled(Facts):
     """What came of a launch on a card: see ``testing.compile.Result``. slow: figures of what is
-    (``proven.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has to stay
+    (``launch_table.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has to stay
     small."""
     status: str = "ok"
     message: str = ""
@@ -259,7 +259,7 @@ def _release(cell: Cell) -> str:
 
 
 def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
-    """configuration -> card -> what a ``proven.Slow`` has of its worst use, of NVIDIA's cards. Planned or not:
+    """configuration -> card -> what a ``launch_table.Slow`` has of its worst use, of NVIDIA's cards. Planned or not:
     what is slow is planned otherwise from then on."""
     slow: dict[str, dict[str, list[int]]] = {}
     for tried in result.launches.values():

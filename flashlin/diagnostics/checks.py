@@ -19,7 +19,7 @@ from flashlin.compat.installed_triton import interpreting
 from flashlin.compat.releases import is_that
 from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
-from flashlin.diagnostics.environment import SURROUNDINGS, can_write, unset
+from flashlin.diagnostics.environment import ENVIRONMENT, can_write, unset
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
 from flashlin.diagnostics.report import Check
 from flashlin.guards import local_results
@@ -223,7 +223,7 @@ def check_modules(machine: Machine) -> Iterator[Check]:
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
     check_python, check_torch, check_triton, check_copies, check_ptxas, check_driver, check_policy,
-    check_interpreter, *SURROUNDINGS, check_folders, check_tried, check_modules)
+    check_interpreter, *ENVIRONMENT, check_folders, check_tried, check_modules)
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:

@@ -215,4 +215,4 @@ def check_card(machine: Machine) -> Iterator[Check]:
                                "others")
 
 
-SURROUNDINGS = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)
+ENVIRONMENT = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

@@ -156,7 +156,7 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 def evidence(plans: Iterable[Plan]) -> str:
     """What is behind the plans that start kernels of ours: for each the least that is known of any launch,
-    see ``guards.proven``; and which is the slowest of those that are only compiled."""
+    see ``guards.launch_table``; and which is the slowest of those that are only compiled."""
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"

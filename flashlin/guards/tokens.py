@@ -82,7 +82,7 @@ def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
 
 def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: bool = False) -> bool:
     """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
-    to be fine. shared: each rank of a group has this answer, and it always comes later (``pending.send``)."""
+    to be fine. shared: each rank of a group has this answer, and it always comes later (``deferred_checks.send``)."""
     if tokens.is_cuda:
         if deferred_checks.capturing():
             flag = deferred_checks.flag(tokens.device, call)

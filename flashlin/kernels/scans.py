@@ -145,7 +145,7 @@ def narrow_state(config: Config) -> frozenset[str]:
 
 
 def calm(recipe: Recipe) -> Recipe:
-    """A recipe that leaves out what is known to be slow (``proven.slow_on``), as far as there is anything
+    """A recipe that leaves out what is known to be slow (``launch_table.slow_on``), as far as there is anything
     else: of a slow launch the same tile with other warps and stages; where every way is very slow, all
     launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of what
     is slow in every way the least slow."""

@@ -213,7 +213,7 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
     except Exception:
         # Of any kind, since host code that is right on a card may fail on tensors without memory, and forward is
         # not to fail for it. Backward compiles what is missing, and raises what is wrong;
-        # tests/ops/test_ahead.py tells where nothing was foreseen.
+        # tests/ops/test_compile_ahead.py tells where nothing was foreseen.
         pass
 
 

@@ -84,7 +84,7 @@ Launches = Callable[[str], dict[str, Launch]]
 @pytest.fixture
 def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
     """launches_where(slow, failed)(place): what is planned there by kernel, where these configurations are
-    slow, as in a ``proven.Slow``, and those failed. No plan says a word of it."""
+    slow, as in a ``launch_table.Slow``, and those failed. No plan says a word of it."""
     def known(slow: dict[str, tuple[int, ...]], failed: tuple[str, ...] = ()) -> Launches:
         cards = ("sm80", "sm90")
         table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}} for config, figures in slow.items()}

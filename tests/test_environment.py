@@ -269,5 +269,5 @@ def test_room_on_the_card(card: Seen, name: str, status: str) -> None:
 
 
 def test_this_machine_can_be_asked() -> None:
-    assert {one.status for one in checkup(LAPTOP, environment.SURROUNDINGS)} == {"ok"}
+    assert {one.status for one in checkup(LAPTOP, environment.ENVIRONMENT)} == {"ok"}
     assert shutil.which("sh")
