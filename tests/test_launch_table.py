@@ -184,7 +184,7 @@ def found(**compiled: Compiled) -> CellState:
     """Two launches of one configuration; the verdicts on them: n1, n2."""
     outcomes = (Outcome(op="op", call="", card="sm90", path="triton",
                         launches=("gate_cumsum-1", "gate_cumsum-2")),)
-    launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (),
+    launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, (),
                                              CONFIG) for n in (1, 2)}
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for name, one in compiled.items():
@@ -194,7 +194,7 @@ def found(**compiled: Compiled) -> CellState:
 
 def test_a_configuration_is_that_of_its_card(tmp_path: Path) -> None:
     """One code for both, but a card without bf16 starts it for a call in float32."""
-    one = Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, (), f"{CONFIG} bf16")
+    one = Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, (), f"{CONFIG} bf16")
     on = {"sm75": one._replace(config=CONFIG), "sm80": one}
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))
     for card, launch in on.items():
@@ -227,13 +227,13 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     assert load_result(tmp_path, whole.result.cell).launches == whole.result.launches
     path = tmp_path / LAUNCHES
     path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"],
-                                             "flashlin.kernels.pieces:0123"))
+                                             "flashlin.kernels.tile_ops:0123"))
     old = load_result(tmp_path, whole.result.cell)
     assert not old.launches and json.loads(support.launch_table([CellState(old, whole.planned)], tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0],
-           "configs": by_source({CONFIG: record.source_hash("flashlin.kernels.pieces", "gate_cumsum"),
-                                 "gate_cumsum BT=32": "flashlin.kernels.pieces:0123"})}
+           "configs": by_source({CONFIG: record.source_hash("flashlin.kernels.tile_ops", "gate_cumsum"),
+                                 "gate_cumsum BT=32": "flashlin.kernels.tile_ops:0123"})}
     (tmp_path / "gpu-x.json").write_text(json.dumps(gpu))
     assert json.loads(support.launch_table([], tmp_path)) == {CONFIG: {"3.6.0": {"ran": "sm90"}}}

@@ -133,10 +133,10 @@ def test_it_is_the_same_on_every_python() -> None:
 
 
 def test_a_comment_in_a_kernel_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, original = source_of("flashlin.kernels.pieces", "gate_cumsum"), inspect.getsource
+    before, original = source_of("flashlin.kernels.tile_ops", "gate_cumsum"), inspect.getsource
     for added, same in (("    # in other words\n", True), ("    return 1\n", False)):
         monkeypatch.setattr(inspect, "getsource", lambda function, added=added: original(function) + added)
-        assert (source_of.__wrapped__("flashlin.kernels.pieces", "gate_cumsum") == before) is same
+        assert (source_of.__wrapped__("flashlin.kernels.tile_ops", "gate_cumsum") == before) is same
 
 
 def test_a_kernel_is_hashed_with_what_it_calls_and_the_constants_it_uses() -> None:
@@ -145,7 +145,7 @@ def test_a_kernel_is_hashed_with_what_it_calls_and_the_constants_it_uses() -> No
 
 
 def launch(kernel: str, BT: int) -> Recorded:
-    module = {"gate_cumsum": "flashlin.kernels.pieces",
+    module = {"gate_cumsum": "flashlin.kernels.tile_ops",
               "conv_backward_x": "flashlin.kernels.conv.backward"}[kernel]
     return Recorded(module, kernel, (), (), 4, 1, 0, (), f"{kernel} BT={BT} warps=4 stages=1")
 

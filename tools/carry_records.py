@@ -46,7 +46,7 @@ EXAMPLES = """examples:
   python -m tools.carry_records 812ea30 --json | jq '.kernels[] | select(.reason != "")'
 
 map.json, where equal source does not tell (old module.kernel -> new module.kernel):
-  {"flashlin.kernels.pieces.gate_cumsum": "flashlin.kernels.tile_ops.gate_sums"}
+  {"flashlin.kernels.tile_ops.gate_cumsum": "flashlin.kernels.tile_ops.gate_sums"}
 """
 RESULTS = Path("matrix") / "results"
 PROVEN = Path("flashlin") / "kernels" / "proven.json"

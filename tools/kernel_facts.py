@@ -152,7 +152,8 @@ class Writer:
             self.called.append(value)
             return "function", key_of(value)
         if type(value).__name__ == "constexpr":
-            return "constant", name, repr(value.value)
+            number = type(value.value) in (int, float)  # compiles as the literal does
+            return ("text", repr(value.value)) if number else ("constant", name, repr(value.value))
         if value is None or isinstance(value, (bool, int, float, str, tuple)):
             return "constant", name, repr(value)
         home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")

@@ -87,7 +87,8 @@ class Kernel:
                 or made.metadata.target.backend != "cuda"):
             return None
         known = made.function, made.packed_metadata, None, None, None
-        found = kind.compiled[key] = Compiled(self._launcher(made), known, kernel, kernel.device_caches[device],
+        found = kind.compiled[key] = Compiled(self._launcher(made), known, kernel,
+        kernel.device_caches[device],
                                               kernel.debug, _switches())
         return found
 
@@ -149,7 +150,7 @@ class Kernel:
 
 def _unchecked() -> dict[str, bool]:
     """More options of a start with TRITON_DEBUG=1: integers may run over, as sums of turns do on purpose
-    (kernels/turning), which Triton would call an error then. The option came with tl.add, in 3.2."""
+    (kernels/rotation), which Triton would call an error then. The option came with tl.add, in 3.2."""
     triton = triton_module()
     debug = triton.knobs.runtime.debug if hasattr(triton, "knobs") else os.environ.get("TRITON_DEBUG") == "1"
     checked = debug and not interpreting() and hasattr(triton.language, "add")

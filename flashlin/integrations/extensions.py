@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import mamba
-from flashlin.kernels.plain import wide
+from flashlin.kernels.sequences import wide
 
 
 @torch.no_grad()

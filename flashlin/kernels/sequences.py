@@ -1,24 +1,65 @@
-"""What the torch paths over sequences share: one dtype, packed sequences, chunks."""
+"""Helpers of the families' torch paths: the dtype they compute in, sums of rows, packed sequences, chunks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from flashlin.compat.releases import DETERMINISTIC_CUMSUM_FROM
 from flashlin.compat.tracing import numbers
-from flashlin.kernels.plain import widest
+from flashlin.compat.versions import release
 
-Tensors = Sequence[torch.Tensor | None]
+Tensors = Sequence[Tensor | None]
 # (h0, *tensors) -> (o, states), for sequences of one length: h0 [B, H, K, V]; q, k, v [B, T, H, D], then
 # others [B, T, H] or [B, T, H, D], or None
-Rows = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Rows = Callable[..., tuple[Tensor, Tensor]]
 
 CHUNK = 64  # tokens
+_CUMSUM_MAY_RAISE = release(torch.__version__) < release(DETERMINISTIC_CUMSUM_FROM)
 
 
-def over_sequences(rows: Rows, tensors: Tensors, h0: torch.Tensor | None, bounds: torch.Tensor | None,
-                   scale: float, reverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def widest(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype that plain torch computes in: float64 where a tensor has it, else float32."""
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def wide(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the widest's dtype; None stays None."""
+    compute = widest(*tensors)
+    return tuple(None if x is None else x.to(compute) for x in tensors)
+
+
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """Return the sums of x along ``dim`` up to each element, in x's dtype.
+
+    Before torch 2.6, ``cumsum`` and its gradient raise an error on a GPU under
+    ``torch.use_deterministic_algorithms(True)``. Then sums over masked copies of x give the result.
+    """
+    if not (_CUMSUM_MAY_RAISE and x.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(dim, dtype=x.dtype)
+    return sum_of_masked(x, dim)
+
+
+def sum_of_masked(x: Tensor, dim: int) -> Tensor:
+    """Return the same as ``running_sum``. Memory grows with the square of the dimension's length."""
+    rows = torch.arange(x.shape[dim], device=x.device)
+    copies = x.movedim(dim, -1)[..., None, :].masked_fill(rows[:, None] < rows, 0)
+    return copies.sum(-1, dtype=x.dtype).movedim(-1, dim)
+
+
+def sequences_of(bounds: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """For T packed rows: the number of each one's sequence [T], and whether it belongs to any [T]. Without
+    one the number is -1 (before the first sequence) or N (after the last). Reads nothing on the host."""
+    rows = torch.arange(T, dtype=bounds.dtype, device=bounds.device)
+    n = torch.searchsorted(bounds, rows, right=True) - 1
+    return n, (n >= 0) & (n < bounds.shape[0] - 1)
+
+
+def over_sequences(rows: Rows, tensors: Tensors, h0: Tensor | None, bounds: Tensor | None,
+                   scale: float, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]) by ``rows``, in float32, or float64 for float64 tensors, with q
     times scale, and q and k of as many heads as v. tensors: as rows takes them, but q and k [B, T, H, K]; h0
     [N, HV, K, V] or None for zeros. reverse: from a sequence's last token to its first.
@@ -48,8 +89,8 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: torch.Tensor | None, bounds
     return o.flip(1), states
 
 
-def _packed(rows: Rows, tensors: list[torch.Tensor | None], h0: torch.Tensor, edges: list[int],
-            reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(rows: Rows, tensors: list[Tensor | None], h0: Tensor, edges: list[int],
+            reverse: bool) -> tuple[Tensor, Tensor]:
     """Sequences of about the same length are padded to one batch: at most twice the work, and no loop over
     thousands of them."""
     groups: dict[int, list[int]] = {}
@@ -82,13 +123,13 @@ def chunk_length(T: int) -> int:
     return chunk
 
 
-def chunks(x: torch.Tensor, length: int) -> torch.Tensor:
+def chunks(x: Tensor, length: int) -> Tensor:
     """[B, T, H, ...] -> [B, H, chunks, length, ...], zeros past the end."""
     padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % length))
-    split: torch.Tensor = padded.unflatten(1, (-1, length))
+    split: Tensor = padded.unflatten(1, (-1, length))
     return split.movedim(3, 1)
 
 
-def joined(x: torch.Tensor, T: int) -> torch.Tensor:
+def joined(x: Tensor, T: int) -> Tensor:
     """[B, H, chunks, length, D] -> [B, T, H, D]."""
     return x.movedim(1, 3).flatten(1, 2)[:, :T]

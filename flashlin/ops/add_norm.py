@@ -13,7 +13,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import RMS
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 from flashlin.ops._common.arguments import check_optional
 from flashlin.ops._common.entry import entry
 from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run_norm

@@ -197,7 +197,7 @@ def _differentiable_update(given: Token, silu: bool) -> Tensor:
 
 
 def _update_on_torch(given: Token, how: Activation) -> Tensor:
-    of_token, state = torch_path.run(*_of_one_token(given, given.cache), how.silu)
+    of_token, state = torch_path.compute(*_of_one_token(given, given.cache), how.silu)
     given.cache.copy_(state)
     return of_token[:, 0].to(given.x.dtype)
 
@@ -292,7 +292,7 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     dht, = contiguous(grads.ht)
-    dx, dweight, dbias, dh0 = kernels("conv", "backward").run(
+    dx, dweight, dbias, dh0 = kernels("conv", "backward").launch_backward(
         plan, evenly_spaced(x.x), x.weight, bias=x.bias, h0=x.initial_state, bounds=x.bounds,
         dy=dense(grads.y, x.x), dht=dht, silu=how.silu, needs_dx="x" in wanted,
         needs_dweight="weight" in wanted, needs_dbias="bias" in wanted, needs_dh0="initial_state" in wanted)
@@ -302,9 +302,9 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 OPERATOR = Operator(
     "conv", Tensors, Scalars, Outputs, 2, family="conv", problem=problem_of,
-    on_torch=lambda x, how: torch_path.run(*x, how.silu), cast=_cast,
+    on_torch=lambda x, how: torch_path.compute(*x, how.silu), cast=_cast,
     while_tracing=lambda x, how: TracedCall(how.call, V=width_class(x.weight)),
-    forward=lambda plan, x, how: kernels("conv", "forward").run(
+    forward=lambda plan, x, how: kernels("conv", "forward").launch_forward(
         plan, evenly_spaced(x.x), *x[1:], how.silu, how.has_ht, x.x.dtype),
     kept=lambda x, y, how: (x._replace(residual=None), (None, None)), backward=_backward,
     empty=_empty, same=lambda how: {"residual": "y"})

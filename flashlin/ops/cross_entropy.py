@@ -32,7 +32,7 @@ CHUNK = 64  # rows of logits come in multiples of so many
 
 
 class Terms(NamedTuple):
-    """The numbers of the formula, as kernels("cross_entropy", "forward").run takes them."""
+    """The numbers of the formula, as kernels("cross_entropy", "forward").launch_forward takes them."""
     scale: float
     cap: float | None
     smoothing: float
@@ -246,11 +246,11 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
 
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, ...]:
-    return torch_path.run(x.logits, x.target, *terms_of(how))
+    return torch_path.compute(x.logits, x.target, *terms_of(how))
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("cross_entropy", "forward").run(plan, _rows(x.logits), x.target, *terms_of(how))
+    return kernels("cross_entropy", "forward").launch_forward(plan, _rows(x.logits), x.target, *terms_of(how))
 
 
 def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
@@ -262,7 +262,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     """z_loss has no gradient of its own."""
     if grads.loss is None:
         return {"logits": None}
-    dlogits = kernels("cross_entropy", "backward").run(plan, _rows(x.logits), x.target, y.lse,
+    dlogits = kernels("cross_entropy", "backward").launch_backward(plan, _rows(x.logits), x.target, y.lse,
                                                        grads.loss.contiguous(), *terms_of(how), how.in_place)
     if how.in_place:
         torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
@@ -364,7 +364,7 @@ def _whole_linear_loss(given: LinearTensors, how: LinearScalars) -> Tensor:
     """Return the loss by operations that torch.func can transform. All logits are in memory at once."""
     x, target, weight, bias = given
     logits = F.linear(x.to(how.dtype), weight.to(how.dtype), None if bias is None else bias.to(how.dtype))
-    losses, _, _ = torch_path.run(logits, target, *terms_of(how))
+    losses, _, _ = torch_path.compute(logits, target, *terms_of(how))
     total = losses.sum()
     if how.mean:
         total = total / counted(target, weight.shape[0], how.ignore_index)
@@ -392,17 +392,18 @@ def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
     # before they are written over
     highest = logits.max(1, keepdim=True) if how.needs_grad and penalty is not None else None
     if on_torch:
-        loss, _, lse = torch_path.run(logits, target, *terms)
+        loss, _, lse = torch_path.compute(logits, target, *terms)
     else:
         readable, = as_planned((logits,), plan.problem.dot)
-        loss, _, lse = kernels("cross_entropy", "forward").run(plan, readable, target, *terms)
+        loss, _, lse = kernels("cross_entropy", "forward").launch_forward(plan, readable, target, *terms)
     if not how.needs_grad:
         return loss, None
     one = torch.ones_like(loss)
     if on_torch:
         dlogits = torch_path.gradients(logits, target, lse, one, *terms)
     else:
-        dlogits = kernels("cross_entropy", "backward").run(plan, readable, target, lse, one, *terms,
+        dlogits = kernels("cross_entropy", "backward").launch_backward(plan, readable, target, lse, one,
+                                                                       *terms,
                                                            True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty

@@ -32,7 +32,7 @@ FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
     "beta": Argument(("B", "T", "HV"), wide=True, optional=True,
-                     hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.run,
+                     hint=" (a beta per value channel needs fused_recurrent)")}, torch_path.compute,
     over_ranks=run_over_ranks)
 
 

@@ -21,7 +21,7 @@ from flashlin.ops.simple_gla import v_first
 # RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
 FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
-    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.run, decays=lambda x: x.g.sum(1),
+    "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.compute, decays=lambda x: x.g.sum(1),
     over_ranks=run_over_ranks)
 
 

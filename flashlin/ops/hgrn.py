@@ -124,20 +124,21 @@ def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     o, g, h0, bounds = x
-    gradients = kernels("hgrn", "backward").run(plan, g, o, h0, bounds, dense(grads.o, o),
+    gradients = kernels("hgrn", "backward").launch_backward(plan, g, o, h0, bounds, dense(grads.o, o),
                                                 *contiguous(grads.ht), "h0" in wanted)
     return dict(zip(("x", "g", "h0"), gradients, strict=True))
 
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
                        wanted: frozenset[str]) -> Gradients:
-    return pulled_back(lambda x: torch_path.run(*x), x._replace(x=torch_path.inputs_of(*x)), wanted, grads)
+    return pulled_back(lambda x: torch_path.compute(*x), x._replace(x=torch_path.inputs_of(*x)), wanted,
+                       grads)
 
 
 OPERATOR = Operator(
     "hgrn", Tensors, Scalars, Outputs, 2, family="hgrn", problem=problem_of,
-    on_torch=lambda x, how: torch_path.run(*x), cast=_cast,
+    on_torch=lambda x, how: torch_path.compute(*x), cast=_cast,
     while_tracing=lambda x, how: TracedCall(call_of(how.call, {x.x.dtype}), K=64, V=64),
     inside=lambda x: exporting(),
-    forward=lambda plan, x, how: kernels("hgrn", "forward").run(plan, *x, how.has_ht), kept=_kept,
+    forward=lambda plan, x, how: kernels("hgrn", "forward").launch_forward(plan, *x, how.has_ht), kept=_kept,
     backward=_backward, empty=_empty, backward_on_torch=_backward_on_torch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
 from flashlin.ops.simple_gla import run_simple_gla

@@ -9,7 +9,7 @@ Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: all later tokens read k
 r_j DT_j + (1 - r_{j+1}) DT_{j+1}, times the decays since, so one scan of simple GLA (simple_gla.py) does, in
 which every q comes a token earlier and finds what the token before has left; what it finds decays once more,
 and its own k and v are read with r_t DT_t, where D and Z are read, too (kernels/pointwise). Angles are summed
-and q and k turned by kernels/turning.
+and q and k turned by kernels/rotation.
 """
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor, shareable, shown
-from flashlin.kernels.turning import torch_path
-from flashlin.kernels.turning.inputs import Inputs
+from flashlin.kernels.rotation import torch_path
+from flashlin.kernels.rotation.inputs import Inputs
 from flashlin.ops import simple_gla
 from flashlin.ops._common.arguments import check_optional, check_packed, check_rows
 from flashlin.ops._common.casting import common_dtype
 from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.pointwise import read
-from flashlin.ops._common.turning import turned
+from flashlin.ops._common.rotation import turned
 
 
 class States(NamedTuple):

@@ -18,7 +18,7 @@ from flashlin.guards.plan_types import Plan, Problem
 from flashlin.guards.tensors import check_dtype, need_tensor
 from flashlin.kernels.norm import torch_path
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, RMS, SIGMOID, SWISH
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 from flashlin.ops._common.arguments import check_nonempty, check_optional
 from flashlin.ops._common.casting import as_planned, contiguous, dtype_as_planned, wants_grad
 from flashlin.ops._common.entry import entry
@@ -341,12 +341,12 @@ class Outputs(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tensors, how: Scalars) -> Any:
-    return kernels("norm", "forward").run(plan, *x, how.eps, how.kind, how.activation, how.y_dtype,
+    return kernels("norm", "forward").launch_forward(plan, *x, how.eps, how.kind, how.activation, how.y_dtype,
                                           how.total_dtype, how.needs_grad)
 
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor]:
-    return torch_path.run(*x, how.eps, how.kind, how.activation, how.groups)
+    return torch_path.compute(*x, how.eps, how.kind, how.activation, how.groups)
 
 
 def _all_on_torch(x: Tensors, how: Scalars) -> Any:
@@ -383,7 +383,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     if grads.y is None:
         return {"x": grads.total, "residual": grads.total, "weight": None, "bias": None, "gate": None}
-    dx, dresidual, dgate, dweight, dbias = kernels("norm", "backward").run(
+    dx, dresidual, dgate, dweight, dbias = kernels("norm", "backward").launch_backward(
         plan, x.x, x.weight, bias=x.bias, gate=x.gate, mean=y.mean, rstd=y.rstd, dy=grads.y.contiguous(),
         dtotal=None if grads.total is None else grads.total.contiguous(), kind=how.kind,
         activation=how.activation, normed=_normed(how), dx_dtype=how.x_dtype,

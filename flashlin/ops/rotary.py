@@ -137,7 +137,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
     # torch 2.8's compiler cannot slice a NamedTuple
-    return torch_path.run(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),
+    return torch_path.compute(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
@@ -172,7 +172,7 @@ class Outputs(NamedTuple):
 
 def _rotated(plan: Plan, rows: Tensor, x: Tensors, how: Scalars, back: bool, in_place: bool) -> Any:
     """The rows, turned as x is or back."""
-    return kernels("rotary", "forward").run(
+    return kernels("rotary", "forward").launch_forward(
         plan, rows, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
         interleaved=how.interleaved, back=back, in_place=in_place)
 

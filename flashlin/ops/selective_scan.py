@@ -142,7 +142,7 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor, Tensor | None]:
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
     dlast, = contiguous(grads.last)
-    gradients = kernels("selective", "backward").run(
+    gradients = kernels("selective", "backward").launch_backward(
         plan, **x._asdict(), states=y.states, softplus=how.softplus,
         dy=torch.zeros_like(x.u) if grads.y is None else grads.y, dlast=dlast)
     return dict(zip(Tensors._fields, gradients, strict=True))
@@ -150,8 +150,8 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 OPERATOR = Operator(
     "selective_scan", Tensors, Scalars, Outputs, 2, family=FAMILY, problem=problem_of,
-    on_torch=lambda x, how: torch_path.run(*x, how.softplus), cast=_cast,
+    on_torch=lambda x, how: torch_path.compute(*x, how.softplus), cast=_cast,
     while_tracing=lambda x, how: TracedCall(how.call, K=head_size_class(x.A.shape[1]), V=64),
-    forward=lambda plan, x, how: kernels("selective", "forward").run(plan, *x, how.softplus),
+    forward=lambda plan, x, how: kernels("selective", "forward").launch_forward(plan, *x, how.softplus),
     kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
     empty=_empty)

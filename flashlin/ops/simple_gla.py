@@ -16,7 +16,7 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor, no_unknown
 from flashlin.kernels.configs import FORGOTTEN
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, run_chunked
 from flashlin.ops._common.context_parallel import run_over_ranks
@@ -34,7 +34,7 @@ def _decays(x: inputs.Inputs) -> Tensor:
 FAMILY = Chunked("simple_gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "g_gamma": Argument(("HV",), wide=True, optional=True, constant=True)},
-    torch_path.run, one_graph=True, decays=_decays, over_ranks=run_over_ranks)
+    torch_path.compute, one_graph=True, decays=_decays, over_ranks=run_over_ranks)
 
 
 @entry

@@ -18,7 +18,7 @@ from flashlin import policy
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shareable, shown
 from flashlin.kernels.norm.recipe import RMS
-from flashlin.kernels.pointwise.marks import contained, released, spread
+from flashlin.kernels.pointwise.nonfinite import contained, released, spread
 from flashlin.ops import simple_gla
 from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
 from flashlin.ops._common.casting import linear_dtype
@@ -337,7 +337,7 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
 def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
                bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """What goes into a scan of sequences that share a state, and marks [b, T]: see
-    kernels/pointwise/marks.py. Of the initial states for sequences of bounds only the first one counts; a
+    kernels/pointwise/nonfinite.py. Of the initial states for sequences of bounds only the first one counts; a
     sequence without tokens keeps its own."""
     (decay, B, C), marks = contained((decay, B, C), endless=True)
     if h0 is not None:

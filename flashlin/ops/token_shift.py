@@ -72,7 +72,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     given = conv.Tensors(x, shift_filters(D, x.device), initial_state=state, bounds=bounds)
     last: Tensor | None
     if torch.compiler.is_compiling():
-        y, last = (wide.to(x.dtype) for wide in torch_path.run(*given, False))
+        y, last = (wide.to(x.dtype) for wide in torch_path.compute(*given, False))
     else:
         y, last = conv.convolve("token_shift", given, False, output_cache)
     if shard is not None:

@@ -208,13 +208,13 @@ def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:
     pool, indices, accepted, scale, words, out_dtype, _ = beside
     flags, dot = tuple(words.split()), plan.problem.dot
     if not can_write(plan, pool, x.q.dtype):
-        return pool_torch.run(x, pool, indices, accepted, flags, scale).to(out_dtype)
+        return pool_torch.compute(x, pool, indices, accepted, flags, scale).to(out_dtype)
     x = as_planned(x, dot)
     bounds = None if x.bounds is None else x.bounds.to(indices.dtype)
     x = x._replace(**{name: (y if y.dtype in (x.q.dtype, torch.float32) else y.float()).contiguous()
                       for name in PARAMETERS if (y := getattr(x, name)) is not None})
     accepted = None if accepted is None else accepted.to(indices.dtype)
-    o: Tensor = kernels("recurrent", "pool").run(
+    o: Tensor = kernels("recurrent", "pool").launch_pool(
         plan, x._replace(bounds=bounds), pool, indices.contiguous(), accepted, flags, scale,
         dtype_as_planned(out_dtype, dot))
     return o.to(out_dtype)

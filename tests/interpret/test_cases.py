@@ -93,7 +93,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
         return True
     if dtype == torch.float16:
         return str(case) in HALF
-    if case.id in LONG:  # test_splitting.py has shorter ones
+    if case.id in LONG:  # test_sequence_split.py has shorter ones
         return False
     return case.id in ONLY[case.op].split() if case.op in ONLY else str(case) not in SLOW
 

@@ -157,7 +157,7 @@ def test_rows_of_no_sequence_are_zero(edges: tuple[int, ...], back: bool) -> Non
     x, (cos, sin) = randn(1, 12, 3, 10), tables(6, 4)
     plan = planned(problem(x, cos, sin, True, True), CPU)
     with poisoned():
-        y = forward.run(plan, x, cos, sin, 0, None, torch.tensor(edges), False, back, False)
+        y = forward.launch_forward(plan, x, cos, sin, 0, None, torch.tensor(edges), False, back, False)
     expected = rotate(x, cos, -sin if back else sin, bounds=list(edges))
     assert judge("y", y, expected, 1e-6).ok
 
@@ -167,7 +167,8 @@ def test_places_past_the_tables_are_nan_and_read_nothing(packed: bool) -> None:
     x = randn(1 if packed else 2, 8, 2, 6)
     huge, (cos, sin) = torch.tensor([2, 2**40]), tables(7, 2)
     bounds = torch.tensor([0, 4, 8]) if packed else None
-    y = forward.run(planned(problem(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge, bounds,
+    y = forward.launch_forward(planned(problem(x, cos, sin, packed, False), CPU), x, cos, sin, 0, huge,
+                               bounds,
                     False, False, False)
     lost = y[:, 4:, :, :4] if packed else torch.cat([y[:1, 5:, :, :4].flatten(), y[1:, ..., :4].flatten()])
     assert lost.isnan().all()

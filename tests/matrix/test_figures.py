@@ -54,7 +54,7 @@ def test_a_little_of_nothing_has_not_grown() -> None:
 
 def test_what_is_kept_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is what it was is not compiled again."""
-    launch = Recorded("flashlin.kernels.pieces", "gate_cumsum", (), (), 4, 1, 0, ())
+    launch = Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, ())
     compiled = []
 
     def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> list[tuple[str, Measured]]:

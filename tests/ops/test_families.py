@@ -13,7 +13,7 @@ from torch import Tensor, randn
 
 import flashlin
 from flashlin.guards import tensors
-from flashlin.kernels.turning.torch_path import Turned, angles_of, packed_of
+from flashlin.kernels.rotation.torch_path import Turned, angles_of, packed_of
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 

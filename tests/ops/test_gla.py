@@ -197,7 +197,7 @@ def test_auto_takes_few_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(
         monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = torch_path.run
+    real = torch_path.compute
 
     def noting(*arguments: Any) -> Any:
         seen.append(arguments[0].q.shape[1])

@@ -257,7 +257,7 @@ class Own(NamedTuple):
 
 
 def shifted(x, scale, shift):
-    o, ht = torch_path.run(x, scale)
+    o, ht = torch_path.compute(x, scale)
     return o + shift, ht
 
 

@@ -156,7 +156,7 @@ def conv_backward_state(
     tl.store(dh0 + state + (cols[:, None] * W + slots), total.to(dh0.dtype.element_ty), mask=mask)
 
 
-def run(
+def launch_backward(
     plan: Plan,
     x: Tensor, weight: Tensor,
     bias: Tensor | None, h0: Tensor | None, bounds: Tensor | None,
@@ -165,7 +165,7 @@ def run(
     silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
-    as their tensors. What forward.run got, and the contiguous gradients of what it gave."""
+    as their tensors. What launch_forward got, and the contiguous gradients of what it gave."""
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
     rows, packed = B * T, bounds is not None

@@ -241,7 +241,7 @@ def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
                               out_int32=True)
 
 
-def run(
+def launch_forward(
     plan: Plan,
     x: Tensor, weight: Tensor,
     bias: Tensor | None, residual: Tensor | None, h0: Tensor | None, bounds: Tensor | None,

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.plain import sequences_of, widest
+from flashlin.kernels.sequences import sequences_of, widest
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
+def compute(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
         bounds: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
     """(y [B, T, D], final state [N, D, W]), both in fp32, or in float64 if any tensor is. Arguments as
-    forward.run."""
+    launch_forward."""
     compute = widest(x, weight, bias, residual, h0)
     B, T, _ = x.shape
     D, W = weight.shape

@@ -54,7 +54,7 @@ def cross_entropy_backward(
              d.to(dlogits.dtype.element_ty), mask=there)
 
 
-def run(
+def launch_backward(
     plan: Plan,
     logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor,
     scale: float,
@@ -64,7 +64,7 @@ def run(
     in_place: bool,
 ) -> Tensor:
     """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32,
-    contiguous; the rest as forward.run."""
+    contiguous; the rest as launch_forward."""
     N, V = logits.shape
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:

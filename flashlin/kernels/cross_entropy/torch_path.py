@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 
 
-def run(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
+def compute(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
         ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z_loss, L), each [N] in fp32, or in float64 if logits are; differentiable."""
     t, counts = _targets(target, logits.shape[1], ignore_index)

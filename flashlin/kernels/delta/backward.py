@@ -14,7 +14,7 @@ to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) 
     dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
            + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
     dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
-With BEFORE p_i and G_{i-1} are in the place of k_i and G_i wherever k reads: in z, dbeta and dh', and dk's
+With EARLIER p_i and G_{i-1} are in the place of k_i and G_i wherever k reads: in z, dbeta and dh', and dk's
 terms of dv_i h^T and of sum_j z_ij k_j are dp's.
 The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
@@ -34,7 +34,8 @@ from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, sums_read
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
+from flashlin.kernels.tile_ops import (
     Batch,
     decay_of,
     decays,
@@ -48,7 +49,6 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
-from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -72,7 +72,7 @@ def delta_reverse(
     R,  # elements of a line
     L,  # tokens of a part
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -134,11 +134,11 @@ def delta_reverse(
         if DECAY == 0:
             b_dv = b_dy * b_beta[:, None]
         else:
-            read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+            read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
             b_dv = b_dy * (b_beta * tl.exp2(read))[:, None]
         dh += tl.dot(tl.trans(b_q), b_w, input_precision=PRECISION)
         b_p = b_k
-        if BEFORE:
+        if EARLIER:
             b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         dh -= tl.dot(tl.trans(b_p), b_dv.to(b_k.dtype), input_precision=PRECISION)
     if ALONE:
@@ -170,7 +170,7 @@ def grads_of_chunk(
     HV,  # heads of v
     R,  # elements of a line
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq, dk, dp [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
     i_qk = i_h // (HV // H)
@@ -179,7 +179,7 @@ def grads_of_chunk(
     inside = t0 + rows < length
     b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-    read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+    read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     ds = tl.zeros([BT, BT], dtype=tl.float32)
     z = tl.zeros([BT, BT], dtype=tl.float32)
@@ -201,8 +201,8 @@ def grads_of_chunk(
     else:
         between = scaled_decay(D, D, below, 1.0)
         ds *= between * scale
-        z *= -scaled_decay(read, D, below, 1.0) if BEFORE else -between
-    if BEFORE:
+        z *= -scaled_decay(read, D, below, 1.0) if EARLIER else -between
+    if EARLIER:
         # pairs of neighbours do not decay: in dg they would cancel on paper only
         neighbours = rows[:, None] == rows[None, :] + 1
         near = tl.where(neighbours, z, 0.0).to(k.dtype.element_ty)
@@ -238,12 +238,12 @@ def grads_of_chunk(
             dy_h *= tl.exp2(read)[:, None]
             to_h *= tl.exp2(total - D)[:, None]
         b_p = b_k
-        if BEFORE:
+        if EARLIER:
             b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
         scaled_p = (b_p * b_beta[:, None]).to(b_k.dtype)
-        if BEFORE:  # what belongs to p first: so fewest registers spill with it, and more without it
+        if EARLIER:  # what belongs to p first: so fewest registers spill with it, and more without it
             p_rows = tl.dot(b_z, b_k, input_precision=PRECISION) - dy_h
             earlier += tl.sum(scaled_p.to(tl.float32) * p_rows, 1)
             p_rows += tl.dot(near, b_k, input_precision=PRECISION)
@@ -278,7 +278,7 @@ def grads_of_chunk(
     if DECAY != 0:
         b_dg = tl.sum(tl.where(rows[:, None] >= rows[None, :], here[:, None], left[:, None]),
                       0) + across * tl.exp2(total)
-        if BEFORE:
+        if EARLIER:
             b_dg += tl.sum(tl.where(rows[:, None] > rows[None, :], earlier[:, None], 0.0), 0)
         tl.store(dg + (first + t0 + rows) * HV + i_h, b_dg, mask=inside)
 
@@ -303,7 +303,7 @@ def delta_grads(
     R,  # elements of a line
     S,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq, dk, dp [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
@@ -317,7 +317,7 @@ def delta_grads(
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if BEFORE:
+                if EARLIER:
                     zero_gaps(dp, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             for v0 in range(0, V, BV):
                 zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -330,16 +330,16 @@ def delta_grads(
                 q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, BEFORE=BEFORE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
-def run(
+def launch_backward(
     plan: Plan,
     x: Inputs,
     how: Scalars,
@@ -350,7 +350,7 @@ def run(
     A_low: torch.Tensor | None,
     lines: torch.Tensor,
 ) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for forward.run's tensors and what it kept; do [B, T, HV, V], dht like its final
+    """The gradients by name, for launch_forward's tensors and what it kept; do [B, T, HV, V], dht like its final
     state. Those of beta, g and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
@@ -362,7 +362,7 @@ def run(
     dg = None if x.g is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None),
-                     BEFORE=x.p is not None)
+                     EARLIER=x.p is not None)
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
     strips = -(-V // rebuilding.block("BV"))

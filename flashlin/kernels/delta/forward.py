@@ -9,7 +9,7 @@ i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
     M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)
     h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
-With BEFORE, Comba's, p is in the place of the k that reads, and reads before its own token's decay:
+With EARLIER, Comba's, p is in the place of the k that reads, and reads before its own token's decay:
     y_i = beta_i (v_i - e^{G_{i-1}} p_i h)
     M_ij = beta_i e^{G_{i-1} - G_j} (p_i . k_j)
 The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
@@ -31,8 +31,8 @@ from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
 from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
-from flashlin.kernels.inverse import lower_blocks, merge, merging, product, substitute
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import by_transfers, own_part
+from flashlin.kernels.tile_ops import (
     Batch,
     decay_of,
     decays,
@@ -46,7 +46,7 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.splitting import by_transfers, own_part
+from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, product, substitute
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def inverse_of_chunk(
     H,  # heads of q and k
     HV,  # heads of v
     R,  # elements of a line
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, BEFORE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between
@@ -135,13 +135,13 @@ def inverse_of_chunk(
     for k0 in range(0, K, BK):
         k_a = tile(k, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
         p_a = k_a
-        if BEFORE:
+        if EARLIER:
             p_a = tile(p, first, t0, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
         a += tl.dot(p_a, tl.trans(k_a), input_precision=PRECISION)
         if PAIR:
             k_b = tile(k, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
             p_b = k_b
-            if BEFORE:
+            if EARLIER:
                 p_b = tile(p, first, t1, length, i_k, H, D=K, d0=k0, BT=SIDE, BD=BK)
             b += tl.dot(p_b, tl.trans(k_b), input_precision=PRECISION)
             c += tl.dot(p_b, tl.trans(k_a), input_precision=PRECISION)
@@ -153,7 +153,7 @@ def inverse_of_chunk(
     D_a = beta_a
     if DECAY == 2:
         D_a = rows_of(G, first, t0, length, i_h, R, SIDE)
-    read_a = sums_read(G, D_a, first, t0, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+    read_a = sums_read(G, D_a, first, t0, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
     a = system(a, beta_a, read_a, D_a, below & (t0 + rows < length)[:, None], DECAY)
     at_a, lower = lower_blocks(own, 0, BT, SIDE)
     tl.store(at_a, a, mask=lower)
@@ -162,7 +162,7 @@ def inverse_of_chunk(
         D_b = beta_b
         if DECAY == 2:
             D_b = rows_of(G, first, t1, length, i_h, R, SIDE)
-        read_b = sums_read(G, D_b, first, t1, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+        read_b = sums_read(G, D_b, first, t1, length, i_h, R, BT=SIDE, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
         here = (t1 + rows < length)[:, None]
         b = system(b, beta_b, read_b, D_b, below & here, DECAY)
         c = system(c, beta_b, read_b, D_a, here, DECAY)
@@ -203,7 +203,7 @@ def delta_inverse(
     HV,  # heads of v
     R,  # elements of a line
     S,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, BEFORE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so
@@ -218,13 +218,14 @@ def delta_inverse(
             inverse_of_chunk(
                 k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
                 n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
-                K=K, BT=BT, BK=BK, DECAY=DECAY, BEFORE=BEFORE, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+                K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
                 MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         inverse_of_chunk(
             k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
             n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
-            K=K, BT=BT, BK=BK, DECAY=DECAY, BEFORE=BEFORE, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
+            MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -247,7 +248,7 @@ def delta_scan(
     R,  # elements of a line
     L,  # tokens of a part
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
@@ -274,14 +275,14 @@ def delta_scan(
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_p = b_k
-        if BEFORE:
+        if EARLIER:
             b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
         b_h = h.to(b_k.dtype)
         ph = tl.dot(b_p, b_h, input_precision=PRECISION)
         if DECAY == 0:
@@ -328,7 +329,7 @@ def delta_states(
     R,  # elements of a line
     L,  # tokens of a part
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each
@@ -350,13 +351,13 @@ def delta_states(
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_p = b_k
-        if BEFORE:
+        if EARLIER:
             b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
         slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
         to, whole = state_offsets(slot, 0, v0, K, V, BK, BV, False)
         tl.store(states + to, h.to(b_k.dtype), mask=whole)
@@ -366,7 +367,8 @@ def delta_states(
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
 
-def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor,
+def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None,
+                                                                 torch.Tensor,
                                                       torch.Tensor | None, torch.Tensor]:
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64], the inverse of each chunk
     in rows of its length; of 16 bits A_low, what its rounding lost; lines [2, HV, B * T] of beta and summed
@@ -382,7 +384,7 @@ def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
     constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None),
-                     BEFORE=x.p is not None)
+                     EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
     for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)

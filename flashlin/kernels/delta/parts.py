@@ -1,5 +1,5 @@
 """Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters
-it; see kernels/splitting.py.
+it; see kernels/sequence_split.py.
 
 The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
 nothing were written, which is the scan over columns of the identity with v = 0. Backward takes it transposed,
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
-from flashlin.kernels.pieces import decays, state_offsets, tile
-from flashlin.kernels.splitting import added, identity_strip, part_of
+from flashlin.kernels.sequence_split import added, identity_strip, part_of
+from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L"])
@@ -32,7 +32,7 @@ def delta_alone(
     R,  # elements of a line
     L,  # tokens of a part
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, BEFORE: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
+    DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
@@ -52,13 +52,13 @@ def delta_alone(
     for t0 in range(0, length, BT):
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_p = b_k
-        if BEFORE:
+        if EARLIER:
             b_p = tile(p, first, t0, length, i_qk, H, D=K, d0=0, BT=BT, BD=BK)
         b_v = tile(v, first, t0, v_length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_A = tile(A, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_beta = rows_of(betas, first, t0, length, i_h, R, BT)
         D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY)
-        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, BEFORE=BEFORE)
+        read = sums_read(G, D, first, t0, length, i_h, R, BT=BT, BLOCK=BT, DECAY=DECAY, EARLIER=EARLIER)
         b_low = b_A
         if HALF:
             b_low = tile(A_low, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)

@@ -13,11 +13,11 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 
 @triton.jit
 def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
-              BEFORE: tl.constexpr):
+              EARLIER: tl.constexpr):
     """[BT], to base 2: how much the state has decayed since its block of BLOCK tokens began, where the tokens
-    from t0 on read it: D, the sums up to their own, or with BEFORE one token earlier. Rows past the end hold
+    from t0 on read it: D, the sums up to their own, or with EARLIER one token earlier. Rows past the end hold
     the sequence's last sum."""
-    if BEFORE and DECAY == 2:
+    if EARLIER and DECAY == 2:
         at = tl.minimum(t0 + tl.arange(0, BT), length)
         return tl.load(G + i_h.to(tl.int64) * R + first + at - 1, mask=at % BLOCK != 0, other=0.0)
     else:

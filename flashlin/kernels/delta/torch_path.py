@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from flashlin.kernels.delta.inputs import Inputs
-from flashlin.kernels.plain import running_sum
-from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum
 from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, lower
 
 
-def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
     V].
 

@@ -22,7 +22,7 @@ later. A pair is counted at its reader and taken off at its writer as the same p
 numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not
 decay, q with its own token's writers and a with those of the token before, stand apart from the levels: in
 the gate they would cancel on paper only. KDA: what is a's here goes on to k and beta, a = -beta k, and dv =
-beta dY. With ERASE it goes on to k and the rate, a = -rate k, and dv = dY.
+beta dY. With ERASE_RATE it goes on to k and the rate, a = -rate k, and dv = dY.
 """
 
 import torch
@@ -39,7 +39,8 @@ from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, shares_of_rest
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
+from flashlin.kernels.tile_ops import (
     Batch,
     beta_of,
     first_slot,
@@ -51,7 +52,6 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
-from flashlin.kernels.splitting import back_by_transfers, by_transfers, own_part
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -69,8 +69,9 @@ def dplr_states(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -101,7 +102,7 @@ def dplr_states(
         put(x, b_x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         h *= tl.exp2(total)[:, None]
         h += tl.dot(tl.trans(b_b), b_x.to(b_W.dtype), input_precision=PRECISION)
-        if TWO:
+        if TWO_WRITES:
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
 
@@ -122,9 +123,10 @@ def dplr_reverse(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, ALONE: tl.constexpr, V_FIRST: tl.constexpr,
-    HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, ALONE: tl.constexpr,
+    V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of
     two writers dv. ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those
@@ -137,7 +139,7 @@ def dplr_reverse(
     n, i_part, first, length, last, entered = own_part(
         i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
         REVERSE=True)
-    if (GAPS and TWO) and not ALONE:  # before 3.4 no chain of three compiles
+    if (GAPS and TWO_WRITES) and not ALONE:  # before 3.4 no chain of three compiles
         if i_part == 0:
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if ALONE:
@@ -160,7 +162,7 @@ def dplr_reverse(
             tl.store(dstates + to, b_dh, mask=whole)
         dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
         dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
-        if TWO and not ALONE:  # what of dv reads dh comes first, then what does not
+        if TWO_WRITES and not ALONE:  # what of dv reads dh comes first, then what does not
             b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
@@ -183,7 +185,7 @@ def dplr_reverse(
         dh += tl.dot(tl.trans(b_a), b_y, input_precision=PRECISION)
         if not ALONE:
             put(dy, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        if TWO and not ALONE:
+        if TWO_WRITES and not ALONE:
             b_N = tile(N_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_dv += tl.dot(tl.trans(b_N), b_y, input_precision=PRECISION)
             put(dv, b_dv, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -217,11 +219,11 @@ def grads_of_chunk(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO also da and db; else dv [BT, V], and dbeta
-    [BT] or, with ERASE, da, of the rate."""
+    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO_WRITES also da and db; else dv [BT, V], and dbeta
+    [BT] or, with ERASE_RATE, da, of the rate."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -229,7 +231,7 @@ def grads_of_chunk(
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    if not TWO and not ERASE:
+    if not TWO_WRITES and not ERASE_RATE:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
     one = tl.zeros([BT, BT], dtype=tl.float32)
@@ -242,20 +244,20 @@ def grads_of_chunk(
         b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         lower += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
-        if TWO:
+        if TWO_WRITES:
             upper += tl.dot(b_v, tl.trans(b_y), input_precision=PRECISION)
             one += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
             two += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
         else:
             upper += tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
-            if ERASE:
+            if ERASE_RATE:
                 put(dv, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             else:
                 wide = b_y.to(tl.float32)
                 b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
                 put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
-    if TWO:
+    if TWO_WRITES:
         qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
         above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
         after = rows[:, None] + 1 == rows[None, :]
@@ -266,7 +268,7 @@ def grads_of_chunk(
         two = tl.where(above, 0.0, two)
         upper = tl.where(after, 0.0, upper)
     C = tl.where(below, lower * scale, upper).to(v.dtype.element_ty)
-    if TWO:
+    if TWO_WRITES:
         Z1 = (tl.where(below, one, tl.trans(one)) * scale).to(v.dtype.element_ty)
         Z2 = tl.where(below, two, tl.trans(two)).to(v.dtype.element_ty)
     for k0 in range(0, K, BK):
@@ -276,11 +278,11 @@ def grads_of_chunk(
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
         r_a = b_k  # but for -rate, which the rows that read get
         b_b = b_k
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
-        if TWO:
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
+        if TWO_WRITES:
             r_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        elif ERASE:
+        elif ERASE_RATE:
             rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         else:
             rate = b_beta[:, None]
@@ -299,7 +301,7 @@ def grads_of_chunk(
             b_dq += tl.dot(b_do, tl.trans(h), input_precision=PRECISION)
             b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
             b_db += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
@@ -310,7 +312,7 @@ def grads_of_chunk(
         b_da *= tl.exp2(b_B)
         b_db *= left
         sent = b_b.to(tl.float32) * b_db
-        if TWO:
+        if TWO_WRITES:
             b_dk *= left
             sent += b_k.to(tl.float32) * b_dk
         b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -319,11 +321,11 @@ def grads_of_chunk(
             D=K, d0=k0, BT=BT, BD=BK)  # there until the levels are done
         here = b_q.to(tl.float32) * b_dq
         there = r_a.to(tl.float32) * b_da
-        if not TWO:
+        if not TWO_WRITES:
             here -= rate * there
         b_dq += qb[:, None] * b_b.to(tl.float32)
         b_db += qb[:, None] * b_q.to(tl.float32)
-        if TWO:
+        if TWO_WRITES:
             b_dq += qk[:, None] * b_k.to(tl.float32)
             b_dk += qk[:, None] * b_q.to(tl.float32)
             b_da += a_from_b[:, None] * rows_beside(
@@ -340,7 +342,7 @@ def grads_of_chunk(
             b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
             decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
             X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-            if TWO:
+            if TWO_WRITES:
                 decay2 = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
                 X2 = (tl.where(second, r_a, b_b) * decay2).to(b_q.dtype)
             else:
@@ -349,12 +351,12 @@ def grads_of_chunk(
             b_C = tl.where(partner, C, 0.0).to(b_q.dtype)
             y1 = tl.dot(b_C, X2, input_precision=PRECISION)
             y2 = tl.dot(tl.trans(b_C), X1, input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 y1 += tl.dot(tl.where(partner, Z1, 0.0).to(b_q.dtype), X1, input_precision=PRECISION)
                 y2 += tl.dot(tl.where(partner, Z2, 0.0).to(b_q.dtype), X2, input_precision=PRECISION)
             both = X1.to(tl.float32) * y1
             own = X2.to(tl.float32) * y2
-            if TWO:
+            if TWO_WRITES:
                 here += tl.where(second, both, -both - own)
                 there += tl.where(second, own, 0.0)
             else:
@@ -364,13 +366,13 @@ def grads_of_chunk(
             y2 *= decay2
             b_dq += tl.where(second, y1, 0.0)
             b_da += tl.where(second, y2, 0.0)
-            if TWO:
+            if TWO_WRITES:
                 b_dk += tl.where(second, 0.0, y1)
                 b_db += tl.where(second, 0.0, y2)
             else:
                 b_db += tl.where(second, 0.0, y1 + y2)
         put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        if TWO:
+        if TWO_WRITES:
             put(dk, b_dk, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             put(db, b_db, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -379,14 +381,14 @@ def grads_of_chunk(
             here += rows_beside(G, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         else:
             put(dk, b_db - rate * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if ERASE:
+            if ERASE_RATE:
                 put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             else:
                 b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
         tl.debug_barrier()  # another thread may have put there what this one reads
         b_dg = tile(dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-    if not TWO and not ERASE:
+    if not TWO_WRITES and not ERASE_RATE:
         tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
@@ -411,8 +413,9 @@ def dplr_grads(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """dq, dk, dg [rows, HV, K] of a chunk, and da and db, or dv and dbeta, or dv and da. S programs share a
     sequence."""
@@ -427,13 +430,13 @@ def dplr_grads(
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if TWO or ERASE:
+                if TWO_WRITES or ERASE_RATE:
                     zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if TWO:
+                if TWO_WRITES:
                     zero_gaps(db, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if not TWO and not ERASE:
+            if not TWO_WRITES and not ERASE_RATE:
                 zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
-            if not TWO:
+            if not TWO_WRITES:
                 for v0 in range(0, V, BV):
                     zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if VARLEN:
@@ -442,13 +445,14 @@ def dplr_grads(
                 q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
+                PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -473,8 +477,9 @@ def dplr_grads_rest(
     H,  # heads of q and k
     HV,  # heads of v
     shares,  # programs to a sequence
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """``dplr_grads`` of the chunks that ``dplr_grads_one`` has left, and zeros in the rows of no sequence."""
     program = tl.program_id(0)
@@ -488,13 +493,13 @@ def dplr_grads_rest(
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dk, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 zero_gaps(dg, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if TWO or ERASE:
+                if TWO_WRITES or ERASE_RATE:
                     zero_gaps(da, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                if TWO:
+                if TWO_WRITES:
                     zero_gaps(db, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if not TWO and not ERASE:
+            if not TWO_WRITES and not ERASE_RATE:
                 zero_gaps(dbeta, bounds, n, T, N, i_h, HV, D=1, d0=0, BT=BT, BD=1)
-            if not TWO:
+            if not TWO_WRITES:
                 for v0 in range(0, V, BV):
                     zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     for t0 in range(share * BT, length, shares * BT):
@@ -502,13 +507,13 @@ def dplr_grads_rest(
             grads_of_chunk(
                 q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
                 dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, TWO=TWO, ERASE=ERASE,
-                PRECISION=PRECISION)
+                length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES,
+                ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
 
 
-def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, HV, V], dht
+    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, HV, V], dht
     like its final state. Those of g, beta and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
@@ -519,7 +524,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
     da, db = (None if y is None else batch.new(K, dtype=x.q.dtype) for y in (x.a, x.b))
     dbeta = None if x.beta is None else batch.new(dtype=torch.float32)
     dh0 = batch.initial_gradient(needs)
-    constants = dict(K=K, V=V, TWO=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
+    constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
     strips = -(-V // reversing.block("BV"))
     for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
@@ -539,7 +544,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
         if not batch.T or not whole:
             continue
-        finish = dict(constants, ERASE=erases(x.a, x.b))
+        finish = dict(constants, ERASE_RATE=erases(x.a, x.b))
         if finishing.kernel == "dplr_grads":
             start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(finish, GAPS=batch.gaps), part)
             continue

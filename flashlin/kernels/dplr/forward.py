@@ -13,8 +13,8 @@ matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular s
     b'_j = b_j e^{G_L - G_j}
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
-of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE, is KDA
-with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO: the first of these.
+of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE_RATE, is KDA
+with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO_WRITES: the first of these.
 Scores come by halving, see kernels/gla, or by one reference (one_reference.py). In a level of halves a row is
 either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b) the products X1
 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the first holds P and
@@ -40,8 +40,8 @@ from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, may_be_one, shares_of_rest, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.inverse import inverse, merging, product
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import by_transfers, own_part
+from flashlin.kernels.tile_ops import (
     Batch,
     beta_of,
     first_slot,
@@ -52,7 +52,7 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.splitting import by_transfers, own_part
+from flashlin.kernels.triangular_inverse import inverse, merging, product
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def prepare_chunk(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
@@ -82,7 +82,7 @@ def prepare_chunk(
     last = tl.minimum(BT, length - t0) - 1
     below = rows[:, None] > rows[None, :]
     equal = rows[:, None] == rows[None, :]
-    if not TWO and not ERASE:
+    if not TWO_WRITES and not ERASE_RATE:
         b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
     own = tl.zeros([BT, BT], dtype=tl.float32)
     cross = tl.zeros([BT, BT], dtype=tl.float32)
@@ -92,14 +92,14 @@ def prepare_chunk(
         b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
-        if TWO:
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
+        if TWO_WRITES:
             b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             qb += tl.sum(b_q.to(tl.float32) * b_b.to(tl.float32), 1)
         else:
             b_b = b_k.to(tl.float32)
-            if ERASE:
+            if ERASE_RATE:
                 rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 rate = b_beta[:, None]
@@ -108,7 +108,7 @@ def prepare_chunk(
         left = tl.exp2(sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)[None, :] - b_G)
         put(q_in, b_q * scale * tl.exp2(b_G), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(b_out, b_b * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        if TWO:
+        if TWO_WRITES:
             put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
             put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -119,15 +119,15 @@ def prepare_chunk(
             b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, HV, K, k0, BK)
             decay = tl.exp2(tl.where(second, b_G - b_M, b_M - b_G))
             X1 = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
-            if TWO:
+            if TWO_WRITES:
                 decay = tl.exp2(tl.where(second, b_B - b_M, b_M - b_G))
             X2 = (tl.where(second, b_a, b_b) * decay).to(b_q.dtype)
             cross += tl.where(partner, tl.dot(X1, tl.trans(X2), input_precision=PRECISION), 0.0)
-            if TWO:
+            if TWO_WRITES:
                 s1 = tl.dot(X1, tl.trans(X1), input_precision=PRECISION)
                 s2 = tl.dot(X2, tl.trans(X2), input_precision=PRECISION)
                 own += tl.where(partner, tl.where(below, s1, s2), 0.0)
-    if TWO:
+    if TWO_WRITES:
         put(
             R, tl.where(below, own, tl.where(equal, qk[:, None], 0.0)) * scale, first, t0, length, i_h, HV,
             D=BT, d0=0, BT=BT, BD=BT)
@@ -147,9 +147,9 @@ def prepare_chunk(
         L = tl.where(below, tl.trans(cross), 0.0)
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     X = inverse(-L, scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
-    if TWO:
+    if TWO_WRITES:
         put(M, product(X, b_N, MERGE), first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-    elif ERASE:
+    elif ERASE_RATE:
         put(M, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
     else:
         put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
@@ -160,16 +160,16 @@ def prepare_chunk(
                 T_low, X - X.to(T_.dtype.element_ty).to(tl.float32), first, t0, length, i_h, HV,
                 D=BT, d0=0, BT=BT, BD=BT)
     for k0 in range(0, K, BK):
-        if TWO:
+        if TWO_WRITES:
             b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         else:
-            if ERASE:
+            if ERASE_RATE:
                 rate = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 rate = b_beta[:, None]
             b_a = -rate * tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
+        b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
         put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
 
 
@@ -189,7 +189,7 @@ def dplr_prepare(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
@@ -207,14 +207,14 @@ def dplr_prepare(
                 q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
                 k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
-                K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD,
+                K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD,
                 HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_chunk(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
             k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV,
-            K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD,
+            K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD,
             HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
@@ -235,7 +235,7 @@ def dplr_prepare_rest(
     H,  # heads of q and k
     HV,  # heads of v
     shares,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr, ERASE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
@@ -250,8 +250,8 @@ def dplr_prepare_rest(
             prepare_chunk(
                 q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W, M=M,
                 P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, scale=scale, n=n, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO=TWO, ERASE=ERASE,
-                BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES,
+                ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -269,9 +269,9 @@ def dplr_scan(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr,
-    VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
     chunk."""
@@ -304,7 +304,7 @@ def dplr_scan(
         x += tl.dot(b_W, b_h, input_precision=PRECISION)
         b_o = tl.dot(b_q, b_h, input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
-        if TWO:
+        if TWO_WRITES:
             b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_o += tl.dot(b_R, b_v, input_precision=PRECISION)
@@ -313,7 +313,7 @@ def dplr_scan(
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
         # w v is rounded before it comes, and for keys alike this product is a small difference of large
         # terms: what rounding X lost is added
-        if ERASE and b_x.dtype != tl.float32:
+        if ERASE_RATE and b_x.dtype != tl.float32:
             h += tl.dot(tl.trans(b_b), (x - b_x).to(b_W.dtype))
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
         put(o, b_o, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
@@ -337,7 +337,8 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     x["G"] = sums_of_chunks(plan, x)
     if T:  # else there is no row to load, not even a chunk's last one
         scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
-        constants = dict(scratch=scratch, K=K, TWO=two, ERASE=erases(x["a"], x["b"]), BACKWARD=backward,
+        constants = dict(scratch=scratch, K=K, TWO_WRITES=two, ERASE_RATE=erases(x["a"], x["b"]),
+        BACKWARD=backward,
                          HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan),
                          MERGE=merging(plan))
         if launch.kernel == "dplr_prepare":
@@ -355,18 +356,18 @@ def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is not None and b is None
 
 
-def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     batch, scanning = Batch(plan, x), plan.launch("dplr_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)
-    constants = dict(K=batch.K, V=batch.V, TWO=x.b is not None, V_FIRST=how.state_v_first,
+    constants = dict(K=batch.K, V=batch.V, TWO_WRITES=x.b is not None, V_FIRST=how.state_v_first,
                      VARLEN=batch.packed, PRECISION=precision(plan))
     strips = -(-batch.V // scanning.block("BV"))
     for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
         by_transfers(plan, batch, part, dplr_alone, constants)
         start(scanning, dplr_scan, part["parts"] * batch.HV * strips, dict(
-            constants, ERASE=erases(x.a, x.b), HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht,
+            constants, ERASE_RATE=erases(x.a, x.b), HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht,
             GAPS=batch.gaps), part)
     return o, ht

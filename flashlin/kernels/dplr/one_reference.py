@@ -26,8 +26,8 @@ from flashlin.kernels.gla.decays import (
     sums_read,
 )
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.inverse import inverse, product
-from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, state_offsets, tile
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile
+from flashlin.kernels.triangular_inverse import inverse, product
 
 
 @triton.jit
@@ -41,10 +41,10 @@ def rate_of(
     HV,  # heads of v
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr, BK: tl.constexpr, ERASE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, ERASE_RATE: tl.constexpr,
 ):
-    """At which rate what k reads is erased: [BT, BK] or, without ERASE, [BT, 1], fp32."""
-    if ERASE:
+    """At which rate what k reads is erased: [BT, BK] or, without ERASE_RATE, [BT, 1], fp32."""
+    if ERASE_RATE:
         return tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
     else:
         return b_beta[:, None]
@@ -68,8 +68,8 @@ def prepare_from_reference(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
+    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
@@ -86,8 +86,8 @@ def prepare_from_reference(
         serves = still_served(serves, sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK) - begin)
     tl.store(served + slot, serves)
     if serves > 0:
-        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
-        if not TWO and not ERASE:
+        b_beta = rows.to(tl.float32)  # of one vector without ERASE_RATE; else nobody reads it
+        if not TWO_WRITES and not ERASE_RATE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         L = tl.zeros([BT, BT], dtype=tl.float32)
         N = tl.zeros([BT, BT], dtype=tl.float32)
@@ -95,14 +95,14 @@ def prepare_from_reference(
         qb = tl.zeros([BT], dtype=tl.float32)
         for k0 in range(0, K, BK):
             reading, written, entered, left, kept = decays_of_sums(
-                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
+                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            if TWO:
+            if TWO_WRITES:
                 b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
                 b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             else:
                 b_a = b_k * -rate_of(
-                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
                 b_b = b_k
             if BACKWARD:
                 put(a_in, b_a * entered, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -110,7 +110,7 @@ def prepare_from_reference(
             put(b_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_a *= reading
             L = scored(L, b_a, X, b_k.dtype, PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 X = b_k * written
                 put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 N = scored(N, b_a, X, b_k.dtype, PRECISION)
@@ -119,19 +119,19 @@ def prepare_from_reference(
                 put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 qb += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
                 b_P = scored(b_P, b_q * reading, X, b_q.dtype, PRECISION)
-        if not TWO:
+        if not TWO_WRITES:
             b_P = tl.where(below, b_P, tl.where(diagonal, qb[:, None], 0.0))
             put(P, b_P * scale, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         X = inverse(tl.where(below, -L, 0.0), scratch + slot.to(tl.int64) * (BT * 16), BT, MERGE)
-        if TWO:
+        if TWO_WRITES:
             N = tl.where(below, N, 0.0)
             put(M, product(X, N, MERGE), first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
-        elif ERASE:
+        elif ERASE_RATE:
             put(M, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         else:
             put(M, X * b_beta[None, :], first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         if BACKWARD:
-            if TWO:
+            if TWO_WRITES:
                 put(N_, N, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             put(T_, X, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             if HAS_LOW:
@@ -140,21 +140,21 @@ def prepare_from_reference(
                     D=BT, d0=0, BT=BT, BD=BT)
         for k0 in range(0, K, BK):
             b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
-            b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=TWO)
-            if TWO:
+            b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
+            if TWO_WRITES:
                 b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 b_a = b_k * -rate_of(
-                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
             put(W, product(X, b_a * tl.exp2(b_B), MERGE), first, t0, length, i_h, HV,
                 D=K, d0=k0, BT=BT, BD=BK)
-        if TWO:
+        if TWO_WRITES:
             b_R = tl.zeros([BT, BT], dtype=tl.float32)
             qk = tl.zeros([BT], dtype=tl.float32)
             for k0 in range(0, K, BK):
                 reading, written, entered, left, kept = decays_of_sums(
-                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False)
+                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=False)
                 b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -186,8 +186,8 @@ def dplr_prepare_one(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
+    ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
     """As ``dplr_prepare``, of the chunks that one reference serves. served [slots, HV]: which those are."""
@@ -201,14 +201,16 @@ def dplr_prepare_one(
             prepare_from_reference(
                 q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
                 M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
-                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE, TWO=TWO,
-                ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+                first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
+                TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
+                PRECISION=PRECISION, MERGE=MERGE)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         prepare_from_reference(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
             M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
             first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
-            TWO=TWO, ERASE=ERASE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
+            TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
+            PRECISION=PRECISION, MERGE=MERGE)
 
 
 @triton.jit
@@ -234,8 +236,8 @@ def grads_from_reference(
     i_h,  # the head
     H,  # heads of q and k
     HV,  # heads of v
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
     i_qk = i_h // (HV // H)
@@ -245,8 +247,8 @@ def grads_from_reference(
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     if tl.load(served + slot) > 0:
-        b_beta = rows.to(tl.float32)  # of one vector without ERASE; else nobody reads it
-        if not TWO and not ERASE:
+        b_beta = rows.to(tl.float32)  # of one vector without ERASE_RATE; else nobody reads it
+        if not TWO_WRITES and not ERASE_RATE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
         dP = tl.zeros([BT, BT], dtype=tl.float32)
@@ -255,7 +257,7 @@ def grads_from_reference(
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_do = tile(do, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV).to(b_x.dtype)
             dP += tl.dot(b_do, tl.trans(b_x), input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 dR += tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         qb = tl.sum(tl.where(diagonal, dP, 0.0), 1) * scale
@@ -269,15 +271,15 @@ def grads_from_reference(
             b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             b_y = tile(dy, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             dL += tl.dot(b_y, tl.trans(b_x), input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 dN += tl.dot(b_y, tl.trans(b_v), input_precision=PRECISION)
-            elif ERASE:
+            elif ERASE_RATE:
                 put(dv, b_y, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
             else:
                 wide = b_y.to(tl.float32)
                 b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
                 put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        if TWO:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
+        if TWO_WRITES:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
             above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
             a_from_b = tl.sum(tl.where(above, dL, 0.0), 1)
             b_from_a = tl.sum(tl.where(above, dL, 0.0), 0)
@@ -301,10 +303,10 @@ def grads_from_reference(
                 b_da += tl.dot(b_y, tl.trans(h), input_precision=PRECISION)
                 across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
             reading, written, entered, left, kept = decays_of_sums(
-                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=False)
+                G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=False)
             b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
-            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO else b_k
+            b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO_WRITES else b_k
             X_b = (b_b * written).to(b_q.dtype)
             b_dq *= entered * scale
             # what the gate gets at a row and before: counted where a row reads, taken off where one is
@@ -312,25 +314,25 @@ def grads_from_reference(
             here = b_q.to(tl.float32) * b_dq
             X_q = (b_q * reading).to(b_q.dtype)
             y = tl.dot(b_P, X_b, input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 X_k = (b_k * written).to(b_q.dtype)
                 y += tl.dot(b_R, X_k, input_precision=PRECISION)
                 b_dq += qk[:, None] * b_k.to(tl.float32)
             here += X_q.to(tl.float32) * y
             b_dq += y * reading + qb[:, None] * b_b.to(tl.float32)
             put(dq, b_dq, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            if TWO:
+            if TWO_WRITES:
                 reading, written, entered, left, kept = decays_of_sums(
-                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, BEFORE=True)
+                    G, last, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=True)
                 b_a = tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             else:
                 b_a = b_k * -rate_of(
-                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
             b_da *= entered
             there = b_a * b_da
             X_a = (b_a * reading).to(b_q.dtype)
             y = tl.dot(b_L, X_b, input_precision=PRECISION)
-            if TWO:
+            if TWO_WRITES:
                 y += tl.dot(b_N, X_k, input_precision=PRECISION)
                 b_da += a_from_b[:, None] * rows_beside(
                     b, -1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -339,18 +341,18 @@ def grads_from_reference(
             there += X_a.to(tl.float32) * y
             b_da += y * reading
             b_dg = tl.zeros([BT, BK], dtype=tl.float32) + (kept * across)[None, :]
-            if TWO:
+            if TWO_WRITES:
                 put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 b_dg += others_summed(there, True)  # a reads before its token decays the state
             else:
                 here += there
-                if ERASE:
+                if ERASE_RATE:
                     put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV,
                         D=K, d0=k0, BT=BT, BD=BK)
                 else:
                     b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
                 b_da *= -rate_of(
-                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE=ERASE)
+                    a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
             # what is written
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -359,7 +361,7 @@ def grads_from_reference(
                 dh = tl.load(dstates + at, mask=whole, other=0.0)
                 b_x = tile(x, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_db += tl.dot(b_x, tl.trans(dh), input_precision=PRECISION)
-                if TWO:
+                if TWO_WRITES:
                     b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                     b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             b_db *= written * left[None, :]
@@ -368,7 +370,7 @@ def grads_from_reference(
             y += tl.dot(tl.trans(b_L), X_a, input_precision=PRECISION)
             here -= X_b.to(tl.float32) * y
             b_db += y * written + qb[:, None] * b_q.to(tl.float32)
-            if TWO:
+            if TWO_WRITES:
                 next_a = rows_beside(a, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 b_db += b_from_a[:, None] * next_a
                 put(db, b_db, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -383,7 +385,7 @@ def grads_from_reference(
                 put(dk, b_db + b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             b_dg += tl.cumsum(here, 0, reverse=True) + others_summed(sent, False)
             put(dg, b_dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        if not TWO and not ERASE:
+        if not TWO_WRITES and not ERASE_RATE:
             tl.store(dbeta + (first + t0 + rows) * HV + i_h, b_dbeta, mask=t0 + rows < length)
 
 
@@ -409,8 +411,8 @@ def dplr_grads_one(
     H,  # heads of q and k
     HV,  # heads of v
     S,  # programs to a sequence
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``dplr_grads``, of the chunks that one reference serves."""
     program = tl.program_id(0)
@@ -424,10 +426,10 @@ def dplr_grads_one(
                 q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
-                BK=BK, BV=BV, TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
+                BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
             dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n,
             first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT, BK=BK, BV=BV,
-            TWO=TWO, ERASE=ERASE, PRECISION=PRECISION)
+            TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)

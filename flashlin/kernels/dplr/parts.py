@@ -1,12 +1,12 @@
 """Split sequences of the delta families with a decay for each key channel: what each part leaves alone, and
-its transfer, a K x K matrix; see kernels/splitting.py and kernels/delta/parts.py."""
+its transfer, a K x K matrix; see kernels/sequence_split.py and kernels/delta/parts.py."""
 
 import triton
 import triton.language as tl
 
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.pieces import state_offsets, tile
-from flashlin.kernels.splitting import added, identity_strip, part_of
+from flashlin.kernels.sequence_split import added, identity_strip, part_of
+from flashlin.kernels.tile_ops import state_offsets, tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -23,9 +23,9 @@ def dplr_alone(
     N,  # sequences
     HV,  # heads of v
     L,  # tokens of a part
-    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TWO: tl.constexpr,
-    HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
     either, of one head."""
@@ -50,7 +50,7 @@ def dplr_alone(
         b_x += tl.dot(b_W, h.to(b_W.dtype), input_precision=PRECISION)
         h *= tl.exp2(total)[:, None]
         h = added(h, tl.trans(b_b), b_x.to(b_W.dtype), PRECISION)
-        if TWO:
+        if TWO_WRITES:
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
     if strip < NV:

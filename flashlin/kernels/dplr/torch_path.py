@@ -10,11 +10,10 @@ import torch
 
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.gla.torch_path import after, scores, until
-from flashlin.kernels.plain import running_sum
-from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum
 
 
-def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
     V].
 

@@ -18,7 +18,7 @@ pair, where a pair is counted at i and taken off at j), f_i = q_i . (the first t
 Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
 along the sequence.
 
-RWKV-6 (BEFORE): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
+RWKV-6 (EARLIER): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
 to dq_i, ds_ii u q_i to dk_i and sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two,
 so at i the gate counts from i - 1 on:
     dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read)
@@ -39,7 +39,8 @@ from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, shar
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_grads_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import by_decays, part_of
+from flashlin.kernels.tile_ops import (
     Batch,
     first_slot,
     precision,
@@ -49,7 +50,6 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])
@@ -166,9 +166,9 @@ def grads_of_chunk(
     i_h,  # the head
     H,  # heads
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk, dg [BT, K] of one chunk and head and, with BEFORE, its share du [K] of the bonus's gradient,
+    """dq, dk, dg [BT, K] of one chunk and head and, with EARLIER, its share du [K] of the bonus's gradient,
     stored."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
@@ -182,7 +182,7 @@ def grads_of_chunk(
     p *= scale
     diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
     both = tl.where(rows[:, None] > rows[None, :], p, tl.trans(p))
-    if BEFORE:
+    if EARLIER:
         is_above, is_below = rows[:, None] == rows[None, :] + 1, rows[:, None] + 1 == rows[None, :]
         above, below = tl.sum(tl.where(is_above, both, 0.0), 1), tl.sum(tl.where(is_below, both, 0.0), 1)
         both = tl.where(is_above | is_below, 0.0, both)
@@ -202,7 +202,7 @@ def grads_of_chunk(
         here = tl.zeros([BT, BK], dtype=tl.float32)
         b_dq = diagonal[:, None] * wide_k
         b_dk = diagonal[:, None] * wide_q
-        if BEFORE:
+        if EARLIER:
             bonus = bonus_of(u, i_h, K, k0, BK)
             b_dq = b_dq * bonus + above[:, None] * rows_beside(
                 k, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -214,14 +214,14 @@ def grads_of_chunk(
             second = (half % 2 == 1)[:, None]
             decay = decay_to_meeting(
                 b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, EARLIER=EARLIER)
             b_X = (tl.where(second, b_q, b_k) * decay).to(b_q.dtype)
             b_Z = tl.where((half ^ 1)[:, None] == half[None, :], ds, 0.0).to(b_q.dtype)
             y = tl.dot(b_Z, b_X, input_precision=PRECISION)
             x = b_X.to(tl.float32) * y
             y *= decay
             here += tl.where(second, x, -x)
-            if BEFORE:
+            if EARLIER:
                 read += tl.where(second, 0.0, x)
             b_dq += tl.where(second, y, 0.0)
             b_dk += tl.where(second, 0.0, y)
@@ -238,12 +238,12 @@ def grads_of_chunk(
             to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
         from_h *= tl.exp2(sums_read(
-            b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)) * scale
+            b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)) * scale
         to_h *= tl.exp2(total[None, :] - b_G)
         put(dq, b_dq + from_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         put(dk, b_dk + to_h, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         here += wide_q * from_h
-        if BEFORE:
+        if EARLIER:
             b_dg = summed_after(here, dg, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK) - read
         else:
             b_dg = tl.cumsum(here, 0, reverse=True)
@@ -270,9 +270,9 @@ def gla_grads(
     H,  # heads
     S,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk and dg [rows, H, K] of a chunk; with BEFORE, too, what it adds to the bonus's gradient: du
+    """dq, dk and dg [rows, H, K] of a chunk; with EARLIER, too, what it adds to the bonus's gradient: du
     [slots, H, K]. S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
@@ -290,12 +290,12 @@ def gla_grads(
             grads_of_chunk(
                 q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+                K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -317,7 +317,7 @@ def gla_grads_rest(
     H,  # heads
     shares,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BEFORE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """``gla_grads`` of the chunks that ``gla_grads_one`` has left, and zeros in the rows of no sequence."""
     program = tl.program_id(0)
@@ -336,12 +336,12 @@ def gla_grads_rest(
             grads_of_chunk(
                 q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, V=V, BT=BT, BK=BK,
-                BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+                BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
-def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for forward.run's tensors; do [B, T, H, V], dht like its final state. Those of
+    """The gradients by name, for launch_forward's tensors; do [B, T, H, V], dht like its final state. Those of
     g, u and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
@@ -371,7 +371,7 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
         start(reversing, gla_reverse, numbered, dict(
             scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
-            finish = dict(constants, du=shares, BEFORE=x.u is not None)
+            finish = dict(constants, du=shares, EARLIER=x.u is not None)
             if finishing.kernel == "gla_grads":
                 start(finishing, gla_grads, n * part["S"] * H, dict(finish, GAPS=batch.gaps), part)
             else:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from flashlin.kernels.gla.parts import sum_of_chunk
-from flashlin.kernels.pieces import put, tile
+from flashlin.kernels.tile_ops import LOG2_E, put, tile
 
 
 @triton.jit
@@ -40,11 +40,11 @@ def sums_read(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
     """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
-    BEFORE, that of the row above."""
-    if BEFORE:
+    EARLIER, that of the row above."""
+    if EARLIER:
         rows = tl.arange(0, BT)
         above = sums_at(G, tl.minimum(tl.maximum(rows - 1, 0), last), first, t0, i_h, H, K, k0, BK)
         return tl.where((rows > 0)[:, None], above, 0.0)
@@ -155,7 +155,7 @@ def others_summed(x, REVERSE: tl.constexpr):
 @triton.jit
 def logs(x):
     """x / ln 2, as gla_sums sums it."""
-    x = x * 1.4426950408889634
+    x = x * LOG2_E
     return tl.where(x < -126.0, -126.0, x)
 
 
@@ -171,13 +171,13 @@ def decays_of_gates(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, SUM: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates nobody has summed yet, and [BK]: how many bits all
     rows but the first forget. SUM: G's last row is put there, too."""
     begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
     x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
-    if BEFORE:
+    if EARLIER:
         b_R = tl.cumsum(logs(rows_beside(g, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)), 0)
         b_G = b_R + x
     else:
@@ -190,7 +190,7 @@ def decays_of_gates(
         tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
     else:
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-    reading, written, entered, left, kept = decays_from(b_G, b_R, begin, total, BT, BEFORE)
+    reading, written, entered, left, kept = decays_from(b_G, b_R, begin, total, BT, EARLIER)
     return reading, written, entered, left, kept, total - begin
 
 
@@ -205,14 +205,14 @@ def decays_of_sums(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates are summed."""
     b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
-    b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+    b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)
     begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
     total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-    return decays_from(b_G, b_R, begin, total, BT, BEFORE)
+    return decays_from(b_G, b_R, begin, total, BT, EARLIER)
 
 
 @triton.jit
@@ -221,15 +221,15 @@ def decays_from(
     b_R,  # [BT, BK]: those that count where a row reads
     begin,  # [BK]: the first row's
     total,  # [BK]: the last row's
-    BT: tl.constexpr, BEFORE: tl.constexpr,
+    BT: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """[BT, BK] three times: what stands at the rows that read, with BEFORE before they decay, at those that
+    """[BT, BK] three times: what stands at the rows that read, with EARLIER before they decay, at those that
     are written, and what is left of the state that enters when a row reads it; [BK] twice: what is left of a
     row at the chunk's end beyond what stands there, and of the state."""
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
     reading = b_R - middle[None, :]
-    if BEFORE:  # the first row reads no other, and where it forgets everything would have an infinite factor
+    if EARLIER:  # the first row reads no other, and where it forgets everything would have an infinite factor
         inside = (tl.arange(0, BT) > 0)[:, None]
         reading = tl.exp2(tl.where(inside, reading, float("-inf")))
         entered = tl.where(inside, reading * tl.exp2(middle)[None, :], 1.0)

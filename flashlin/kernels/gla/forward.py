@@ -15,7 +15,7 @@ to the pairs whose highest differing bit is s. What is left is the diagonal, whi
 Six levels take six products and exponentials; where a chunk forgets little, one reference serves all of its
 pairs, see one_reference.py.
 
-RWKV-6 (BEFORE) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
+RWKV-6 (EARLIER) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
 goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
 stays: a row of a second half is at least one past where the halves meet, so its sum less that of the meeting
 is still a sum of decays, and of neighbours that meet there exactly 0. Source: Yang et al. 2023 (arXiv
@@ -35,7 +35,9 @@ from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import by_decays, part_of
+from flashlin.kernels.tile_ops import (
+    LOG2_E,
     Batch,
     first_slot,
     precision,
@@ -45,7 +47,6 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.splitting import by_decays, part_of
 
 BUSY = 1024  # programs that keep a card busy
 # Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a
@@ -78,7 +79,7 @@ def gla_sums(
     at = rows[:, None] * C + columns[None, :]
     for t0 in range(share * BT, length, S * BT):
         mask = (t0 + rows < length)[:, None] & (columns < C)[None, :]
-        x = tl.load(g + (first + t0) * C + at, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        x = tl.load(g + (first + t0) * C + at, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         tl.store(G + (first + t0) * C + at, tl.cumsum(tl.where(x < -126.0, -126.0, x), 0), mask=mask)
 
 
@@ -100,13 +101,13 @@ def decay_to_meeting(
     H,  # heads
     K: tl.constexpr,
     k0,  # first column
-    BK: tl.constexpr, BEFORE: tl.constexpr = False,
+    BK: tl.constexpr, EARLIER: tl.constexpr = False,
 ):
     """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold
-    G_L, so all is at most 1. With BEFORE second halves read one row earlier, which is no earlier than the
+    G_L, so all is at most 1. With EARLIER second halves read one row earlier, which is no earlier than the
     meeting."""
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
-    if BEFORE:
+    if EARLIER:
         b_G = sums_at(G, tl.minimum(tl.arange(0, half.shape[0]) - half % 2, last), first, t0, i_h, H, K, k0,
                       BK)
     return tl.exp2(tl.where((half % 2 == 1)[:, None], b_G - b_M, b_M - b_G))
@@ -125,7 +126,7 @@ def scores_of_chunk(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
@@ -138,9 +139,9 @@ def scores_of_chunk(
         b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, H, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, H, K, k0, BK)
-        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE)
+        b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)
         own = b_q.to(tl.float32) * b_k.to(tl.float32)
-        if BEFORE:
+        if EARLIER:
             own *= bonus_of(u, i_h, K, k0, BK)
         diagonal += tl.sum(own, 1)
         put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -150,7 +151,7 @@ def scores_of_chunk(
             second = half % 2 == 1
             decay = decay_to_meeting(
                 b_G=b_G, G=G, half=half, level=level, last=last, first=first,
-                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, BEFORE=BEFORE)
+                t0=t0, i_h=i_h, H=H, K=K, k0=k0, BK=BK, EARLIER=EARLIER)
             b_X = (tl.where(second[:, None], b_q, b_k) * decay).to(b_q.dtype)
             s = tl.dot(b_X, tl.trans(b_X), input_precision=PRECISION)
             b_A += tl.where(tl.where(second, half - 1, -1)[:, None] == half[None, :], s, 0.0)
@@ -172,11 +173,11 @@ def gla_scores(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk;
-    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with BEFORE, else None. S programs
+    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with EARLIER, else None. S programs
     share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
@@ -188,12 +189,12 @@ def gla_scores(
             scores_of_chunk(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
                 scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
-                K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+                K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         scores_of_chunk(
             q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
             scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "shares", "scale"])
@@ -211,7 +212,7 @@ def gla_scores_rest(
     N,  # sequences
     H,  # heads
     shares,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, VARLEN: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``gla_scores`` of the chunks that ``gla_scores_one`` has left."""
@@ -228,7 +229,7 @@ def gla_scores_rest(
             tl.debug_barrier()  # other threads read them
             scores_of_chunk(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out, scale=scale, first=first, t0=t0,
-                length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE, PRECISION=PRECISION)
+                length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "scale"])
@@ -306,7 +307,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
     B, T, H, K = q.shape
     x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
     x["A"] = torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)
-    constants = dict(K=K, BEFORE=x["u"] is not None, VARLEN=x["bounds"] is not None,
+    constants = dict(K=K, EARLIER=x["u"] is not None, VARLEN=x["bounds"] is not None,
                      PRECISION=precision(plan))
     if launch.kernel == "gla_scores":
         x["G"] = sums_of_chunks(plan, x)
@@ -331,7 +332,7 @@ def shares_of_rest(x: dict[str, Any]) -> int:
     return max(1, min(int(x["S"]), fewest))
 
 
-def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     batch, scanning = Batch(plan, x), plan.launch("gla_scan")
     o = batch.new(batch.V, dtype=how.out_dtype)

@@ -28,7 +28,7 @@ from flashlin.kernels.gla.decays import (
     scored,
     still_served,
 )
-from flashlin.kernels.pieces import first_slot, put, sequence_of, state_offsets, tile
+from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offsets, tile
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def scores_from_reference(
     length,  # the sequence's length
     i_h,  # the head
     H,  # heads
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """As ``scores_of_chunk`` of a chunk, and whether one reference serves it, stored: what is stored of one
@@ -59,12 +59,12 @@ def scores_from_reference(
     diagonal = tl.zeros([BT], dtype=tl.float32)
     for k0 in range(0, K, BK):
         reading, written, entered, left, kept, forgotten = decays_of_gates(
-            g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=True)
+            g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER, SUM=True)
         serves = still_served(serves, forgotten)
         b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         own = b_q.to(tl.float32) * b_k.to(tl.float32)
-        if BEFORE:
+        if EARLIER:
             own *= bonus_of(u, i_h, K, k0, BK)
         diagonal += tl.sum(own, 1)
         put(q_in, b_q * entered, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -92,7 +92,7 @@ def gla_scores_one(
     N,  # sequences
     H,  # heads
     S,  # programs to a sequence
-    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``gla_scores``, of the chunks that one reference serves. served [slots, H]: which those are."""
@@ -105,12 +105,12 @@ def gla_scores_one(
         for t0 in range(share * BT, length, S * BT):
             scores_from_reference(
                 q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
-                first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE, ONE=ONE,
+                first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE,
                 PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         scores_from_reference(
             q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
-            first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, BEFORE=BEFORE,
+            first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER,
             ONE=ONE, PRECISION=PRECISION)
 
 
@@ -135,7 +135,7 @@ def grads_from_reference(
     i_h,  # the head
     H,  # heads
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BEFORE: tl.constexpr, PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``grads_of_chunk``, where one reference serves the chunk."""
     rows = tl.arange(0, BT)
@@ -150,7 +150,7 @@ def grads_from_reference(
         p *= scale
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
         apart = rows[:, None] - rows[None, :]
-        if BEFORE:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
+        if EARLIER:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
             reads_above = tl.sum(tl.where(apart == 1, p, 0.0), 1)
             read_below = tl.sum(tl.where(apart == 1, p, 0.0), 0)
             for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
@@ -158,10 +158,10 @@ def grads_from_reference(
                 b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
                 columns = k0 + tl.arange(0, BK)
                 tl.store(du + slot * K + columns, tl.sum(b_q * b_k * diagonal[:, None], 0), mask=columns < K)
-        ds = tl.where(apart > (1 if BEFORE else 0), p, 0.0).to(v.dtype.element_ty)
+        ds = tl.where(apart > (1 if EARLIER else 0), p, 0.0).to(v.dtype.element_ty)
         for k0 in range(0, K, BK):
             reading, written, entered, left, kept, _ = decays_of_gates(
-                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, BEFORE=BEFORE, SUM=False)
+                g, G, last, first, t0, length, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER, SUM=False)
             b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             wide_q, wide_k = b_q.to(tl.float32), b_k.to(tl.float32)
@@ -180,7 +180,7 @@ def grads_from_reference(
             y = tl.dot(ds, X_k, input_precision=PRECISION)
             here += X_q.to(tl.float32) * y
             b_dq += y * reading
-            if BEFORE:
+            if EARLIER:
                 bonus = bonus_of(u, i_h, K, k0, BK)
                 b_dq += (diagonal[:, None] * bonus) * wide_k + reads_above[:, None] * rows_beside(
                     k, -1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -199,13 +199,13 @@ def grads_from_reference(
             read = X_k.to(tl.float32) * y
             here -= read
             b_dk += y * written
-            if BEFORE:
+            if EARLIER:
                 b_dk += (diagonal[:, None] * bonus) * wide_q + read_below[:, None] * rows_beside(
                     q, 1, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
             else:
                 b_dk += diagonal[:, None] * wide_q
             put(dk, b_dk, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            if BEFORE:
+            if EARLIER:
                 b_dg = others_summed(here, True) - read
             else:
                 b_dg = tl.cumsum(here, 0, reverse=True)
@@ -234,7 +234,7 @@ def gla_grads_one(
     H,  # heads
     S,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BEFORE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """As ``gla_grads``, of the chunks that one reference serves."""
     program = tl.program_id(0)
@@ -247,9 +247,9 @@ def gla_grads_one(
             grads_from_reference(
                 q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
                 du=du, served=served, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K,
-                V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+                V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
     else:  # one chunk each; a loop that runs once would still keep every mask in registers
         grads_from_reference(
             q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
             du=du, served=served, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
-            K=K, V=V, BT=BT, BK=BK, BV=BV, BEFORE=BEFORE, PRECISION=PRECISION)
+            K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)

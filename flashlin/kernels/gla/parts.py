@@ -1,10 +1,12 @@
-"""Split sequences of gated linear attention and RWKV-6: what each part leaves alone, see kernels/splitting.py."""
+"""Split sequences of gated linear attention and RWKV-6: what each part leaves alone.
+
+See kernels/sequence_split.py."""
 
 import triton
 import triton.language as tl
 
-from flashlin.kernels.pieces import state_offsets, tile
-from flashlin.kernels.splitting import part_of
+from flashlin.kernels.sequence_split import part_of
+from flashlin.kernels.tile_ops import state_offsets, tile
 
 
 @triton.jit

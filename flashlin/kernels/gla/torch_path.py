@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from flashlin.kernels.gla.inputs import Inputs
-from flashlin.kernels.plain import running_sum
-from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum
 
 
-def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).

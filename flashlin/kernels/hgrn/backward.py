@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.hgrn.forward import both, carried, decay, fills_gaps, last, put_walked, segment_of, walk, walked
-from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
+from flashlin.kernels.tile_ops import parts, sequence_of, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])
@@ -72,7 +72,7 @@ def hgrn_backward(
             tl.store(dh0 + state, dh * one, mask=cols < D)
 
 
-def run(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor,
+def launch_backward(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor,
         dht: Tensor | None, needs_dh0: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the
     final state; contiguous."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.hgrn.recipe import segments
-from flashlin.kernels.pieces import parts, sequence_of, zero_gaps
+from flashlin.kernels.tile_ops import parts, sequence_of, zero_gaps
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def hgrn_forward(
             tl.store(ht + n.to(tl.int64) * D + cols, h, mask=cols < D)
 
 
-def run(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None,
+def launch_forward(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None,
         has_ht: bool) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
     contiguous."""

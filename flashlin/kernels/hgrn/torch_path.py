@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.plain import sequences_of, wide
+from flashlin.kernels.sequences import sequences_of, wide
 
 
-def run(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+def compute(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
     """(o [B, T, D], states [N, D]) in float32, or float64 if a tensor is. bounds, on whichever device, are
     not read on the host."""
     x, g = wide(x, g)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.plain import wide
+from flashlin.kernels.sequences import wide
 
 
 def step(

@@ -227,7 +227,7 @@ def norm_backward_columns(
         put_share(dbias, db, group, d0, D, BT, BD, GROUPS)
 
 
-def run(
+def launch_backward(
     plan: Plan,
     s: Tensor,
     weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, mean: Tensor | None,
@@ -240,7 +240,7 @@ def run(
     needs_dweight: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32,
-    for what forward.run kept.
+    for what launch_forward kept.
 
     s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not
     wanted, or is dx's.

@@ -185,7 +185,7 @@ def norm_forward(
             tl.store(mean + first + row, m, mask=first + row < rows)
 
 
-def run(
+def launch_forward(
     plan: Plan,
     x: Tensor,
     residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,

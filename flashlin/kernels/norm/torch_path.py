@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from flashlin.kernels.norm.recipe import L2, LAYER, NO_GATE, SIGMOID
-from flashlin.kernels.plain import widest
+from flashlin.kernels.sequences import widest
 
 
-def run(
+def compute(
     x: Tensor,
     residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None,
     eps: float,
     kind: int, activation: int = NO_GATE, groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(y, x + residual), both in fp32, or in float64 if any tensor is. Arguments as forward.run."""
+    """(y, x + residual), both in fp32, or in float64 if any tensor is. Arguments as launch_forward."""
     compute = widest(x, residual, weight, bias, gate)
     s = x.to(compute) if residual is None else x.to(compute) + residual
     centred, _, rstd = statistics(s, eps, kind)

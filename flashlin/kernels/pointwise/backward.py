@@ -340,10 +340,11 @@ PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,)
 UNREAD = {MIX: "h", SCALE: "marks"}  # which backward's kernel does not take
 
 
-def run(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...], bound: float | None,
+def launch_backward(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
+                    bound: float | None,
         sums: bool) -> list[Tensor | None]:
     """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors:
-    what forward.run got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
+    what launch_forward got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
     contiguous gradients of what it gave."""
     family, launch, dy = plan.problem.family, plan.launches[-1], dys[0]
     D, parameters = plan.problem.H * plan.problem.K, PARAMETERS[family]

@@ -9,7 +9,7 @@
     read         y_t = (d_t o_{t-1} + c_t x_t) silu(z_t)
 Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
 scale, c and d of a read have one for each row and head; where d is 0, the row above is not read at all. With
-marks (marks.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its
+marks (nonfinite.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its
 row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a strip
 is a head, whose columns they add up.
 """
@@ -336,7 +336,7 @@ def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bo
     return named
 
 
-def run(plan: Plan, tensors: tuple[Tensor | None, ...], bound: float | None,
+def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...], bound: float | None,
         dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b
     and the sixth x may be None, and so may x and D, z, or the marks [rows] of a skip, and those of a scale,

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.plain import wide
-from flashlin.kernels.pointwise.marks import contained, released
+from flashlin.kernels.pointwise.nonfinite import contained, released
 from flashlin.kernels.pointwise.recipe import CORRECTION, GATE, KEY, MIX, READ, SCALE, SKIP
+from flashlin.kernels.sequences import wide
 
 
 def gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, bound: float | None = None) -> Tensor:
@@ -74,9 +74,9 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {GATE: gate, KEY: key, CORRECTION:
                                              READ: read}
 
 
-def run(family: str, tensors: tuple[Any, ...], bound: float | None,
+def compute(family: str, tensors: tuple[Any, ...], bound: float | None,
         dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What forward.run gives. Parameters may have any shape that broadcasts."""
+    """What launch_forward gives. Parameters may have any shape that broadcasts."""
     if family == MIX:
         return tuple(y.to(dtype) for y in mix(*tensors))
     if family != SCALE:

@@ -22,7 +22,6 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import Batch, sequence_of
 from flashlin.kernels.recurrent.forward import (
     by_sequence,
     constants_of,
@@ -36,6 +35,7 @@ from flashlin.kernels.recurrent.forward import (
 )
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
+from flashlin.kernels.tile_ops import Batch, sequence_of
 
 # The gradients that the kernel writes where they are needed.
 GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")
@@ -77,7 +77,7 @@ def recurrent_backward(
     R,  # rows in all
     TS,  # tokens of a segment
     K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr,
+    BV: tl.constexpr, DELTA: tl.constexpr, EARLIER: tl.constexpr, REVERSE: tl.constexpr,
     PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N,
@@ -125,7 +125,7 @@ def recurrent_backward(
                 gv=gv, a=a, b=b, A_log=None, dt_bias=None, row=row,
                 i_h=i_h, in_k=in_k, in_v=in_v,
                 K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0,
-                ERASE=False, UNDECAYED=False)
+                ERASE_RATE=False, UNDECAYED=False)
         tl.debug_barrier()  # other threads may read what this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
@@ -152,7 +152,7 @@ def recurrent_backward(
                 b_b = vector(b, row * K, in_k, K)
                 read = tl.sum(S * b_a[:, None], 0)
             # o
-            if BEFORE:
+            if EARLIER:
                 b_dq = tl.sum(S * b_do[None, :], 1)
             else:
                 dS += b_q[:, None] * b_do[None, :]
@@ -188,7 +188,7 @@ def recurrent_backward(
                 row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V, BOUND=0)
             if a is not None:
                 dS += b_a[:, None] * b_w[None, :]
-            if BEFORE:
+            if EARLIER:
                 dS += b_q[:, None] * b_do[None, :]
                 if bonus is not None:
                     b_u = vector(bonus, i_h * K, in_k, K)
@@ -208,10 +208,11 @@ def recurrent_backward(
         tl.store(dbonus + ((i_v * N + n).to(tl.int64) * HV + i_h) * K + in_k, sum_bonus, mask=in_k < K)
 
 
-def run(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float, do: torch.Tensor,
+def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float,
+                    do: torch.Tensor,
         dht: torch.Tensor | None, needed: frozenset[str]) -> dict[str, torch.Tensor]:
     """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
-    h0 if ``needed``; q and k, and a and b, are needed together. x: forward.run's tensors, all contiguous. do
+    h0 if ``needed``; q and k, and a and b, are needed together. x: launch_forward's tensors, all contiguous. do
     like o, dht like the final state, contiguous."""
     launch = plan.launch("recurrent_backward")
     BK, BV = launch.block("BK"), launch.block("BV")

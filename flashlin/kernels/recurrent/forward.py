@@ -12,9 +12,9 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import Batch, sequence_of, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
+from flashlin.kernels.tile_ops import Batch, sequence_of, zero_gaps, zero_rows
 
 
 @triton.jit
@@ -115,10 +115,10 @@ def updated(
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
     K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
-    RATE: tl.constexpr, BOUND: tl.constexpr, ERASE: tl.constexpr, UNDECAYED: tl.constexpr,
+    RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr, UNDECAYED: tl.constexpr,
 ):
     """The state after one token. b_p: what DELTA's prediction reads the state with, UNDECAYED before it
-    decays. RATE: what multiplies a is -a b. ERASE: beta multiplies v alone."""
+    decays. RATE: what multiplies a is -a b. ERASE_RATE: beta multiplies v alone."""
     if DELTA:
         if beta is not None:  # loaded before warps wait for each other's sums, not after
             b_beta = strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
@@ -139,7 +139,7 @@ def updated(
     if DELTA:
         if not UNDECAYED:
             predicted = tl.sum(S * b_p[:, None], 0)
-        if ERASE:
+        if ERASE_RATE:
             u = b_v * b_beta - predicted
         else:
             u = b_v - predicted
@@ -205,9 +205,9 @@ def recurrent_forward(
     q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state of h0 and ht to the next
     K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, DELTA: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, L2NORM: tl.constexpr,
+    BV: tl.constexpr, DELTA: tl.constexpr, EARLIER: tl.constexpr, REVERSE: tl.constexpr, L2NORM: tl.constexpr,
     PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, RATE: tl.constexpr, BOUND: tl.constexpr,
-    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, ERASE: tl.constexpr,
+    V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, ERASE_RATE: tl.constexpr,
     UNDECAYED: tl.constexpr,
 ):
     """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the
@@ -255,7 +255,7 @@ def recurrent_forward(
             b_q = of_unit_length(b_q)
             b_k = of_unit_length(b_k)
         b_p = b_k
-        if ERASE:
+        if ERASE_RATE:
             b_p = vector(a, row * K, in_k, K) * b_k
         if UNDECAYED:
             if a is not None:
@@ -263,7 +263,7 @@ def recurrent_forward(
                 if L2NORM:
                     b_p = of_unit_length(b_p)
         b_q *= scale
-        if BEFORE:
+        if EARLIER:
             b_o = tl.sum(S * b_q[:, None], 0)
             if bonus is not None:
                 b_o += tl.sum(vector(bonus, i_h * K, in_k, K) * b_q * b_k, 0) * b_v
@@ -272,15 +272,16 @@ def recurrent_forward(
             gv=gv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, row=row,
             i_h=i_h, in_k=in_k, in_v=in_v,
             K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=SIGMOID, RATE=RATE, BOUND=BOUND,
-            ERASE=ERASE, UNDECAYED=UNDECAYED)
-        if not BEFORE:
+            ERASE_RATE=ERASE_RATE, UNDECAYED=UNDECAYED)
+        if not EARLIER:
             b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
     if ht is not None:
         tl.store(ht + at + tile, S.to(ht.dtype.element_ty), mask=here)
 
 
-def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool, out_dtype: torch.dtype,
+def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool,
+                   out_dtype: torch.dtype,
         in_place: bool = False, indices: torch.Tensor | None = None) -> tuple[torch.Tensor,
         torch.Tensor | None, torch.Tensor | None]:
     """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
@@ -300,7 +301,7 @@ def run(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: boo
     state_row = HV * K * V if x.h0 is None or x.h0.shape[0] <= 1 else x.h0.stride(0)
     sigmoid = (2.0 if "neg_eigval" in flags else 1.0) if "sigmoid" in flags else 0.0
     constants = dict(constants_of(x, flags), L2NORM="l2norm" in flags, SIGMOID=sigmoid, RATE="rate" in flags,
-                     BOUND=bound_of(flags), GAPS=batch.gaps, ERASE="erase" in flags,
+                     BOUND=bound_of(flags), GAPS=batch.gaps, ERASE_RATE="erase" in flags,
                      UNDECAYED="undecayed" in flags)
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(o=o, ht=ht, states=by_sequence(states, batch), indices=indices, scale=scale,
@@ -324,7 +325,7 @@ def by_sequence(states: torch.Tensor | None, batch: Batch) -> torch.Tensor | Non
 def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
     """The constexprs that forward and backward share, besides the tile."""
     return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags,
-                BEFORE="before" in flags, REVERSE="reverse" in flags,
+                EARLIER="before" in flags, REVERSE="reverse" in flags,
                 PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags,
                 VARLEN=x.bounds is not None)
 

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import Batch, zero_gaps, zero_rows
 from flashlin.kernels.recurrent.forward import (
     of_unit_length,
     row_of,
@@ -21,6 +20,7 @@ from flashlin.kernels.recurrent.forward import (
     with_rows,
 )
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
+from flashlin.kernels.tile_ops import Batch, zero_gaps, zero_rows
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "columns", "packed", "gaps", "counted",
@@ -99,7 +99,7 @@ def recurrent_pool(
         S = updated(
             S=S, b_k=b_k, b_p=b_k, b_v=b_v, beta=beta, g=g, gamma=None, gk=gk, gv=None, a=None, b=None,
             A_log=A_log, dt_bias=dt_bias, row=row, i_h=i_h, in_k=in_k, in_v=in_v, K=K, V=V,
-            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND, ERASE=False,
+            DELTA=True, PER_CHANNEL=False, SIGMOID=SIGMOID, RATE=False, BOUND=BOUND, ERASE_RATE=False,
             UNDECAYED=False)
         b_o = tl.sum(S * b_q[:, None], 0)
         tl.store(o + row * V + in_v, b_o.to(o.dtype.element_ty), mask=in_v < V)
@@ -112,7 +112,8 @@ def recurrent_pool(
             tl.store(pool + (to * state_row + of_head) + tile, left, mask=mask)
 
 
-def run(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor, accepted: torch.Tensor | None,
+def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor,
+                accepted: torch.Tensor | None,
         flags: tuple[str, ...], scale: float, out_dtype: torch.dtype) -> torch.Tensor:
     """o [B, T, HV, V], after writing to the pool [P, HV, V, K]. x without h0, all contiguous but q, k and v,
     whose tokens may lie further apart; indices [N, columns] contiguous, accepted and bounds of its dtype;

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.plain import sequences_of, widest
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
+from flashlin.kernels.sequences import sequences_of, widest
 
 
-def run(x: Inputs, pool: Tensor, indices: Tensor, accepted: Tensor | None, flags: tuple[str, ...],
+def compute(x: Inputs, pool: Tensor, indices: Tensor, accepted: Tensor | None, flags: tuple[str, ...],
         scale: float) -> Tensor:
     """o [B, T, HV, V] in float32, or float64 if any tensor is, after writing to the pool [P, HV, V, K]. As
     kernels/recurrent/pool.py. bounds are read on the host; without them nothing is."""

@@ -12,7 +12,7 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.sequences import over_sequences
 
 
-def run(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
     V]; g, beta, q and k are as the recurrence wants them (no gate, sigmoid or norm is left to do).
 

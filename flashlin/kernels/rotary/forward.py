@@ -103,7 +103,7 @@ def rotary(
         tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 
 
-def run(
+def launch_forward(
     plan: Plan,
     x: Tensor, cos: Tensor, sin: Tensor,
     offset: int,

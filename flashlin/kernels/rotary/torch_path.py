@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.kernels.plain import sequences_of, widest
+from flashlin.kernels.sequences import sequences_of, widest
 
 
 def places_of(x: Tensor, offset: int, offsets: Tensor | None,
               bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The row of the tables that each token takes, [B or 1, T] int64, which may be none of them; and which
-    tokens belong to a sequence, [1, T], None for all. Arguments as forward.run."""
+    tokens belong to a sequence, [1, T], None for all. Arguments as launch_forward."""
     places = torch.arange(x.shape[1], device=x.device)[None] + offset
     if bounds is None:
         return places if offsets is None else places + offsets.long()[:, None], None
@@ -22,9 +22,9 @@ def places_of(x: Tensor, offset: int, offsets: Tensor | None,
     return places if offsets is None or not len(offsets) else places + offsets.long()[n], belongs[None]
 
 
-def run(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
+def compute(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
         interleaved: bool) -> Tensor:
-    """y [B, T, H, D] in x's dtype. Arguments as forward.run, with any strides."""
+    """y [B, T, H, D] in x's dtype. Arguments as launch_forward, with any strides."""
     (TR, R), compute = cos.shape, widest(x)
     places, belongs = places_of(x, offset, offsets, bounds)
     # a row of zeros for the places before the tables, one of NaN for those past them

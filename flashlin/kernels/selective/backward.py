@@ -18,9 +18,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import strides
 from flashlin.kernels.selective.forward import (
-    LOG2_E,
     arguments,
     columns,
     four,
@@ -38,6 +36,7 @@ from flashlin.kernels.selective.forward import (
     wide,
 )
 from flashlin.kernels.selective.recipe import SEGMENT, columns_of
+from flashlin.kernels.tile_ops import LOG2_E, strides
 
 
 @triton.jit
@@ -246,7 +245,7 @@ def selective_backward(
     tl.store(dbias + b * D + d, of_bias, mask=here)
 
 
-def run(
+def launch_backward(
     plan: Plan,
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None, z: Tensor | None, bias: Tensor | None,
@@ -255,7 +254,7 @@ def run(
     dy: Tensor,
     dlast: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as forward.run's; dy of any
+    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as launch_forward's; dy of any
     strides, dlast contiguous."""
     b, channels, T = u.shape
     G, N = B.shape[1:3]

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import strides
 from flashlin.kernels.recurrent.forward import softplus
 from flashlin.kernels.selective.recipe import SEGMENT, columns_of, kept
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from flashlin.kernels.tile_ops import LOG2_E, strides
 
 
 @triton.jit
@@ -279,7 +277,7 @@ def selective_forward(
         tl.store(last + (b * D + d[None, :]) * N + n[:, None], h, mask=whole)
 
 
-def run(
+def launch_forward(
     plan: Plan,
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None, z: Tensor | None, bias: Tensor | None,

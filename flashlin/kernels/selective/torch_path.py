@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.kernels.hgrn.torch_path import joined
-from flashlin.kernels.plain import wide
+from flashlin.kernels.sequences import wide
 
 BLOCK = 64  # tokens whose states are there at once: with b, D and N they are what takes memory
 
 
-def run(
+def compute(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     softplus: bool,

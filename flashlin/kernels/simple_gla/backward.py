@@ -40,7 +40,10 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
-from flashlin.kernels.pieces import (
+from flashlin.kernels.sequence_split import by_decays, part_of
+from flashlin.kernels.simple_gla.inputs import Inputs
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.tile_ops import (
     Batch,
     decay_of,
     decays,
@@ -55,9 +58,6 @@ from flashlin.kernels.pieces import (
     zero_forgotten,
     zero_gaps,
 )
-from flashlin.kernels.simple_gla.inputs import Inputs
-from flashlin.kernels.simple_gla.parts import simple_gla_alone
-from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -605,9 +605,9 @@ def simple_gla_shared(
             BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
 
 
-def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, None for what is not there, for forward.run's tensors; do [B, T, H, V], dht like
+    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, H, V], dht like
     its final state. Those of g and h0 are fp32."""
     given, gated = x, any(launch.kernel == "gate_cumsum" for launch in plan.launches)
     if gated and x.g is None:
@@ -650,7 +650,8 @@ def run(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor
             if side:
                 part.update(dstates=part["dq"], rest=part["dk"])
             rebuilding = plan.launch("simple_gla_states")
-            start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")), constants | entered,
+            start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")),
+            constants | entered,
                   part)
         programs, initial = numbered * -(-V // walking.block("BV")), dict(HAS_DH0=dh0 is not None)
         if OVERLAPPED in walking.traits:

@@ -21,7 +21,12 @@ from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
-from flashlin.kernels.pieces import (
+from flashlin.kernels.recurrent import forward as recurrent
+from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
+from flashlin.kernels.sequence_split import by_decays, part_of
+from flashlin.kernels.simple_gla.inputs import Inputs
+from flashlin.kernels.simple_gla.parts import simple_gla_alone
+from flashlin.kernels.tile_ops import (
     Batch,
     decay_of,
     decays,
@@ -33,11 +38,6 @@ from flashlin.kernels.pieces import (
     tile,
     zero_gaps,
 )
-from flashlin.kernels.recurrent import forward as recurrent
-from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
-from flashlin.kernels.simple_gla.inputs import Inputs
-from flashlin.kernels.simple_gla.parts import simple_gla_alone
-from flashlin.kernels.splitting import by_decays, part_of
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])
@@ -103,11 +103,12 @@ def simple_gla_scan(
         tl.store(ht + at, h, mask=inside & last)
 
 
-def run(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     if plan.problem.mode == "fused_recurrent":
-        o, ht, _ = recurrent.run(plan, TokenByToken(**x._asdict()), ("v_first",) if how.state_v_first else (),
-                                 how.scale, how.has_ht, how.out_dtype)
+        o, ht, _ = recurrent.launch_forward(plan, TokenByToken(**x._asdict()),
+                                            ("v_first",) if how.state_v_first else (),
+                                            how.scale, how.has_ht, how.out_dtype)
         return o, ht
     batch, launch = Batch(plan, x), plan.either("simple_gla_overlapped", "simple_gla_scan")
     tile = dict(launch.tile)

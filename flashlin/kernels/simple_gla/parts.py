@@ -1,10 +1,10 @@
-"""Split sequences of the scalar-decay family: what each part leaves alone, see kernels/splitting.py."""
+"""Split sequences of the scalar-decay family: what each part leaves alone, see kernels/sequence_split.py."""
 
 import triton
 import triton.language as tl
 
-from flashlin.kernels.pieces import decays, state_offsets, tile
-from flashlin.kernels.splitting import part_of
+from flashlin.kernels.sequence_split import part_of
+from flashlin.kernels.tile_ops import decays, state_offsets, tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])

@@ -57,7 +57,7 @@ WHOLE = 1024
 SHORT = 512
 # So that two programs of four warps and one that loads share a multiprocessor: without a bound one takes all
 # registers.
-TWO, ONE = {"REGISTERS": 128}, {"REGISTERS": 0}
+HALF_OF_REGISTERS, ALL_REGISTERS = {"REGISTERS": 128}, {"REGISTERS": 0}
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
@@ -128,7 +128,9 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     """The forward scan in Gluon, where it is to be taken."""
     K, BT, BV = problem.K, BLOCK, 64
     # without a gate one program alone is faster (benchmarks/results/two-programs-*)
-    stages, bound = (2 if K > BLOCK else scans.STAGES, TWO) if "g" in problem.options else (scans.STAGES, ONE)
+    stages, bound = scans.STAGES, ALL_REGISTERS
+    if "g" in problem.options:
+        stages, bound = 2 if K > BLOCK else scans.STAGES, HALF_OF_REGISTERS
     shared = 2 * (stages * BT * (2 * K + BV) + K * BV) + 4 * BT * BV + 1024
     return overlapped("simple_gla_overlapped", problem, target, part,
                       {"BT": BT, "BK": K, "BV": BV, "STAGES": stages, **bound}, shared)
@@ -140,7 +142,7 @@ def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) ->
     if side["SIDE"] not in (0, BT):
         return None
     groups = 1 if problem.V % (2 * BV) else 2
-    stages, bound = (2, TWO) if groups == 1 else (scans.STAGES, ONE)
+    stages, bound = (2, HALF_OF_REGISTERS) if groups == 1 else (scans.STAGES, ALL_REGISTERS)
     slot = 2 * BT * (2 * K + groups * BV) + 4 * BT * 5
     return overlapped("simple_gla_overlapped_back", problem, target, part,
                       {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **bound, **side},
@@ -169,7 +171,8 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
         BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
         shared = size * 2 * (BV * (BT + BK) + BT * BK + BT ** 2)
         kernel, heads = ("simple_gla_shared", {"BH": HEADS}) if several else ("simple_gla_grads", {})
-        found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared, traits,
+        found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared,
+        traits,
                                  num_warps=strip.num_warps))
     return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
 

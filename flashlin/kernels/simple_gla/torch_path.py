@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from flashlin.compat.tracing import transformed
-from flashlin.kernels.plain import running_sum, widest
-from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences
+from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum, widest
 from flashlin.kernels.simple_gla.inputs import Inputs
 
 SEGMENT = 8192  # tokens
 
 
-def run(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
 
     With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).

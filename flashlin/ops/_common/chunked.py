@@ -1,8 +1,8 @@
 """Ops that go chunk by chunk: their checks, and the operator of a family.
 
 A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
-    forward.run(plan, x, how) -> (o, ht or None, *kept)
-    backward.run(plan, x, how, do, dht, needs, *kept) -> gradients by name, None where not asked for
+    launch_forward(plan, x, how) -> (o, ht or None, *kept)
+    launch_backward(plan, x, how, do, dht, needs, *kept) -> gradients by name, None where not asked for
 with x the Inputs of kernels/<name>/inputs.py, contiguous, those of 16 bits in one dtype and the wide ones in
 float32; how: Scalars; ``needs``: names that want a gradient. Under torch.compile the same two functions run
 inside one library operator per direction, planned at run time, so that no length is ever specialised. The
@@ -147,7 +147,7 @@ class Chunked:
         return operands, how
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
-        return run_replayed(kernels(self.name, "forward").run, plan, x, (how,),
+        return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class Chunked:
                  wanted: frozenset[str]) -> Gradients:
         count = len(x)
         gradients: Gradients = run_replayed(
-            kernels(self.name, "backward").run, plan,
+            kernels(self.name, "backward").launch_backward, plan,
             (*x, dense(grads.o, x.v), None if grads.ht is None else grads.ht.contiguous(), *y[2:]),
             (how, wanted), lambda given: (
                 self.operator.tensors(*given[:count]), how, *given[count:count + 2], wanted,

@@ -30,7 +30,7 @@ FAMILY = Chunked("delta", inputs.Inputs, {
                             hint=" (a beta per value channel needs fused_recurrent)"),
     "g": Argument(("B", "T", "HV"), wide=True, optional=True),
     "p": Argument(("B", "T", "H", "K"), optional=True)},
-    torch_path.run, kept=("A", "A_low", "lines"), room=_room, over_ranks=run_over_ranks)
+    torch_path.compute, kept=("A", "A_low", "lines"), room=_room, over_ranks=run_over_ranks)
 
 
 def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,

@@ -50,7 +50,7 @@ def run_pointwise(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
            marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back
-    with more (marks.py)."""
+    with more (nonfinite.py)."""
     H, P = x.shape[-2:]
     y, *beside = run_pointwise(op, H, P, dtype, x, *contiguous(step, marked), family=SCALE)
     return y, beside[0] if beside else None
@@ -59,7 +59,7 @@ def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
 def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype,
             marked: Tensor | None = None) -> Tensor:
     """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with
-    marks [...] is released (marks.py)."""
+    marks [...] is released (nonfinite.py)."""
     H, P = x.shape[-2:]
     D, marked = contiguous(D, marked)
     y, = run_pointwise(op, H, P, dtype, o.contiguous(), None if D is None else x, D, z, marked, family=SKIP)
@@ -91,14 +91,15 @@ class _Pointwise(torch.autograd.Function):
         # the first one: no gradient depends on it
         only_added = family == MIX or (family == SKIP and tensors[3] is None)
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
-        return kernels("pointwise", "forward").run(plan, tensors, bound, dtype)
+        return kernels("pointwise", "forward").launch_forward(plan, tensors, bound, dtype)
 
     @staticmethod
     @once(lambda ctx: (ctx.plan.asked.op, INSTEAD))
     def backward(ctx: Any, saved: tuple[Any, ...], *dys: Tensor) -> Any:
         parameters = kernels("pointwise", "backward").PARAMETERS[ctx.plan.problem.family]
         sums = any(ctx.needs_input_grad[3 + at] for at in parameters)
-        gradients = kernels("pointwise", "backward").run(ctx.plan, saved, contiguous(*dys), ctx.bound, sums)
+        gradients = kernels("pointwise", "backward").launch_backward(ctx.plan, saved, contiguous(*dys),
+                                                                     ctx.bound, sums)
         return None, None, None, *gradients
 
 
@@ -117,4 +118,4 @@ def _cast(tensors: tuple[Any, ...], how: Scalars, dot: str) -> tuple[Any, Scalar
 
 
 PLANNED = _Planned(problem=problem_of, cast=_cast, while_tracing=None,
-                   on_torch=lambda x, how: torch_path.run(how.family, x, how.bound, how.dtype))
+                   on_torch=lambda x, how: torch_path.compute(how.family, x, how.bound, how.dtype))

@@ -239,12 +239,12 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
     chunked = plain and x.q.shape[1] > LONG and ("before" in words) == (x.bonus is not None)
     # the same functions chunk by chunk
     if chunked and not delta and x.gk is not None and x.g is None and x.q.shape[2] == x.v.shape[2]:
-        o, ht = chunked_gla.run(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
+        o, ht = chunked_gla.compute(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
     elif chunked and delta and x.gk is None and x.bonus is None and (x.beta is None or x.beta.ndim == 3):
         beta = x.v.new_ones(x.v.shape[:3]) if x.beta is None else x.beta
-        o, ht = chunked_delta.run(DeltaInputs(x.q, x.k, x.v, beta, x.g, None, x.h0, x.bounds), how.scale)
+        o, ht = chunked_delta.compute(DeltaInputs(x.q, x.k, x.v, beta, x.g, None, x.h0, x.bounds), how.scale)
     else:
-        o, ht = torch_path.run(x, words, how.scale)
+        o, ht = torch_path.compute(x, words, how.scale)
     return o, ht.mT if v_first else ht
 
 
@@ -273,7 +273,7 @@ def _loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars, call: Call | None = None) -> Any:
-    return run_replayed(kernels("recurrent", "forward").run, plan, x, (how,),
+    return run_replayed(kernels("recurrent", "forward").launch_forward, plan, x, (how,),
                         lambda x: (x, how.words, how.scale, how.has_ht, how.out_dtype), OPERATOR, call)
 
 
@@ -289,7 +289,8 @@ def _empty(x: Inputs, how: Scalars) -> Outputs:
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
     together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
     do, (dht,) = dense(grads.o, x.v), contiguous(grads.ht)
-    return run_replayed(kernels("recurrent", "backward").run, plan, (*x, y.states, do, dht), (how, wanted),
+    return run_replayed(kernels("recurrent", "backward").launch_backward, plan, (*x, y.states, do, dht),
+                        (how, wanted),
                         lambda _: (x, y.states, how.words, how.scale, do, dht, wanted | together))
 
 
@@ -318,7 +319,7 @@ def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
         return _update_by_copies(x, how)
     dot = plan.problem.dot
     o: Tensor
-    o, _, _ = kernels("recurrent", "forward").run(
+    o, _, _ = kernels("recurrent", "forward").launch_forward(
         plan, _loadable(x, dot)._replace(h0=how.pool), tuple(how.flags.split()), how.scale, False,
         dtype_as_planned(how.out_dtype, dot), True, how.indices)
     return o.to(how.out_dtype)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashlin.kernels.turning import backward, torch_path
-from flashlin.kernels.turning.inputs import Inputs, Outputs
-from flashlin.ops._common.turning import turned
+from flashlin.kernels.rotation import backward, torch_path
+from flashlin.kernels.rotation.inputs import Inputs, Outputs
+from flashlin.ops._common.rotation import turned
 
 OP, R, H = "mamba3_siso_combined", 3, 2
 
@@ -75,7 +75,7 @@ def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, head
     found, covered = [], torch.ones(100)
     if edges:  # plain torch turns rows of no sequence, too
         covered[:edges[0]] = covered[edges[-1]:] = 0
-    for y in (turned(OP, x, torch.float32), torch_path.run(x, torch.float32)):
+    for y in (turned(OP, x, torch.float32), torch_path.compute(x, torch.float32)):
         y = Outputs(*(one if one is y.q_first or one is y.k_last
                       else one * covered.view(-1, *[1] * (one.ndim - 2)) for one in y))
         weights = [torch.randn(one.shape, generator=draw.manual_seed(1)) for one in y]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, tile
-from flashlin.kernels.turning.inputs import Inputs, Outputs
+from flashlin.kernels.rotation.inputs import Inputs, Outputs
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, tile
 
 
 @triton.jit
@@ -333,7 +333,7 @@ def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool
     return carried
 
 
-def run(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
+def launch_forward(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
     """q, k, q_first and k_last of that dtype, the others in float32. Rows outside packed sequences are
     zero."""
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.pieces import beta_of, first_slot, put, sequence_of, tile
-from flashlin.kernels.turning.forward import (
+from flashlin.kernels.rotation.forward import (
     carry,
     chunks,
     joined,
@@ -24,8 +23,9 @@ from flashlin.kernels.turning.forward import (
     stored,
     turns,
 )
-from flashlin.kernels.turning.inputs import Inputs, Outputs
-from flashlin.kernels.turning.recipe import SHARED
+from flashlin.kernels.rotation.inputs import Inputs, Outputs
+from flashlin.kernels.rotation.recipe import SHARED
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, tile
 
 
 @triton.jit
@@ -274,7 +274,7 @@ def turn_finish(
                 tl.store(dbegan + (n * H + i_h) * R + pairs, whole, mask=pairs < R)
 
 
-def run(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs:
+def launch_backward(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs:
     """Gradients of all but bounds, float32. angle: what forward gave; dy: of what it gave, contiguous, of
     which those of q and k are there."""
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device

@@ -39,8 +39,8 @@ CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_re
           "chunk_linear_attn": "no-state", "chunk_delta_rule": "packed",
           "chunk_gated_delta_rule": "random packed grouped v-first resets-packed one-key-2",
           "chunk_gla": "v-first packed strong-packed", "chunk_rwkv6": "packed", "chunk_kda": "packed grouped",
-          "chunk_dplr_delta_rule": "packed", "chunk_comba": "packed", "mamba_chunk_scan_combined": "packed sequences",
-          "fused_recurrent_simple_gla": "packed"}
+          "chunk_dplr_delta_rule": "packed", "chunk_comba": "packed",
+          "mamba_chunk_scan_combined": "packed sequences", "fused_recurrent_simple_gla": "packed"}
 
 
 def cases() -> list[Any]:

@@ -1,5 +1,5 @@
 """Sequences told apart by seq_idx share a state; what is not finite stays in its own, and is seen there
-(kernels/pointwise/marks.py)."""
+(kernels/pointwise/nonfinite.py)."""
 from __future__ import annotations
 
 import math

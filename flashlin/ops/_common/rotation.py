@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlin.guards.plan_types import Plan, Problem
-from flashlin.kernels.turning import torch_path
-from flashlin.kernels.turning.inputs import Inputs, Outputs
-from flashlin.kernels.turning.recipe import FAMILY
+from flashlin.kernels.rotation import torch_path
+from flashlin.kernels.rotation.inputs import Inputs, Outputs
+from flashlin.kernels.rotation.recipe import FAMILY
 from flashlin.ops._common.casting import (
     as_planned,
     contiguous,
@@ -29,7 +29,7 @@ class Scalars(NamedTuple):
 def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
     """q, k, q_first and k_last of that dtype; the others in float32, or float64 if a tensor has that."""
     if not x.angles.shape[3]:
-        return torch_path.run(x, dtype)
+        return torch_path.compute(x, dtype)
     y = OPERATOR.run_planned(x, Scalars(dtype, wants_grad(*x), op))
     return Outputs(*(vectors.to(dtype) for vectors in y[:4]), *y[4:])
 
@@ -48,7 +48,7 @@ def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars) -> Any:
-    return kernels(FAMILY, "forward").run(plan, x, how.dtype)
+    return kernels(FAMILY, "forward").launch_forward(plan, x, how.dtype)
 
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
@@ -57,11 +57,11 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars,
     q, k = (torch.zeros(B, T, H, K, dtype=how.dtype, device=x.q.device) if dy is None else dy
             for dy in (grads.q, grads.k))
     dy = Outputs(*contiguous(q, k, *grads[2:]))
-    found = kernels(FAMILY, "backward").run(plan, x, y.angle, dy)
+    found = kernels(FAMILY, "backward").launch_backward(plan, x, y.angle, dy)
     return {name: None if dx is None else dx.to(getattr(x, name).dtype)
             for name, dx in found._asdict().items()}
 
 
 OPERATOR = Operator("turning", Inputs, Scalars, Outputs, 6, family=FAMILY, problem=problem_of,
-                    on_torch=lambda x, how: torch_path.run(x, how.dtype), cast=_cast, forward=_forward,
+                    on_torch=lambda x, how: torch_path.compute(x, how.dtype), cast=_cast, forward=_forward,
                     kept=lambda x, y, how: (x, (*[None] * 5, y.angle)), backward=_backward)

@@ -11,7 +11,7 @@ from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.configs import is_hopper
 from flashlin.kernels.elementwise import block, cdiv, moving
 
-FAMILY = "turning"
+FAMILY = "rotation"
 BT = 32  # tokens of a chunk, whose angles are summed by one program
 BS = 32  # chunks that are added up at a time
 # Of the rotation; of its sums, and, on Hopper, of the way back, which took 402 us for 463 on an H200

@@ -16,6 +16,7 @@ from flashlin.kernels.configs import FORGOTTEN
 WHOLE = 2**31 - 1  # tokens of a part where sequences are not split
 # How a kernel gets its decay, as a constexpr.
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
 # dimensions are [B, T, ...], the rest are parameters of heads.
 STATES = ("h0", "ht", "dh0", "dht", "indices", "accepted")
@@ -61,7 +62,7 @@ def gate_cumsum(
     for t0 in range(share * BT, length, S * BT):
         mask = (t0 + rows < length)[:, None] & (heads < H)[None, :]
         x = tl.load(g + (first + t0 + rows)[:, None] * H + heads[None, :], mask=mask,
-                    other=0.0).to(tl.float32) * 1.4426950408889634
+                    other=0.0).to(tl.float32) * LOG2_E
         x = tl.where(x < -126.0, -126.0, x)
         tl.store(G + heads.to(tl.int64)[None, :] * R + (first + t0 + rows)[:, None], tl.cumsum(x, 0),
                  mask=mask)
@@ -90,7 +91,7 @@ def decays(
             cumulated -= before
             total -= before
     elif DECAY == 1:
-        rate = tl.load(gamma + i_h).to(tl.float32) * 1.4426950408889634
+        rate = tl.load(gamma + i_h).to(tl.float32) * LOG2_E
         n = tl.minimum(length - t0, BT)
         cumulated = rate * tl.minimum(rows + 1, n).to(tl.float32)
         total = rate * n.to(tl.float32)

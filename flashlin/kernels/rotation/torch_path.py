@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.compat.tracing import transformed
-from flashlin.kernels.plain import running_sum, widest
-from flashlin.kernels.turning.inputs import Inputs, Outputs
+from flashlin.kernels.rotation.inputs import Inputs, Outputs
+from flashlin.kernels.sequences import running_sum, widest
 
 TURN = 2 * math.pi
 BLOCK = 64  # rows that one thread adds up
 
 
-def run(x: Inputs, dtype: torch.dtype) -> Outputs:
-    """What forward.run gives, angles and q . k in the dtype that they are computed in."""
+def compute(x: Inputs, dtype: torch.dtype) -> Outputs:
+    """What launch_forward gives, angles and q . k in the dtype that they are computed in."""
     compute = widest(*x[:-1])
     packed = None if x.bounds is None else packed_of(x.q.shape[1], x.bounds)
     angles, step, weight = (y.to(compute) for y in (x.angles, x.step, x.weight))
