@@ -331,10 +331,11 @@ def carry_figures(record: Fields, found: list[Kernel],
     for card, kept in record.items():
         fresh[card] = {}
         for label, (one, *figures) in kept.items():
-            call, _, name = label.rpartition(" ")
             if one in ids:
-                counts[carried[name].old, "carried"] += 1
-                label, one = f"{call} {carried[name].new_name}", ids[one]
+                kernel = carried[one.rpartition("-")[0]]
+                counts[kernel.old, "carried"] += 1
+                words = [kernel.new_name if word == kernel.name else word for word in label.split(" ")]
+                label, one = " ".join(words), ids[one]
             fresh[card][label] = [one, *figures]
     return fresh, counts
 
