@@ -51,8 +51,8 @@ def rows() -> dict[str, float]:
     of_norm, how = norm.Tensors(q), norm.scalars_of(norm.Tensors(q), norm.Asked("rms_norm", RMS, 1e-5))
 
     def gla() -> Problem:
-        return chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (q, q, q, q, None), None,
-                                  wants_grad(q, q, q, None, None))
+        asked = chunked.Asked("chunk_simple_gla", wants_grad(q, q, q, None, None))
+        return simple_gla.FAMILY.problem((q, q, q, q, None, None, None), asked)
 
     def rms() -> Problem:
         return norm.problem_of(of_norm, norm.scalars_of(of_norm, norm.Asked("rms_norm", RMS, 1e-5)))
@@ -65,10 +65,7 @@ def rows() -> dict[str, float]:
         return dispatch.plan(next(fresh), target, now)
     found = {
         "wants_grad": microseconds(lambda: wants_grad(q, q, q, None, None)),
-        "problem_of, simple_gla": microseconds(lambda: chunked.problem_of(simple_gla.FAMILY,
-                                                                          "chunk_simple_gla", (q, q, q, q,
-                                                                                               None), None,
-                                                                          True)),
+        "problem_of, simple_gla": microseconds(gla),
         "problem_of, norm": microseconds(lambda: norm.problem_of(of_norm, how)),
         "probe": microseconds(lambda: probe(q.device)),
         "policy.current": microseconds(policy.current),

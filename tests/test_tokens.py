@@ -65,7 +65,7 @@ def paper_gpu(monkeypatch):
         return torch.as_tensor(x).as_subclass(OnGpu)
     onto.capture = lambda on: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on)
     yield onto
-    deferred_checks._owed.clear()
+    deferred_checks.owed.clear()
 
 
 # What raw torch does, and what the same call says here
@@ -317,7 +317,7 @@ def test_good_tokens_say_nothing_and_free_their_slots(paper_gpu):
         check_tokens(paper_gpu([1, 2, -100]), 10, ignore_index=-100)
     synchronize()
     assert len(deferred_checks._free[torch.device("cpu")]) == deferred_checks.SLOTS
-    assert not deferred_checks._owed
+    assert not deferred_checks.owed
 
 
 def test_more_calls_than_slots_lose_no_report_and_wait_for_none(paper_gpu):
@@ -355,7 +355,7 @@ def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu
         out = embedding(paper_gpu(ids), torch.ones(10, 2))
     check_tokens(paper_gpu([5]), 10)
     paper_gpu.capture(False)
-    assert not deferred_checks._owed
+    assert not deferred_checks.owed
     assert out[0].tolist() == [[1, 1], [0, 0]]
     deferred_checks.poll()
     with pytest.raises(ValueError, match=r"^embedding called .*: input: got 30 at position 2 = \[1, 0\]"):
@@ -379,7 +379,7 @@ def test_sync_raises_in_the_call_itself(paper_gpu):
                                                        match=r"got 50 at position 0, need 0 <= token < 10, "
                                                              r"the vocabulary size$"):
         embedding(paper_gpu([50]), torch.ones(10, 2))
-    assert not deferred_checks._owed
+    assert not deferred_checks.owed
 
 
 def test_off_is_plain_torch(paper_gpu):
@@ -388,7 +388,7 @@ def test_off_is_plain_torch(paper_gpu):
         check_tokens(paper_gpu([50]), 10)
         with pytest.raises(IndexError):
             embedding(torch.tensor([50]), torch.ones(10, 2))
-    assert not deferred_checks._owed
+    assert not deferred_checks.owed
 
 
 def test_at_exit_what_is_known_is_printed_and_not_raised(paper_gpu, capsys):
@@ -432,7 +432,7 @@ def test_importing_loads_no_compiler_and_without_a_gpu_nothing_is_owed():
         tokens.check_tokens(torch.tensor([1]), 2)
         pending.poll()
         tokens.synchronize()
-        print(pending._flags, pending._owed)
+        print(pending._flags, pending.owed)
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
                           timeout=120, check=False,

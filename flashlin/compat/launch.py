@@ -105,11 +105,7 @@ def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[An
 
 
 _starter: Starter = _start
-
-
-def is_replaced() -> bool:
-    """Whether somebody else sees every start."""
-    return _starter is not _start
+replaced = False  # True while another function sees every start
 
 
 class _Notes(threading.local):
@@ -168,5 +164,5 @@ def enter() -> None:
 def replace_starter(starter: Starter | None) -> None:
     """Let ``starter`` see every start instead of the GPU (how launches are recorded on machines without one);
     None puts it back."""
-    global _starter
-    _starter = starter or _start
+    global _starter, replaced
+    _starter, replaced = starter or _start, starter is not None

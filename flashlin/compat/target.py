@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -201,24 +201,24 @@ def shared_per_block(capability: tuple[int, int]) -> int:
     return SHARED_PER_BLOCK.get(capability, min(known, default=49152))
 
 
-_probed: dict[torch.device, Target] = {}
+class _Probed(dict["torch.device", Target]):
+    """The Targets of devices, each asked once, when it is needed."""
+
+    def __missing__(self, device: torch.device) -> Target:
+        target = self[device] = _ask(device) if _pretended is None else _pretended
+        return target
+
+
+_probed = _Probed()
 _pretended: Target | None = None
-
-
-def probe(device: torch.device) -> Target:
-    """The Target of a tensor's device. Asked once per device, never of device 0 on behalf of another, never
-    at import."""
-    if _pretended is not None:
-        return _pretended
-    target = _probed.get(device)
-    if target is None:
-        target = _probed[device] = _ask(device)
-    return target
+# Returns the Target of a tensor's device. Never asks device 0 on behalf of another, and none at import.
+probe: Callable[[torch.device], Target] = _probed.__getitem__
 
 
 def pretend(target: Target | None) -> None:
     """Plan every call as if it ran on ``target`` (for recording launches without the card); None ends it."""
     global _pretended
+    _probed.clear()
     _pretended = target
 
 

@@ -26,9 +26,5 @@ def _reader(of: Any) -> Callable[[], str]:
     return lambda: "ieee" if of.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-_setting = _reader(torch)
-
-
-def allowed() -> bool:
-    """Return True if torch may use TF32 in float32 matrix products on a GPU."""
-    return _setting() == "tf32"
+# Returns "tf32" if torch may use TF32 in float32 matrix products on a GPU.
+setting = _reader(torch)

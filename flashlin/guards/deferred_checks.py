@@ -54,7 +54,7 @@ class Flags(NamedTuple):
 
 
 Owed: TypeAlias = deque[tuple[Slot, Verdict]]
-_owed: Owed = deque()
+owed: Owed = deque()
 _shared: Owed = deque()     # answers that each rank of a group has
 _free: dict[torch.device, list[Slot]] = {}
 _flags: dict[torch.device, Flags] = {}
@@ -64,8 +64,8 @@ _lock = Lock()
 def poll() -> None:
     """Raise ValueError for answers that have arrived and are bad. Waits for nothing; one truth test where
     nothing is owed."""
-    if _owed:
-        _raise(_arrived(_owed))
+    if owed:
+        _raise(_arrived(owed))
 
 
 def settle() -> None:
@@ -81,7 +81,7 @@ def synchronize() -> None:
     Raises ValueError for the first one that failed, with a line for each further one; none is raised twice.
     Costs nothing where nothing is owed. Not for use while a graph is being captured.
     """
-    messages = _waited(_owed) + _waited(_shared)
+    messages = _waited(owed) + _waited(_shared)
     for device, flags in _flags.items():
         if flags.calls:
             torch.cuda.synchronize(device)
@@ -107,7 +107,7 @@ def send(slot: Slot, call: Verdict, shared: bool = False) -> None:
     to the host. shared: each rank of a group sends it, for ``settle``."""
     slot.host.copy_(slot.pair, non_blocking=True)
     slot.event.record(torch.cuda.current_stream(slot.pair.device))
-    (_shared if shared else _owed).append((slot, call))
+    (_shared if shared else owed).append((slot, call))
 
 
 def flag(device: torch.device, call: Verdict) -> Tensor | None:
@@ -228,11 +228,11 @@ def _at_exit() -> None:
     must not hang the exit."""
     messages: list[str] = []
     try:
-        _owed.extend(_shared)
+        owed.extend(_shared)
         late = [(flags, *_copied(flags.table)) for flags in _flags.values() if flags.calls]
         deadline = time.monotonic() + PATIENCE
-        while _owed or late:
-            messages += _arrived(_owed)
+        while owed or late:
+            messages += _arrived(owed)
             for arrived in [item for item in late if item[2].query()]:
                 messages += [message for _, message in _judge(arrived[0], arrived[1])]
                 late.remove(arrived)
@@ -260,7 +260,7 @@ def _in_child() -> None:
     events: keep them, unasked."""
     global _lock
     _lock = Lock()      # the parent may have held it
-    for owed in (_owed, _shared):
-        while owed:
-            slot, _ = owed.popleft()
+    for one in (owed, _shared):
+        while one:
+            slot, _ = one.popleft()
             _free[slot.pair.device].append(slot)

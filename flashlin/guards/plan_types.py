@@ -173,26 +173,18 @@ class Plan(NamedTuple):
     def path(self) -> str:
         return "refused" if self.refused else self.problem.path
 
-    def launch(self, kernel: str) -> Launch:
-        for launch in self.launches:  # every call of an op comes here: half the time of a generator
-            if launch.kernel == kernel:
-                return launch
-        raise KeyError(f"{self.asked.op}: no launch of {kernel} is planned")
-
-    def either(self, kernel: str, other: str) -> Launch:
-        """The launch of a kernel or, if there is none, of the other."""
-        for launch in self.launches:
-            if launch.kernel == kernel:
-                return launch
-        return self.launch(other)
+    def launch(self, *kernels: str) -> Launch:
+        """Return the launch of the first of these kernels that is planned. Raise a KeyError if none is."""
+        for kernel in kernels:
+            for launch in self.launches:  # every call of an op comes here: half the time of a generator
+                if launch.kernel == kernel:
+                    return launch
+        raise KeyError(f"{self.asked.op}: no launch of {' or '.join(kernels)} is planned")
 
     @property
     def part(self) -> int:
         """Tokens of the parts that sequences are split into, 0 where they are not."""
-        part = 0
-        for launch in self.launches:  # in every call, like ``launch``
-            part = max(part, launch.part)
-        return part
+        return max([launch.part for launch in self.launches], default=0)
 
     def __str__(self) -> str:
         lines = [f"{self.asked.op}: {'cannot run' if self.refused else self.path + ' path'}",

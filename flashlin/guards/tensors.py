@@ -119,6 +119,13 @@ def check_device(name: str, x: torch.Tensor, device: torch.device, beside: str) 
 def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -> None:
     """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of
     size zero are refused; empty batches and sequences are fine. first: q's public name, RWKV's being r."""
+    for x in (q, k, v):
+        if (type(x) not in TENSORS or x.is_nested or x.layout is not _STRIDED or x.dtype not in FLOATS
+                or x.ndim != 4 or x.device != q.device):
+            break
+    else:
+        if k.shape == q.shape and v.shape[:3] == q.shape[:3] and q.shape[3] > 0 and v.shape[3] > 0:
+            return  # as nearly always; the checks below find out what is wrong, or that v has more heads
     check_floats(first, q, "[B, T, H, K]")
     _check_shape(first, q, (None, None, None, None), "[B, T, H, K]")
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)

@@ -262,7 +262,7 @@ class Batch:
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
         self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
-        part = plan.part
+        part = max([launch.part for launch in plan.launches])
         self.split, self.L = part > 0, part or WHOLE
         # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
         # several cannot, since to it the others' rows are outside, too.
@@ -343,4 +343,4 @@ def precision(plan: Plan) -> str:
     fp32 before. One tf32 product is used only if torch's setting allows it."""
     if plan.target.backend != "cuda" or plan.target.capability < (8, 0):
         return "ieee"
-    return "tf32" if tf32.allowed() else "tf32x3"
+    return "tf32" if tf32.setting() == "tf32" else "tf32x3"

@@ -37,7 +37,7 @@ def chunk_lightning_attn(
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers),
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), finite=True,
                           chunk_size=chunk_size)
 
 
@@ -56,7 +56,7 @@ def fused_recurrent_lightning_attn(
     no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), finite=True)
 
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor | None:

@@ -38,7 +38,7 @@ def chunk_retention(
     no_unknown("chunk_retention", unknown)
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
 
 
 @entry
@@ -58,7 +58,7 @@ def fused_recurrent_retention(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
                       reverse=reverse)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True)
 
 
 @entry
@@ -77,7 +77,7 @@ def fused_chunk_retention(
     ``fla.ops.retention.fused_chunk_retention``; arguments as ``chunk_retention``."""
     no_unknown("fused_chunk_retention", unknown)
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
 
 
 @entry
@@ -103,7 +103,7 @@ def retention(
     """Retention in the mode that suits the call; see ``simple_gla``."""
     request = Request("retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
-    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v))
+    return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True)
 
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

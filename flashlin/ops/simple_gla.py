@@ -89,7 +89,7 @@ def chunk_simple_gla(
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
-    return run_simple_gla(request, q, k, v, g, finite(g_gamma), chunk_size=chunk_size)
+    return run_simple_gla(request, q, k, v, g, g_gamma, chunk_size=chunk_size)
 
 
 @entry
@@ -113,7 +113,7 @@ def fused_recurrent_simple_gla(
     no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
-    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
+    return run_simple_gla(request, q, k, v, g, g_gamma)
 
 
 @entry
@@ -139,7 +139,7 @@ def fused_chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
     request = Request("fused_chunk_simple_gla", scale, initial_state, output_final_state, cu_seqlens)
-    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
+    return run_simple_gla(request, q, k, v, g, g_gamma)
 
 
 @entry
@@ -188,22 +188,14 @@ def simple_gla(
     """
     request = Request("simple_gla", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
-    return run_simple_gla(request, q, k, v, g, finite(g_gamma))
-
-
-def finite(g_gamma: Tensor | None) -> Tensor | None:
-    """-inf as a number: the kernels take differences of its multiples."""
-    if g_gamma is None:
-        return None
-    check_floats("g_gamma", g_gamma, "[H]", 1)
-    return g_gamma.clamp(min=FORGOTTEN)
+    return run_simple_gla(request, q, k, v, g, g_gamma)
 
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """state_v_first under its old name too."""
-    scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
     if transpose_state_layout is None:
         return state_v_first
+    scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
     if state_v_first:
         raise ValueError(f"{op}: got both state_v_first and transpose_state_layout, need one of them "
                          "(state_v_first)")
@@ -219,9 +211,14 @@ def run_simple_gla(
     *,
     chunk_size: int = 64,
     out_dtype: torch.dtype | None = None,
+    finite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Every op of the family. out_dtype: of o, where the caller goes on computing with it."""
+    """Every op of the family. out_dtype: of o, where the caller goes on computing with it. finite: g_gamma
+    cannot be -inf."""
     check_chunk_size(chunk_size)
+    if g_gamma is not None and not finite:
+        check_floats("g_gamma", g_gamma, "[H]", 1)
+        g_gamma = g_gamma.clamp(min=FORGOTTEN)  # the kernels take differences of its multiples
     if g is not None and g_gamma is not None:  # what is added here has to fit first
         check_qkv(q, k, v)
         need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
@@ -239,7 +236,7 @@ def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor
     if output_attentions and request.cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
                          "have no one matrix of scores")
-    o, _ = run_simple_gla(request, q, k, v, g, g_gamma)
+    o, _ = run_simple_gla(request, q, k, v, g, g_gamma, finite=True)
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)

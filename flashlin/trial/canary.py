@@ -21,13 +21,8 @@ from flashlin.trial import run
 ROUNDS = 3
 PLANS = 4096  # kept, so that a call that comes again costs a look into a dict
 _log = logging.getLogger("flashlin")
-_settled: dict[int, Plan] = {}
+settled: dict[int, Plan] = {}  # the plans that ``tried`` has returned, by id
 _done: set[tuple[Any, ...]] = set()
-
-
-def settled(the_plan: Plan) -> bool:
-    """Whether ``tried`` has answered with this very plan."""
-    return _settled.get(id(the_plan)) is the_plan
 
 
 def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
@@ -55,9 +50,9 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
         _done.add(key)
         if the_plan.refused:
             raise UnsupportedError(the_plan)
-    if len(_settled) >= PLANS:
-        _settled.clear()
-    _settled[id(the_plan)] = the_plan
+    if len(settled) >= PLANS:
+        settled.clear()
+    settled[id(the_plan)] = the_plan
     return the_plan
 
 

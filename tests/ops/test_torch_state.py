@@ -10,7 +10,7 @@ import torch
 
 import flashlin
 from flashlin.compat import tf32
-from flashlin.kernels import plain
+from flashlin.kernels import sequences
 from flashlin.testing.compare import Case
 from tests import torch_states
 
@@ -25,10 +25,10 @@ def test_results_are_the_same_in_every_state(case: Case) -> None:
 @pytest.mark.parametrize("switch", torch_states.TF32)
 def test_every_switch_of_tf32_is_read(switch: str) -> None:
     """torch itself raises while ``fp32_precision`` is set and ``get_float32_matmul_precision`` is called."""
-    assert not tf32.allowed()
+    assert tf32.setting() != "tf32"
     with torch_states.TF32[switch]():
-        assert tf32.allowed()
-    assert not tf32.allowed()
+        assert tf32.setting() == "tf32"
+    assert tf32.setting() != "tf32"
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -36,12 +36,12 @@ def test_running_sums_do_without_cumsum_that_may_raise(dim: int, monkeypatch: py
     """Before torch 2.6 deterministic mode makes it raise on a GPU, in forward and in backward."""
     x = torch.randn(5, 6, 7, dtype=torch.float64)
     x[1, 2, 3] = -torch.inf
-    assert torch.equal(plain.running_sum(x, dim), x.cumsum(dim))
-    torch.testing.assert_close(plain.sum_of_masked(x, dim), x.cumsum(dim))
-    monkeypatch.setattr(plain, "_CUMSUM_MAY_RAISE", True)
+    assert torch.equal(sequences.running_sum(x, dim), x.cumsum(dim))
+    torch.testing.assert_close(sequences.sum_of_masked(x, dim), x.cumsum(dim))
+    monkeypatch.setattr(sequences, "_CUMSUM_MAY_RAISE", True)
     monkeypatch.setattr(torch.Tensor, "cumsum", None)
     with torch_states.deterministic():
-        assert plain.running_sum(x.to("meta"), dim).shape == x.shape
+        assert sequences.running_sum(x.to("meta"), dim).shape == x.shape
 
 
 @pytest.mark.parametrize("path", TORCH_PATHS, ids=lambda path: path.parent.name)

@@ -262,7 +262,7 @@ def test_the_interpreter_runs_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(machine, "triton_state", lambda: ("3.6.0", ""))
     assert probe(torch.device("cpu")).backend == "interpreter"
-    monkeypatch.setattr(machine, "_probed", {})
+    machine._probed.clear()
     monkeypatch.setattr(machine, "triton_state", lambda: ("", "not installed"))
     assert probe(torch.device("cpu")).backend == "cpu"
 

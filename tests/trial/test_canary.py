@@ -54,15 +54,17 @@ class Child:
         return [found]
 
 
+ASKED = chunked.Asked("chunk_simple_gla", needs_grad=False)
+
+
 def the_plan(target: Target) -> Plan:
     x = torch.zeros(1, 64, 2, 64)
-    return dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None), None,
-                                            False), target)
+    return dispatch.plan(simple_gla.FAMILY.problem((x, x, x, x, None, None, None), ASKED), target)
 
 
 def next_process() -> None:
     canary._done.clear()
-    canary._settled.clear()
+    canary.settled.clear()
     local_results.read_again()
     dispatch.plan.cache_clear()
 
@@ -188,10 +190,10 @@ def test_as_many_plans_are_kept_as_there_is_room_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(canary, "PLANS", 2)
     for T in (8, 16, 32):
         x = torch.zeros(1, T, 2, 64)
-        plan = dispatch.plan(chunked.problem_of(simple_gla.FAMILY, "chunk_simple_gla", (x, x, x, x, None),
-                                                None, False), parse(RAN))
-        assert not canary.settled(plan) and canary.tried(plan, CPU, 1) is plan and canary.settled(plan)
-    assert len(canary._settled) == 1
+        plan = dispatch.plan(simple_gla.FAMILY.problem((x, x, x, x, None, None, None), ASKED), parse(RAN))
+        assert id(plan) not in canary.settled and canary.tried(plan, CPU, 1) is plan
+        assert canary.settled[id(plan)] is plan
+    assert len(canary.settled) == 1
 
 
 @pytest.mark.parametrize("target, setting",

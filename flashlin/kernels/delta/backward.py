@@ -355,7 +355,7 @@ def launch_backward(
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     rebuilding, finishing = plan.launch("delta_states"), plan.launch("delta_grads")
-    reversing = plan.either("delta_overlapped_back", "delta_reverse")
+    reversing = plan.launch("delta_overlapped_back", "delta_reverse")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dp = None if x.p is None else batch.new(K, dtype=x.q.dtype)
     dv, dbeta = batch.new(V, dtype=x.v.dtype), batch.new(dtype=torch.float32)

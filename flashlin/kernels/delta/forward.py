@@ -375,7 +375,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
     g, fp32. Starts the plan's launches."""
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning = plan.either("delta_overlapped", "delta_scan")
+    scanning = plan.launch("delta_overlapped", "delta_scan")
     overlapped, inverting = OVERLAPPED in scanning.traits, plan.launch("delta_inverse")
     BT, strips = scanning.block("BT"), -(-V // scanning.block("BV"))
     o, ht = batch.new(V, dtype=how.out_dtype), batch.final_state(how.has_ht, how.state_v_first)

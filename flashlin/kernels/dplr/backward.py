@@ -518,7 +518,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing = plan.launch("dplr_states"), plan.launch("dplr_reverse")
-    finishing = plan.either("dplr_grads_one", "dplr_grads")
+    finishing = plan.launch("dplr_grads_one", "dplr_grads")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
     da, db = (None if y is None else batch.new(K, dtype=x.q.dtype) for y in (x.a, x.b))

@@ -325,7 +325,7 @@ def dplr_scan(
 def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     """Puts into x, what the launches of a part share, what the scans read besides, None where the call has
     none: see dplr_prepare. Done again for backward instead of kept for it."""
-    q, launch = x["q"], plan.either("dplr_prepare_one", "dplr_prepare")
+    q, launch = x["q"], plan.launch("dplr_prepare_one", "dplr_prepare")
     B, T, HV, K = x["g"].shape
     BT, two = launch.block("BT"), x["b"] is not None
     low = backward and q.dtype != torch.float32

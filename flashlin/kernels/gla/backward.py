@@ -346,7 +346,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing = plan.launch("gla_states"), plan.launch("gla_reverse")
-    finishing = plan.either("gla_grads_one", "gla_grads")
+    finishing = plan.launch("gla_grads_one", "gla_grads")
     dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
     dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
     dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)

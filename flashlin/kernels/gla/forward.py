@@ -303,7 +303,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
     """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
     gla_sums and gla_scores; q_in and k_out where they have no memory yet. Cheap enough to be done again for
     backward instead of kept for it."""
-    q, launch = x["q"], plan.either("gla_scores_one", "gla_scores")
+    q, launch = x["q"], plan.launch("gla_scores_one", "gla_scores")
     B, T, H, K = q.shape
     x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
     x["A"] = torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)

@@ -614,9 +614,9 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         x = x._replace(g=as_gate(x), gamma=None)
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V, group = batch.HV, batch.K, batch.V, batch.HV // max(batch.H, 1)
-    walking = plan.either("simple_gla_overlapped_back", "simple_gla_dv")
+    walking = plan.launch("simple_gla_overlapped_back", "simple_gla_dv")
     shared = gated and group > 1
-    finishing = (plan.either("simple_gla_overlapped_shared", "simple_gla_shared") if shared
+    finishing = (plan.launch("simple_gla_overlapped_shared", "simple_gla_shared") if shared
                  else plan.launch("simple_gla_grads" if gated else "simple_gla_dk"))
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)

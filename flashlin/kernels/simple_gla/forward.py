@@ -110,7 +110,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
                                             ("v_first",) if how.state_v_first else (),
                                             how.scale, how.has_ht, how.out_dtype)
         return o, ht
-    batch, launch = Batch(plan, x), plan.either("simple_gla_overlapped", "simple_gla_scan")
+    batch, launch = Batch(plan, x), plan.launch("simple_gla_overlapped", "simple_gla_scan")
     tile = dict(launch.tile)
     o = batch.new(batch.V, dtype=how.out_dtype)
     ht = batch.final_state(how.has_ht, how.state_v_first)

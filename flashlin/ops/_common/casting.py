@@ -14,12 +14,12 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # dtypes in the order in which a machine is likely to lack something for them
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16  # bytes
-_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in STRICTEST}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in STRICTEST}
 
 
 def name_of(dtype: torch.dtype) -> str:
     """Return the dtype without ``torch.``, as a Problem has it."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def dtypes_of(tensors: Iterable[Tensor | None]) -> set[torch.dtype]:

@@ -43,7 +43,7 @@ from flashlin.ops._common.pipeline import (
     problem_of_heads,
     traced_over_heads,
 )
-from flashlin.ops._common.replay import Call, key_of, run_replayed
+from flashlin.ops._common.replay import Call, calls, key_of, run_replayed
 
 MODES = ("auto", "chunk", "fused_recurrent")
 CHUNK_SIZES = (16, 32, 64)  # of the delta rules and DPLR; chunk_kda accepts 32 and 64, chunk_gdn2 only 64
@@ -75,6 +75,14 @@ class Request(NamedTuple):
     reverse: bool = False
     cp_context: Any = None
     process_group: Any = None
+
+
+class Asked(NamedTuple):
+    """The fields of Scalars that planning reads, for a call whose other scalars are not known yet."""
+    call: str
+    needs_grad: bool
+    mode: str = "chunk"
+    state_v_first: bool = False
 
 
 @dataclass(eq=False)
@@ -112,8 +120,16 @@ class Chunked:
             while_tracing=self.while_tracing, forward=self.forward,
             kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
 
-    def problem(self, x: Any, how: Scalars) -> Problem:
-        return problem_of(self, how.call, x, x.bounds, how.needs_grad, how.mode, how.state_v_first)
+    def problem(self, x: Sequence[Tensor | None], how: Scalars | Asked) -> Problem:
+        """Return the Problem of a call. x: the family's tensors in their order, h0 (not read) and bounds."""
+        q, v = x[0], x[2]
+        assert q is not None and v is not None
+        options = [name for name, at in self.options if x[at] is not None]
+        if v.shape[2] != q.shape[2]:
+            options.append("gva")
+        if how.state_v_first:
+            options.append("v_first")
+        return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], how.needs_grad, options)
 
     def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
         return traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first)
@@ -169,15 +185,6 @@ class Chunked:
                 *given[count + 2:]), own=len(y) - 2, align=True)
         return gradients
 
-    def run_planned(self, x: Any, how: Scalars, key: Any = None,
-                    given: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor]:
-        """Return o and the final state of a checked call. key, given: as ``Planned.run_planned``."""
-        K, V = x.q.shape[3], x.v.shape[3]
-        if K % 8 or V % 8:
-            return self.trimmed(self.operator.run_planned(x, how), x, how)
-        outputs: tuple[Tensor, Tensor] = self.operator.run_planned(x, how, key, given)
-        return outputs
-
     def trimmed(self, outputs: tuple[Tensor, Tensor], x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         """Return the outputs without the columns that ``cast`` added."""
         (o, ht), K, V = outputs, x.q.shape[3], x.v.shape[3]
@@ -210,8 +217,8 @@ def run_chunked(
 
     tensors: the family's, in its order. out_dtype: of o, if the caller goes on computing with it; else v's.
     grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in
-    it must be there, even if the family can do without. run: what runs the checked call in place of
-    ``Chunked.run_planned``. own: the fields of the family's scalars that are not in ``Scalars``.
+    it must be there, even if the family can do without. run: what runs the checked call in place of the
+    family's operator. own: the fields of the family's scalars that are not in ``Scalars``.
     """
     if request.process_group is not None or request.cp_context is not None:
         return family.over_ranks(family, request, tensors, out_dtype=out_dtype, grouped=grouped,
@@ -221,7 +228,8 @@ def run_chunked(
     # values of cu_seqlens are not part of a key
     key = None if run is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else key_of(
         given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype, *own.values())
-    if (again := family.operator.run_again(key, given)) is not None:
+    # None while torch.compile traces: a graph would guard on the table
+    if key is not None and key in calls and (again := family.operator.run_again(key, given)) is not None:
         o, ht = again
         return o, ht if has_ht else None
     arguments = tuple(family.arguments.values())
@@ -234,11 +242,12 @@ def run_chunked(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     check_beside(family, tensors, called, {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V})
-    scalars.choice("mode", mode, MODES)
+    if mode not in MODES:
+        scalars.choice("mode", mode, MODES)
     bounds, N = None, B
     if cu_seqlens is not None or cu_seqlens_cpu is not None:
         bounds, N = check_packed(q, cu_seqlens, cu_seqlens_cpu, first, values=True)
-    else:
+    elif key is not None and 1 < T < H:
         suspect_layout(op, T, H)
     if h0 is not None:
         check_state("initial_state", h0, N, H=HV, K=K, V=V, v_first=state_v_first, device=q.device,
@@ -246,10 +255,14 @@ def run_chunked(
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
     if scale < 0:  # some kernels keep the scale in an exponent
         tensors, scale = (-q, *tensors[1:]), -scale
-    if q is not tensors[0] or reverse:  # kernels get more than casts of what was given
+    padded = K % 8 != 0 or V % 8 != 0
+    if q is not tensors[0] or reverse or padded:  # kernels get more than casts of what was given
         key = None
     # wide tensors are not multiplied with the others
-    dtype = common_dtype(q, *[x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
+    given_dtypes = {x.dtype for argument, x in zip(arguments, tensors, strict=True)
+                    if x is not None and not argument.wide}
+    dtype = q.dtype if len(given_dtypes) == 1 else common_dtype(q, *[
+        x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
     cast: list[Tensor | None] = []
     for argument, x in zip(arguments, tensors, strict=True):
         if x is not None:
@@ -264,7 +277,9 @@ def run_chunked(
     x = family.operator.tensors(*cast, h0, bounds)
     how = family.scalars(scale=scale, has_ht=has_ht, state_v_first=state_v_first, out_dtype=out_dtype,
                          mode=mode, needs_grad=wants_grad(*x), call=op, **own)
-    o, ht = family.run_planned(x, how, key, given) if run is None else run(x, how)
+    o, ht = family.operator.run_planned(x, how, key, given) if run is None else run(x, how)
+    if padded:
+        o, ht = family.trimmed((o, ht), x, how)
     if reverse:
         o, ht = o.flip(1), ht if bounds is None or not has_ht else ht.flip(0)
     return o.to(out_dtype), ht if has_ht else None
@@ -295,23 +310,10 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
             return False
     if torch.compiler.is_compiling():
         return True
-    asked = problem_of(family, op, tensors, None, wants_grad(*tensors, *others), "auto")
+    asked = family.problem((*tensors, None, None), Asked(op, wants_grad(*tensors, *others), "auto"))
     assert tensors[0] is not None
     chosen = planned(asked, tensors[0].device).problem.mode
     return chosen == "chunk" or (chosen == "auto" and (asked.T > FEW_TOKENS or asked.needs_grad))
-
-
-def problem_of(family: Chunked, op: str, tensors: Sequence[Tensor | None], bounds: Tensor | None,
-               needs_grad: bool, mode: str = "chunk", v_first: bool = False) -> Problem:
-    """tensors: the family's, in its order; whatever follows them is not read."""
-    q, v = tensors[0], tensors[2]
-    assert q is not None and v is not None
-    options = [name for name, at in family.options if tensors[at] is not None]
-    if v.shape[2] != q.shape[2]:
-        options.append("gva")
-    if v_first:
-        options.append("v_first")
-    return problem_of_heads(op, family.name, mode, q, v, bounds, needs_grad, options)
 
 
 def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...],

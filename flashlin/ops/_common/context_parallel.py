@@ -57,8 +57,8 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
         o, ht = run_chunked(family, whole, tensors, **how)
         return shard.back(o), ht
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
-    asked = chunked.problem_of(family, op, tensors, shard.bounds, wants_grad(*tensors, h0),
-                               request.mode, request.state_v_first)
+    asked = family.problem((*tensors, None, shard.bounds), chunked.Asked(
+        op, wants_grad(*tensors, h0), request.mode, request.state_v_first))
     asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
     if planned(asked, q.device).problem.over == "heads":
         return _by_heads(family, alone, tensors, shard, how)
@@ -67,7 +67,8 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
 
     def carried(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         over = Over(how, shard, how.needs_grad, how.call)
-        return family.trimmed(operator(family).run_planned(x, over), x, how)
+        outputs: tuple[Tensor, Tensor] = operator(family).run_planned(x, over)
+        return outputs
     o, ht = run_chunked(family, mine, tensors, run=carried, **how)
     return shard.back(o), None if ht is None else shard.share(ht, B)
 
@@ -235,7 +236,7 @@ class _Chain:
     def _state_after(self, x: Any, how: Scalars) -> Tensor:
         """The final states of a call of its own, planned as such."""
         how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
-        return self.family.run_planned(x, how)[1]
+        return self.family.trimmed(self.family.operator.run_planned(x, how), x, how)[1]
 
     def _forward(self, plan: Plan, x: Any, how: Scalars) -> Outputs:
         if plan.problem.path != "torch":

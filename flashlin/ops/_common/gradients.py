@@ -45,16 +45,13 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
     with the op's name, and what has second-order gradients."""
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
-        def run(ctx: Any, *given: Tensor | None) -> Any:
+        def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             if any_autocast():
                 without_autocast_behind(ctx)
-                return outside_autocast(ctx, *map(resolved, given))
-            for x in given:
+                return outside_autocast(ctx, *grads)
+            for x in grads:
                 if x is not None and x.is_neg():
-                    return differentiate(ctx, *map(resolved, given))
-            return differentiate(ctx, *given)
-
-        def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
+                    return differentiate(ctx, *map(resolved, grads))
             saved = [*ctx.saved_tensors]
             if not torch.is_grad_enabled():     # no create_graph
                 return backward(ctx, saved, *grads)
@@ -62,7 +59,7 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
                 gradients = backward(ctx, [*saved], *grads)
             return _Once.apply(_refusal(*who(ctx)), len(gradients), *gradients, *saved, *grads)
         outside_autocast = without_autocast(differentiate)
-        return run
+        return differentiate
     return decorated
 
 

@@ -80,7 +80,7 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     forward: Callable[..., Outputs]
     kept: Callable[[X, Y, S], Kept]
     backward: Callable[[Plan, X, Y, Y, S, frozenset[str]], Gradients]
-    same: Callable[[S], Mapping[str, str]] = lambda how: {}
+    same: Callable[[S], Mapping[str, str]] | None = None
     in_place: str = ""
     instead: str = INSTEAD
     empty: Callable[[X, S], Outputs] | None = None
@@ -123,10 +123,10 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         """Those of the tensors, in their order, None where it is not needed. Computed are the ones that are
         not the same as others."""
         wanted = _wanted(self.names, tuple(needs))
-        same = {name: source for name, source in self.same(how).items() if name in wanted}
-        if not same:
+        if self.same is None:
             gradients = compute(wanted)
         else:
+            same = {name: source for name, source in self.same(how).items() if name in wanted}
             asked = wanted - same.keys() | {source for source in same.values() if source in self.names}
             computed = compute(asked) if asked else {}
             gradients = {**computed, **{

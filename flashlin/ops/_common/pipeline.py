@@ -25,7 +25,7 @@ from flashlin.compat.target import probe
 from flashlin.guards import deferred_checks
 from flashlin.guards.plan_types import Plan, Problem, UnsupportedError
 from flashlin.kernels.remedies import REMEDIES
-from flashlin.ops._common.casting import count_of, name_of, strictest
+from flashlin.ops._common.casting import DTYPE_NAMES, strictest
 from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
 
@@ -110,11 +110,12 @@ class Planned(Generic[X, S]):
 def planned(problem: Problem, device: torch.device) -> Plan:
     """Return the plan for this call here and now. Raises UnsupportedError; warns once per op and reason where
     results or speed differ."""
-    deferred_checks.poll()
+    if deferred_checks.owed:
+        deferred_checks.poll()
     the_plan = dispatch.plan(problem, probe(device), policy.current())
     if the_plan.refused:
         raise UnsupportedError(the_plan)
-    if the_plan.problem.path == "triton" and not canary.settled(the_plan):
+    if the_plan.problem.path == "triton" and id(the_plan) not in canary.settled:
         the_plan = canary.tried(the_plan, device, users_line() + 1)
     if the_plan.steps:
         _tell(the_plan)
@@ -158,8 +159,8 @@ def problem_of_heads(op: str, family: str, mode: str, q: Tensor, v: Tensor, boun
     """Return the Problem of an op over sequences of heads: q [B, T, H, K], v [B, T, HV, V]. Its H is HV,
     since each value head has a state."""
     B, T, HV, V = v.shape
-    return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V, N=count_of(v, bounds),
-                   dtype=name_of(q.dtype), varlen=bounds is not None, needs_grad=needs_grad,
+    return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V, N=B if bounds is None else bounds.shape[0] - 1,
+                   dtype=DTYPE_NAMES[q.dtype], varlen=bounds is not None, needs_grad=needs_grad,
                    options=tuple(sorted(options)))
 
 

@@ -140,7 +140,7 @@ def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
                 others: tuple[Any, ...], call: Call | None) -> tuple[Any, list[int], int, int] | None:
     """Return the key of a run, the tensors' addresses (0 for None), whether one of them is unaligned (0 if
     not), and the current device; None for a run that has to be an ordinary one."""
-    if launch.is_replaced() or not possible() or watched() or torch._C._len_torch_dispatch_stack():
+    if launch.replaced or not possible() or watched() or torch._C._len_torch_dispatch_stack():
         return None
     device = triton_module().runtime.driver.active.get_current_device()
     types = [*map(type, tensors)]
@@ -159,7 +159,7 @@ def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
         if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
             return None  # a later run could not tell which of the two a kernel reads
     apart = reduce(or_, begins, 0) % ALIGNED
-    return ((function, id(plan), others, tf32.allowed(), device, same,
+    return ((function, id(plan), others, tf32.setting() == "tf32", device, same,
              apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, apart, device)
 
 
