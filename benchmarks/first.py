@@ -5,7 +5,8 @@ gradient.
     python -m benchmarks.first --op chunk_gla [--what forward] [--alone]
 
 ``benchmarks/compare.py --first`` runs it twice: where Triton's cache and FLASHLIN_HOME are empty, and again.
-alone: each kernel compiles where it is started, as if the machine had one core (ops/_common/compile_ahead.py).
+alone: each kernel compiles where it is started, as if the machine had one core
+(ops/_common/compile_ahead.py).
 """
 from __future__ import annotations
 

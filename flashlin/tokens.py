@@ -3,10 +3,10 @@ context and names nobody; here it is a ValueError that names the first bad posit
 vocabulary size, and the context lives on.
 
 On the GPU nothing waits: a bad position gives a zero row and no gradient, and the error comes with the next
-flashlin call that finds the answer arrived (guards/deferred_checks.py). ``flashlin.settings(tokens="sync")`` raises
-in the call itself, ``"off"`` is plain torch. On the CPU the call itself raises. Under torch.compile the same
-holds, by way of one library operator. Under torch.func transforms and for tensors whose values cannot be read
-(meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
+flashlin call that finds the answer arrived (guards/deferred_checks.py). ``flashlin.settings(tokens="sync")``
+raises in the call itself, ``"off"`` is plain torch. On the CPU the call itself raises. Under torch.compile
+the same holds, by way of one library operator. Under torch.func transforms and for tensors whose values
+cannot be read (meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
 """
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Holes in what users run today, each tried raw (the installed fla) and through flashlin, every one in a
 process of its own.
 
-    python -m matrix.field_failures --out matrix/results/          needs an NVIDIA GPU; fla-core for the raw column
+    python -m matrix.field_failures --out matrix/results/          needs an NVIDIA GPU; fla-core for the raw
+    column
 
 An outcome is ``right`` (equal to float64 within tolerance, or the refusal that was asked for), ``wrong: ...``
 or ``error: ...``.

@@ -90,8 +90,8 @@ class Figures(NamedTuple):
 
 class Compiled(Facts):
     """What came of a launch on a card: see ``testing.compile.Result``. slow: figures of what is
-    (``launch_table.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has to stay
-    small."""
+    (``launch_table.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has
+    to stay small."""
     status: str = "ok"
     message: str = ""
     cause: str = ""
@@ -259,8 +259,8 @@ def _release(cell: Cell) -> str:
 
 
 def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
-    """configuration -> card -> what a ``launch_table.Slow`` has of its worst use, of NVIDIA's cards. Planned or not:
-    what is slow is planned otherwise from then on."""
+    """configuration -> card -> what a ``launch_table.Slow`` has of its worst use, of NVIDIA's cards. Planned
+    or not: what is slow is planned otherwise from then on."""
     slow: dict[str, dict[str, list[int]]] = {}
     for tried in result.launches.values():
         for card, verdict in tried.cards.items():

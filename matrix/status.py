@@ -160,8 +160,8 @@ def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
-    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed: of several GPUs
-    of that card, the one that has run most cases."""
+    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed: of several
+    GPUs of that card, the one that has run most cases."""
     wrong, most = set[tuple[str, str, str]](), dict[tuple[str, str, str], tuple[int, str]]()
     for name, card, record in gpu_files(folder):
         triton = record["triton"]

@@ -136,8 +136,8 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
 
 
 def launch_table(every: Iterable[CellState], folder: Path) -> str:
-    """JSON, see ``guards.launch_table``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``, each the
-    cards of which it is known, and ``slow``, card -> what a ``launch_table.Slow`` has."""
+    """JSON, see ``guards.launch_table``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``,
+    each the cards of which it is known, and ``slow``, card -> what a ``launch_table.Slow`` has."""
     every, table = list(every), Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
         levels = table.setdefault(config, {}).setdefault(triton, {})

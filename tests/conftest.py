@@ -55,10 +55,12 @@ def forget() -> None:
     machine.pretend(None)
     door.replace_starter(None)
     policy._current = None
-    for cached in (dispatch.plan, launch_table._shipped, launch_table.slow_on, local_results.local, local_results._tell):
+    for cached in (dispatch.plan, launch_table._shipped, launch_table.slow_on, local_results.local,
+                   local_results._tell):
         cached.cache_clear()
     for kept in (machine._probed, pipeline._told, local_results._unwritten, canary._done, canary.settled,
-                 replay.calls, replay._recipes, door._kernels, compile_ahead._compiling, compile_ahead._foreseen):
+                 replay.calls, replay._recipes, door._kernels, compile_ahead._compiling,
+                 compile_ahead._foreseen):
         kept.clear()
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()

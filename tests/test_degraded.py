@@ -186,7 +186,8 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
     for one, name in zip(checks.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
         assert one.fix == f"set FLASHLIN_{name} to a folder that you can write"
-    monkeypatch.setattr(local_results, "place", lambda warn: (None, "FLASHLIN_HOME=/x belongs to another user"))
+    monkeypatch.setattr(local_results, "place", lambda warn: (
+        None, "FLASHLIN_HOME=/x belongs to another user"))
     assert next(checks.check_folders(made(H200))).detail.startswith(
         "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
 

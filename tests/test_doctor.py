@@ -557,7 +557,8 @@ def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(plante
                                                                           capsys: pytest.CaptureFixture[
                                                                                   str]) -> None:
     planted(PLANTED)
-    found = [(outcome.case, outcome.dtype, outcome.status) for outcome in self_test.watch("cpu", None, Policy())]
+    found = [(outcome.case, outcome.dtype, outcome.status)
+             for outcome in self_test.watch("cpu", None, Policy())]
     assert found == [(f"op-{case}", dtype, "ok" if case == "noisy" else "problem")
                      for case in ("wrong", "raising", "aborting", "noisy")
                      for dtype in ("float32", "bfloat16")]

@@ -1,5 +1,5 @@
-"""What Triton needs around it: each check passes on a machine that has it, fails on one that has not, and says
-so where it cannot be made."""
+"""What Triton needs around it: each check passes on a machine that has it, fails on one that has not, and
+says so where it cannot be made."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def test_every_other_lock_of_threads_is_free_in_a_child() -> None:
 
 
 def test_there_are_no_locks_of_another_kind() -> None:
-    """``guards.deferred_checks`` renews its own lock with its other state. That of a child's output belongs to the
-    thread that waits for the child, which a fork does not copy."""
+    """``guards.deferred_checks`` renews its own lock with its other state. That of a child's output belongs
+    to the thread that waits for the child, which a fork does not copy."""
     found = [f"{path.stem}: {ast.unparse(node)}" for path in sorted((ROOT / "flashlin").rglob("*.py"))
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rpartition(".")[2] in ("Lock", "RLock", "Condition", "Barrier")]

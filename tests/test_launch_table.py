@@ -87,7 +87,8 @@ def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -
     slow, as in a ``launch_table.Slow``, and those failed. No plan says a word of it."""
     def known(slow: dict[str, tuple[int, ...]], failed: tuple[str, ...] = ()) -> Launches:
         cards = ("sm80", "sm90")
-        table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}} for config, figures in slow.items()}
+        table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}}
+                 for config, figures in slow.items()}
         table |= {config: {"3.6.0": {"failed": "sm80 sm90"}} for config in failed}
         monkeypatch.setattr(launch_table, "table", lambda: table)
         fresh()
@@ -229,7 +230,8 @@ def test_what_was_made_of_another_source_proves_nothing(tmp_path: Path,
     path.write_text(path.read_text().replace(whole.result.kernels["gate_cumsum"],
                                              "flashlin.kernels.tile_ops:0123"))
     old = load_result(tmp_path, whole.result.cell)
-    assert not old.launches and json.loads(support.launch_table([CellState(old, whole.planned)], tmp_path)) == {}
+    assert not old.launches and json.loads(support.launch_table([CellState(old, whole.planned)],
+                                                                tmp_path)) == {}
     for gone in ("flashlin.kernels.gone:0123", ""):
         assert not record.is_current(gone, "gate_cumsum")
     gpu = {"triton": "3.6.0", "capability": [9, 0],

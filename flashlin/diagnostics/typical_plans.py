@@ -162,8 +162,8 @@ def evidence(plans: Iterable[Plan]) -> str:
         return "plain torch"
     if kernels[0].target.backend == "interpreter":
         return "interpreter"
-    known = [max((launch_table.trust(launch.config, plan.target) for launch in plan.launches), key=TRUST.index,
-                 default="unknown") for plan in kernels]
+    known = [max((launch_table.trust(launch.config, plan.target) for launch in plan.launches),
+                 key=TRUST.index, default="unknown") for plan in kernels]
     levels = sorted(set(known), key=TRUST.index)
     words = {"unknown": "no record", "failed": "does not hold"}
     told = [f"{words.get(level, level)} ({known.count(level)} of {len(known)} calls)" for level in levels]

@@ -60,7 +60,8 @@ def check_ranks(draft: Draft) -> Reason | None:
             "no rank between two others": problem.ranks == 2 and not forced_over}
     for why, holds in whys.items():
         if holds:
-            return Reason("ranks", got + why, "states carried from rank to rank", ("carry_states",), forced=False)
+            return Reason("ranks", got + why, "states carried from rank to rank", ("carry_states",),
+                          forced=False)
     return Reason("ranks", f"{got}{problem.H} heads, which {problem.ranks} divides",
                   f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
                   forced=False)

@@ -1,5 +1,5 @@
-"""Checks whose answer comes later from a GPU. The device writes the answer and copies it to pinned memory. The
-next flashlin call (``poll``) or the exit of the process reads it there, without waiting for the GPU.
+"""Checks whose answer comes later from a GPU. The device writes the answer and copies it to pinned memory.
+The next flashlin call (``poll``) or the exit of the process reads it there, without waiting for the GPU.
 ``flashlin.synchronize()`` waits.
 
 An answer that each rank of a group has is not polled, because a rank that raises alone leaves the others
@@ -69,8 +69,8 @@ def poll() -> None:
 
 
 def settle() -> None:
-    """Raise ValueError for bad answers that ranks share, all but the last BEHIND; wait for them if the GPU has
-    not written them yet. Each rank calls this once in each call that several ranks make."""
+    """Raise ValueError for bad answers that ranks share, all but the last BEHIND; wait for them if the GPU
+    has not written them yet. Each rank calls this once in each call that several ranks make."""
     if len(_shared) > BEHIND and not capturing():
         _raise(_waited(_shared, BEHIND))
 

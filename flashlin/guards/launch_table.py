@@ -27,8 +27,8 @@ SPILLS, MANY, GIVEN_UP = 1000, 4000, 32
 
 
 class Slow(NamedTuple):
-    """Of a configuration's use that is compiled worst: bytes that a thread stores to and loads from memory for
-    want of registers; how many it has, where ptxas has given up, else 0."""
+    """Of a configuration's use that is compiled worst: bytes that a thread stores to and loads from memory
+    for want of registers; how many it has, where ptxas has given up, else 0."""
     spills: int
     registers: int = 0
 

@@ -3,8 +3,7 @@ TypeError that name the argument, what it got and what it needs. Metadata is alw
 no GPU has to be waited for, or in debug mode."""
 from __future__ import annotations
 
-from importlib import import_module
-from inspect import signature
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
@@ -293,12 +292,11 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
 
 
-def no_unknown(op: str, unknown: dict[str, Any]) -> None:
-    """fla swallows unknown keywords, so a misspelt gate runs ungated; here they are a TypeError."""
-    if "head_first" in unknown:
+def no_unknown(op: str, known: Collection[str], given: Collection[str]) -> None:
+    """Raise a TypeError for the first keyword of a call that is not among the known ones. fla ignores unknown
+    keywords, so a misspelt gate runs ungated."""
+    if "head_first" in given:
         raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours "
                         "are [B, H, T, D])")
-    if unknown:
-        *known, _ = signature(getattr(import_module("flashlin"), op)).parameters  # without **unknown
-        raise TypeError(f"{op}: got unexpected keyword {', '.join(sorted(unknown))}"
-                        f"{did_you_mean(min(unknown), known)}")
+    unknown = sorted({*given} - {*known})
+    raise TypeError(f"{op}: got unexpected keyword {', '.join(unknown)}{did_you_mean(unknown[0], known)}")

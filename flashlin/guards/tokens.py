@@ -1,5 +1,6 @@
 """Out-of-range tokens: finding the first one and seeing to it that somebody is told. On a GPU nothing waits
-(guards/deferred_checks.py); on the CPU the call itself raises; under torch.compile a library operator does the same.
+(guards/deferred_checks.py); on the CPU the call itself raises; under torch.compile a library operator does
+the same.
 """
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
 
 def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: bool = False) -> bool:
     """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
-    to be fine. shared: each rank of a group has this answer, and it always comes later (``deferred_checks.send``)."""
+    to be fine. shared: each rank of a group has this answer, and it always comes later
+    (``deferred_checks.send``)."""
     if tokens.is_cuda:
         if deferred_checks.capturing():
             flag = deferred_checks.flag(tokens.device, call)
@@ -113,7 +115,8 @@ def _make_anchor() -> None:
     _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
-deferred_checks.apart(_make_anchor)     # this module may be first imported in inference mode or under FakeTensorMode
+# this module may be first imported in inference mode or under FakeTensorMode
+deferred_checks.apart(_make_anchor)
 
 
 @torch.library.custom_op(

@@ -145,10 +145,10 @@ def narrow_state(config: Config) -> frozenset[str]:
 
 
 def calm(recipe: Recipe) -> Recipe:
-    """A recipe that leaves out what is known to be slow (``launch_table.slow_on``), as far as there is anything
-    else: of a slow launch the same tile with other warps and stages; where every way is very slow, all
-    launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of what
-    is slow in every way the least slow."""
+    """A recipe that leaves out what is known to be slow (``launch_table.slow_on``), as far as there is
+    anything else: of a slow launch the same tile with other warps and stages; where every way is very slow,
+    all launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of
+    what is slow in every way the least slow."""
     def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
         slow = slow_here(target)
         if not slow:
@@ -188,7 +188,8 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         # what is suspected of such tiles is so with one stage, and none is taken that has not run
         sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
-                   and (problem.trial or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target))
+                   and (problem.trial or launch_table.has_run(
+                       launch.config, (problem.op,), problem.dtype, target))
                    for launch in sure.values())
         return tuple(sure.get(launch, launch) for launch in narrow) if fine else whole
     return made

@@ -200,8 +200,8 @@ def identity_strip(
 @triton.jit
 def added(h, left, right, PRECISION: tl.constexpr):
     """h + left right, the product summed up apart. Tensor cores round what they add to an accumulator towards
-    zero, which adds up where all of it is a little less than 1, as in a transfer of weak keys. An fma, since a
-    compiler makes one operation of a product and a plain sum."""
+    zero, which adds up where all of it is a little less than 1, as in a transfer of weak keys. An fma, since
+    a compiler makes one operation of a product and a plain sum."""
     return tl.fma(tl.dot(left, right, input_precision=PRECISION), tl.full(h.shape, 1.0, tl.float32), h)
 
 

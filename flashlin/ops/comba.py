@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta
 from flashlin.ops._common.chunked import Request, run_chunked
@@ -75,7 +75,6 @@ def chunk_comba(
     cu_seqlens, CPU tensors, torch.compile. (fla's naive_recurrent_comba reads the state after it decays;
     fla's kernels, its naive_chunk_comba and the paper before.)
     """
-    no_unknown("chunk_comba", unknown)
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     check_qkv(q, k, v, grouped=True)
     B, T, HV = v.shape[:3]
@@ -119,7 +118,6 @@ def fused_recurrent_comba(
     through o and through the final state), several value heads without beta, checked shapes and cu_seqlens,
     CPU tensors.
     """
-    no_unknown("fused_recurrent_comba", unknown)
     flags = flags_of("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)
     called = {"g": "g"} if p is None else {"g": "g", "a": "p"}

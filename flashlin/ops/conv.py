@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.plan_types import Plan, Problem
-from flashlin.guards.tensors import check_floats, need_tensor, no_unknown, shown
+from flashlin.guards.tensors import check_floats, need_tensor, shown
 from flashlin.kernels.conv import torch_path
 from flashlin.kernels.conv.recipe import FAR, MAX_WIDTH
 from flashlin.ops._common.arguments import check_nonempty, check_optional, check_packed, check_written
@@ -80,7 +80,6 @@ def causal_conv1d(
     Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors
     of different dtypes, runs on CPU tensors, and never tunes or compiles anew for another B or T.
     """
-    no_unknown("causal_conv1d", unknown)
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
     output_final_state = scalars.flag("output_final_state", output_final_state)

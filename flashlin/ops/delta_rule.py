@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, no_unknown
+from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks
@@ -66,7 +66,6 @@ def chunk_delta_rule(
     unknown keyword is an error.
     """
     op = "chunk_delta_rule"
-    no_unknown(op, unknown)
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -101,7 +100,6 @@ def fused_recurrent_delta_rule(
     initial_state keeps its gradient.
     """
     op = "fused_recurrent_delta_rule"
-    no_unknown(op, unknown)
     flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=state_v_first)
     return run_recurrent(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,

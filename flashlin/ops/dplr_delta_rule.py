@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import no_unknown
 from flashlin.kernels.dplr import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import (
@@ -95,7 +94,6 @@ def chunk_dplr_delta_rule(
     the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
     """
     op = "chunk_dplr_delta_rule"
-    no_unknown(op, unknown)
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -142,7 +140,6 @@ def fused_recurrent_dplr_delta_rule(
     Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
     """
     op = "fused_recurrent_dplr_delta_rule"
-    no_unknown(op, unknown)
     return run_recurrent(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
                          flags_of(reverse=reverse), scale, output_final_state,
                          called={"gk": "gk", "a": "a", "b": "b"})

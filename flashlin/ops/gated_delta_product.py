@@ -21,7 +21,6 @@ from flashlin.guards.tensors import (
     check_floats,
     check_values,
     need_tensor,
-    no_unknown,
     shareable,
 )
 from flashlin.kernels.recurrent.inputs import Inputs
@@ -89,7 +88,6 @@ def chunk_gated_delta_product(
     rule costs for T n tokens; fla's own forward kernels read each token once.
     """
     op = "chunk_gated_delta_product"
-    no_unknown(op, unknown)
     n, size = _checked(q, k, v, g, beta, num_householder), 1
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if cp_context is not None or process_group is not None:
@@ -128,7 +126,6 @@ def fused_recurrent_gated_delta_product(
     a gradient.
     """
     op = "fused_recurrent_gated_delta_product"
-    no_unknown(op, unknown)
     n = _checked(q, k, v, g, beta, num_householder)
     bounds, _ = _rows(cu_seqlens, None, q, n, 1)
     inputs = Inputs(_spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),

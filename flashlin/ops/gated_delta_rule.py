@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import check_floats, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_floats, check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common import delta
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options
@@ -86,7 +86,6 @@ def chunk_gated_delta_rule(
     resemble each other; and an unknown keyword is an error.
     """
     op = "chunk_gated_delta_rule"
-    no_unknown(op, unknown)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_options(chunk_size, CHUNK_SIZES)
     if use_gate_in_kernel:
@@ -168,7 +167,6 @@ def fused_recurrent_gated_delta_rule(
     keyword is an error.
     """
     op = "fused_recurrent_gated_delta_rule"
-    no_unknown(op, unknown)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel and (g is None or A_log is None):
         raise ValueError(f"{op}: {'g' if g is None else 'A_log'}: got None, need a tensor with "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.casting import common_dtype
 from flashlin.ops._common.chunked import Request, check_options, run_chunked
@@ -95,7 +95,6 @@ def chunk_gdn2(
     and an unknown keyword is an error, as is A_log or dt_bias that nothing would read.
     """
     op = "chunk_gdn2"
-    no_unknown(op, unknown)
     scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
     check_options(chunk_size, (64,))
     if return_intermediate_states and not torch.is_inference_mode_enabled():
@@ -148,7 +147,6 @@ def fused_recurrent_gdn2(
     takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword.
     """
     op = "fused_recurrent_gdn2"
-    no_unknown(op, unknown)
     if use_gate_in_kernel is True:  # whose parameters go by g's shape; what is no bool is refused below
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)

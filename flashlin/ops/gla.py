@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.gla import inputs, torch_path
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import QKV, Argument, Chunked, Request, by_chunks, run_chunked
@@ -69,7 +69,6 @@ def chunk_gla(
     tensors.
     """
     op = "chunk_gla"
-    no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
@@ -99,7 +98,6 @@ def fused_recurrent_gla(
     and cu_seqlens are checked.
     """
     op = "fused_recurrent_gla"
-    no_unknown(op, unknown)
     check_qkv(q, k, v)
     flags = flags_of(reverse=reverse,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, no_unknown
+from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, run_chunked
 from flashlin.ops._common.entry import entry
@@ -45,7 +45,6 @@ def chunk_iplr_delta_rule(
     CPU tensors.
     """
     op = "chunk_iplr_delta_rule"
-    no_unknown(op, unknown)
     check_qkv(q, k, v)
     scalars.choice("chunk_size", chunk_size, (None, *CHUNK_SIZES))
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -73,6 +72,5 @@ def fused_recurrent_iplr_delta_rule(
     added up in float32, shapes and cu_seqlens are checked, CPU tensors work.
     """
     op = "fused_recurrent_iplr_delta_rule"
-    no_unknown(op, unknown)
     return run_recurrent(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
                          output_final_state, called=CALLED)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashlin.compat.tracing import numbers
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_floats, check_qkv, no_unknown
+from flashlin.guards.tensors import check_floats, check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
@@ -96,7 +96,6 @@ def chunk_kda(
     cu_seqlens, CPU tensors, and an unknown keyword is an error.
     """
     op = "chunk_kda"
-    no_unknown(op, unknown)
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate,
                   return_intermediate_states=return_intermediate_states)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -223,7 +222,6 @@ def fused_recurrent_kda(
     error, and so is A_log or dt_bias that nothing would read.
     """
     op = "fused_recurrent_kda"
-    no_unknown(op, unknown)
     if lower_bound is not None:
         lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
                                      need="a number below 0, or None")

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import no_unknown
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import lightning_slopes, slopes_dtype
@@ -33,7 +32,6 @@ def chunk_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
     rest as ``chunk_simple_gla``."""
-    no_unknown("chunk_lightning_attn", unknown)
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -53,7 +51,6 @@ def fused_recurrent_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, token by token. Drop-in for
     ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
-    no_unknown("fused_recurrent_lightning_attn", unknown)
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), finite=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.sequences import widest
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
@@ -39,7 +39,6 @@ def chunk_linear_attn(
     [N, H, K, V] float32, z [N, 1, H, K] in k's dtype), in and out; without it they are kv alone. The final
     state is None unless asked for.
     """
-    no_unknown("chunk_linear_attn", unknown)
     request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens, cp_context=cp_context,
                       process_group=process_group)
     return _attended(request, q, k, v, initial_state, normalize)
@@ -56,7 +55,6 @@ def fused_recurrent_linear_attn(
 ) -> tuple[Tensor, State | None]:
     """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
     ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
-    no_unknown("fused_recurrent_linear_attn", unknown)
     request = Request("fused_recurrent_linear_attn", scale, None, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
     return _attended(request, q, k, v, initial_state, normalize)
@@ -73,7 +71,6 @@ def fused_chunk_linear_attn(
 ) -> tuple[Tensor, State | None]:
     """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments,
     defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
-    no_unknown("fused_chunk_linear_attn", unknown)
     request = Request("fused_chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
     return _attended(request, q, k, v, initial_state, normalize)
 

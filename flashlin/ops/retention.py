@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import no_unknown
 from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
@@ -35,7 +34,6 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
     ``chunk_simple_gla``, without gates."""
-    no_unknown("chunk_retention", unknown)
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
@@ -54,7 +52,6 @@ def fused_recurrent_retention(
     """Retention, token by token. Drop-in for ``fla.ops.retention.fused_recurrent_retention``; arguments as
     ``fused_recurrent_simple_gla``."""
     op = "fused_recurrent_retention"
-    no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
                       reverse=reverse)
@@ -75,7 +72,6 @@ def fused_chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
     ``fla.ops.retention.fused_chunk_retention``; arguments as ``chunk_retention``."""
-    no_unknown("fused_chunk_retention", unknown)
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
 
@@ -86,7 +82,6 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
     """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o,
     and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
-    no_unknown("parallel_retention", unknown)
     request = Request("parallel_retention", scale, None, False, cu_seqlens)
     return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q, k, v))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import Request, by_chunks, run_chunked
 from flashlin.ops._common.entry import entry
@@ -64,7 +64,6 @@ def chunk_rwkv6(
     tensors work, and an unknown keyword is an error.
     """
     op = "chunk_rwkv6"
-    no_unknown(op, unknown)
     check_chunk_size(chunk_size)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -111,7 +110,6 @@ def fused_recurrent_rwkv6(
     CPU tensors work.
     """
     op = "fused_recurrent_rwkv6"
-    no_unknown(op, unknown)
     return run_recurrent(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
                          flags_of("before", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "bonus": "u"})

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.guards.tensors import check_qkv, no_unknown
+from flashlin.guards.tensors import check_qkv
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options, run_chunked
 from flashlin.ops._common.entry import entry
@@ -50,7 +50,6 @@ def chunk_rwkv7(
     the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
     """
     op = "chunk_rwkv7"
-    no_unknown(op, unknown)
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -96,7 +95,6 @@ def fused_recurrent_rwkv7(
     Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
     """
     op = "fused_recurrent_rwkv7"
-    no_unknown(op, unknown)
     return run_recurrent(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
                          output_final_state, called={"q": "r", "gk": "w", "a": "a", "b": "b"})
 
@@ -122,7 +120,6 @@ def fused_mul_recurrent_rwkv7(
     and a included.
     """
     op = "fused_mul_recurrent_rwkv7"
-    no_unknown(op, unknown)
     return run_recurrent(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
                          flags_of("rate", reverse=reverse), scale, output_final_state,
                          called={"q": "r", "gk": "w", "a": "kk", "b": "a"})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
-from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor, no_unknown
+from flashlin.guards.tensors import check_chunk_size, check_floats, check_qkv, need_tensor
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.sequences import widest
 from flashlin.kernels.simple_gla import inputs, torch_path
@@ -85,7 +85,6 @@ def chunk_simple_gla(
     checks cu_seqlens, has no limit on B * H, and an unknown keyword is an error.
     """
     op = "chunk_simple_gla"
-    no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
@@ -110,7 +109,6 @@ def fused_recurrent_simple_gla(
     its first. Gradients are those of the chunked form, which is the same function.
     """
     op = "fused_recurrent_simple_gla"
-    no_unknown(op, unknown)
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=v_first(op, state_v_first, transpose_state_layout), reverse=reverse)
     return run_simple_gla(request, q, k, v, g, g_gamma)
@@ -135,7 +133,6 @@ def fused_chunk_simple_gla(
     Arguments, returns and errors as ``chunk_simple_gla``; but, as in fla, g and g_gamma together are a
     ValueError.
     """
-    no_unknown("fused_chunk_simple_gla", unknown)
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
     request = Request("fused_chunk_simple_gla", scale, initial_state, output_final_state, cu_seqlens)
@@ -166,7 +163,6 @@ def parallel_simple_gla(
     float32 by plain torch and kept for backward: 16 heads of 8,192 tokens are 4 GiB a tensor. Without
     output_attentions memory grows with T, not with its square.
     """
-    no_unknown("parallel_simple_gla", unknown)
     request = Request("parallel_simple_gla", scale, None, False, cu_seqlens, cu_seqlens_cpu)
     return run_parallel(request, output_attentions, q, k, v, g)
 

@@ -48,8 +48,8 @@ class Result(NamedTuple):
     killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
     why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
     loads. instructions, local: of the longest loop, see ``testing.machine_code``, where asked for or where
-    the kernel is very slow (``launch_table.Slow``). matrix: tensor-core instructions. triton: the release that
-    ran.
+    the kernel is very slow (``launch_table.Slow``). matrix: tensor-core instructions. triton: the release
+    that ran.
     """
     status: str
     message: str = ""

@@ -78,7 +78,8 @@ def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
     if last is not None and (last.word in ("ran", "torch path")
                              or (last.word == "not tried" and 0 <= time.time() - last.when < local_results.A_DAY)):
         return False
-    return any(launch.config not in here.kernels and launch_table.trust(launch.config, the_plan.target) != "ran"
+    return any(launch.config not in here.kernels and launch_table.trust(
+        launch.config, the_plan.target) != "ran"
                for launch in the_plan.launches)
 
 

@@ -3,8 +3,8 @@ does.
 
 Each op, dtype and head size gets a child process: it runs a small case of the op forward and backward twice
 on the GPU, both bitwise the same and right against float64. What it compiled stays in Triton's cache; what
-was found of each configuration goes into the table of this machine (``guards.local_results``), which planning and
-doctor read: what is right here counts as run, what is not is planned otherwise from then on.
+was found of each configuration goes into the table of this machine (``guards.local_results``), which
+planning and doctor read: what is right here counts as run, what is not is planned otherwise from then on.
 """
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class Card(Driver):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    for home, name, fresh in ((launch, "_kernels", {}), (replay, "_recipes", {}), (compile_ahead, "_compiling", {}),
+    for home, name, fresh in ((launch, "_kernels", {}), (replay, "_recipes", {}),
+                              (compile_ahead, "_compiling", {}),
                               (compile_ahead, "_foreseen", set()), (compile_ahead, "cores", lambda: 4)):
         monkeypatch.setattr(home, name, fresh)
     fake = Card()
@@ -132,7 +133,8 @@ def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
             "    class kernel: device_caches = [None]\n"
             "ahead.make_key = lambda: None\n"
             "for key in range(8): queue.compile(key, False, Slow(), 1, (), 1, 1)\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+                          check=False)
     assert done.returncode == 0 and done.stdout == "one\n" * 2, done.stderr
 
 
@@ -151,7 +153,8 @@ def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
             "    flashlin.chunk_simple_gla(*x, g.log())\n"
             "assert ahead._foreseen and len(ahead._compiling) > 4, ahead._compiling\n"
             "assert not {'sympy', 'torch._dynamo'} & set(sys.modules)\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+                          check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -59,7 +59,8 @@ def test_what_one_of_the_ops_refuses() -> None:
     given = inputs()
     g = given.pop("g")
     # fla runs this ungated
-    with pytest.raises(TypeError, match=r"fused_recurrent_gla: got unexpected keyword g$"):
+    with pytest.raises(TypeError,
+                       match=r"fused_recurrent_gla: got unexpected keyword g; did you mean gv or gk\?$"):
         flashlin.fused_recurrent_gla(**given, g=g)
     with pytest.raises(ValueError,
                        match=r"gk: got shape \[2, 12, 3\], need \[B, T, HV, K\] = \[2, 12, 3, 8\]"):

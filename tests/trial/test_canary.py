@@ -136,7 +136,8 @@ def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.Monk
     plan = the_plan(parse(NEWER))
     with pytest.warns(UserWarning, match="could not be tried"):
         call(NEWER)
-    local_results.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup") for launch in plan.launches},
+    local_results.keep(Table({launch.config: Verdict("ran", 1.0, "flashlin warmup")
+                              for launch in plan.launches},
                         {}), parse(NEWER))
     next_process()
     assert silently(NEWER) == BOTH and len(child.asked) == 1
@@ -209,7 +210,8 @@ def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setti
 def another_rank(word: str) -> None:
     """Writes while this process waits for it, of everything that is planned."""
     one = Verdict(word, time.time(), "chunk_simple_gla float32 64")  # type: ignore[arg-type]
-    local_results.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches}, {one.trial: one}),
+    local_results.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches},
+                             {one.trial: one}),
                   parse(NEWER))
 
 

@@ -147,7 +147,8 @@ def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pyt
     many = Table({f"{at} {CONFIG}": Verdict("ran", 1.0, "op") for at in range(3001)}, {})
     for known in (Table({}, {}), many):
         if known.size:
-            local_results.know(json.dumps(known.updated(local_results._unwritten[probe(CPU)])._asdict()), probe(CPU))
+            local_results.know(json.dumps(known.updated(local_results._unwritten[probe(CPU)])._asdict()),
+                               probe(CPU))
         with pytest.warns(UserWarning, match="holds in this process only"):
             flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert "--known" not in asked[0] and asked[-1][-1] == "--known"
@@ -167,7 +168,8 @@ def test_where_no_process_can_be_started_nothing_is_tried(monkeypatch: pytest.Mo
 
 
 def test_wrong_numbers_are_not_the_fault_of_what_is_right_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_table, "trust", lambda config, target: "ran" if config == "shipped" else "unknown")
+    monkeypatch.setattr(launch_table, "trust",
+                        lambda config, target: "ran" if config == "shipped" else "unknown")
     started = [f"say(launch='{name}'); " for name in ("first", "shipped", "other")]
     plant(monkeypatch, "".join(started) + says("wrong numbers"), started[0] + says("ran"))
     flashlin.warmup(["chunk_simple_gla", "chunk_gla"], head_dims=[64], device="cpu", jobs=1)

@@ -350,8 +350,8 @@ def launch_backward(
     A_low: torch.Tensor | None,
     lines: torch.Tensor,
 ) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for launch_forward's tensors and what it kept; do [B, T, HV, V], dht like its final
-    state. Those of beta, g and h0 are fp32."""
+    """The gradients by name, for launch_forward's tensors and what it kept; do [B, T, HV, V], dht like its
+    final state. Those of beta, g and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     rebuilding, finishing = plan.launch("delta_states"), plan.launch("delta_grads")

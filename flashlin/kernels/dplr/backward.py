@@ -222,8 +222,8 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO_WRITES also da and db; else dv [BT, V], and dbeta
-    [BT] or, with ERASE_RATE, da, of the rate."""
+    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO_WRITES also da and db; else dv [BT, V],
+    and dbeta [BT] or, with ERASE_RATE, da, of the rate."""
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)

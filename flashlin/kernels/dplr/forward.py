@@ -13,12 +13,12 @@ matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular s
     b'_j = b_j e^{G_L - G_j}
 N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
 e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
-of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE_RATE, is KDA
-with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO_WRITES: the first of these.
-Scores come by halving, see kernels/gla, or by one reference (one_reference.py). In a level of halves a row is
-either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or b) the products X1
-X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k the first holds P and
-L^T, and is all.
+of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE_RATE,
+is KDA with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO_WRITES: the
+first of these. Scores come by halving, see kernels/gla, or by one reference (one_reference.py). In a level
+of halves a row is either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or
+b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k
+the first holds P and L^T, and is all.
 T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
 float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
 Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)

@@ -341,8 +341,8 @@ def gla_grads_rest(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for launch_forward's tensors; do [B, T, H, V], dht like its final state. Those of
-    g, u and h0 are fp32."""
+    """The gradients by name, for launch_forward's tensors; do [B, T, H, V], dht like its final state. Those
+    of g, u and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
     rebuilding, reversing = plan.launch("gla_states"), plan.launch("gla_reverse")

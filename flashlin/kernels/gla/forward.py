@@ -177,8 +177,8 @@ def gla_scores(
     PRECISION: tl.constexpr,
 ):
     """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk;
-    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with EARLIER, else None. S programs
-    share a sequence."""
+    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with EARLIER, else None. S
+    programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S

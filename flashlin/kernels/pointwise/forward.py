@@ -9,9 +9,9 @@
     read         y_t = (d_t o_{t-1} + c_t x_t) silu(z_t)
 Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
 scale, c and d of a read have one for each row and head; where d is 0, the row above is not read at all. With
-marks (nonfinite.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of its
-row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a strip
-is a head, whose columns they add up.
+marks (nonfinite.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of
+its row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a
+strip is a head, whose columns they add up.
 """
 
 from itertools import zip_longest

@@ -212,8 +212,8 @@ def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[st
                     do: torch.Tensor,
         dht: torch.Tensor | None, needed: frozenset[str]) -> dict[str, torch.Tensor]:
     """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
-    h0 if ``needed``; q and k, and a and b, are needed together. x: launch_forward's tensors, all contiguous. do
-    like o, dht like the final state, contiguous."""
+    h0 if ``needed``; q and k, and a and b, are needed together. x: launch_forward's tensors, all contiguous.
+    do like o, dht like the final state, contiguous."""
     launch = plan.launch("recurrent_backward")
     BK, BV = launch.block("BK"), launch.block("BV")
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]

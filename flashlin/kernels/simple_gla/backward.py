@@ -607,8 +607,8 @@ def simple_gla_shared(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, H, V], dht like
-    its final state. Those of g and h0 are fp32."""
+    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, H, V], dht
+    like its final state. Those of g and h0 are fp32."""
     given, gated = x, any(launch.kernel == "gate_cumsum" for launch in plan.launches)
     if gated and x.g is None:
         x = x._replace(g=as_gate(x), gamma=None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +208,7 @@ def run_chunked(
     *,
     out_dtype: torch.dtype | None = None,
     grouped: bool = False,
-    called: Mapping[str, str] = MappingProxyType({}),
+    called: Mapping[str, str] | None = None,
     run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
     **own: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -220,6 +219,7 @@ def run_chunked(
     it must be there, even if the family can do without. run: what runs the checked call in place of the
     family's operator. own: the fields of the family's scalars that are not in ``Scalars``.
     """
+    called = called or {}
     if request.process_group is not None or request.cp_context is not None:
         return family.over_ranks(family, request, tensors, out_dtype=out_dtype, grouped=grouped,
                                  called=called, **own)

@@ -111,7 +111,8 @@ class Queue:
                 warps: int, stages: int) -> None:
         """In a thread, unless one is at it. load: to the card, too, which might disturb a later capture."""
         if key not in _compiling:
-            _ = known.kernel.device_caches[self.device]  # made by the first who asks, which threads may not be
+            # made by the first who asks, which threads may not be
+            _ = known.kernel.device_caches[self.device]
             thread = threading.Thread(target=self._compile, args=(load, known, values, warps, stages))
             with suppress(RuntimeError):  # the process ends, or may have no more threads: the start compiles
                 thread.start()

@@ -1,6 +1,6 @@
 """The entry of every public function. A call goes through it before its own code, and so does its backward.
 
-Four things hold for every op, whatever its path:
+Five things hold for every op, whatever its path:
 
 - Autocast changes nothing. The op and its backward compute the same values in the same dtypes inside and
   outside of autocast.
@@ -9,6 +9,8 @@ Four things hold for every op, whatever its path:
 - Inside a transform of torch.func and in forward-mode AD an op runs in plain torch, since kernels compute no
   tangents and no batches of vmap. Parts of the torch path that torch cannot transform have another form for
   such calls (``compat.tracing.transformed``).
+- An unknown keyword is an error, also for a function with ``**unknown``, which is in its signature because
+  fla's function takes and ignores any keyword.
 - A new op cannot forget any of this: ``@entry`` is the decorator of a public function, and
   ``tests/ops/test_entry.py`` finds a public function without it.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from inspect import CO_VARKEYWORDS
 from types import NoneType
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,7 +37,7 @@ from torch import Tensor
 from flashlin import policy
 from flashlin.compat.launch_cache import TENSORS
 from flashlin.compat.tracing import transformed
-from flashlin.guards.tensors import resolved
+from flashlin.guards.tensors import no_unknown, resolved
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,13 +93,21 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
     """Return the function with its entry. under_autocast(function, args, kwargs) calls it if autocast is
     on."""
+    named, any_other = _keywords(function)
+    among = frozenset(named).issuperset
+
     @wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
         if _tracing():  # operators get tensors without lazy bits; AOTAutograd makes the backward
+            for name in kwargs:
+                if any_other and name not in named:
+                    no_unknown(function.__name__, named, kwargs)
             return under_autocast(function, args, kwargs) if any_autocast() else function(*args, **kwargs)
         if transformed() and policy.current().path != "torch":
             with policy.settings(path="torch"):
                 return entered(*args, **kwargs)
+        if any_other and not among(kwargs):
+            no_unknown(function.__name__, named, kwargs)
         first = _next_node()
         made: R
         x: Any
@@ -112,6 +123,12 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
         return made
     setattr(entered, MARK, True)
     return entered
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Return the names of a function's parameters, and True if it also takes keywords of any other name."""
+    code = function.__code__
+    return code.co_varnames[:code.co_argcount + code.co_kwonlyargcount], bool(code.co_flags & CO_VARKEYWORDS)
 
 
 def _is_lazy(x: Any) -> bool:

@@ -159,7 +159,8 @@ def problem_of_heads(op: str, family: str, mode: str, q: Tensor, v: Tensor, boun
     """Return the Problem of an op over sequences of heads: q [B, T, H, K], v [B, T, HV, V]. Its H is HV,
     since each value head has a state."""
     B, T, HV, V = v.shape
-    return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V, N=B if bounds is None else bounds.shape[0] - 1,
+    return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V,
+                   N=B if bounds is None else bounds.shape[0] - 1,
                    dtype=DTYPE_NAMES[q.dtype], varlen=bounds is not None, needs_grad=needs_grad,
                    options=tuple(sorted(options)))
 

@@ -7,7 +7,6 @@ rates come first, in torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +92,7 @@ def run_recurrent(
     has_ht: bool = False,
     indices: Tensor | None = None,
     in_place: bool = False,
-    called: Mapping[str, str] = MappingProxyType({}),
+    called: Mapping[str, str] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check an op's call token by token, and return (o in v's dtype, final state or None).
 
@@ -109,7 +108,7 @@ def run_recurrent(
         o, ht = again
         return o, ht if has_ht else None
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
-    x = _checked(x, flags, indices, in_place, called)
+    x = _checked(x, flags, indices, in_place, called or {})
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
     vectors = ("q", "k", "v") if "erase" in flags else ("q", "k", "v", "a", "b")  # there a is a rate
     common, out_dtype = common_dtype(x.v, *[getattr(x, name) for name in vectors]), x.v.dtype

@@ -6,12 +6,12 @@ are the same Problem and need the same casts (``Call``). Only the plan is asked 
 also depends on settings and on tables of results.
 
 A run of a family's forward or backward follows from the call, the plan and the alignment of its tensors. The
-first run is an ordinary one, in which kernels compile together (compile_ahead.py). The second is watched: which
-buffers it makes, which kernels it starts, what else torch does, and where each tensor comes from (recipe.py).
-If all of that can be repeated with other tensors, later runs are replays: they allocate one buffer for each
-result and one for all scratch, and start the compiled kernels with the same numbers and the new addresses. A
-run that does more stays an ordinary one. So does a run that hooks watch, and one for which Triton would
-compile again.
+first run is an ordinary one, in which kernels compile together (compile_ahead.py). The second is watched:
+which buffers it makes, which kernels it starts, what else torch does, and where each tensor comes from
+(recipe.py). If all of that can be repeated with other tensors, later runs are replays: they allocate one
+buffer for each result and one for all scratch, and start the compiled kernels with the same numbers and the
+new addresses. A run that does more stays an ordinary one. So does a run that hooks watch, and one for which
+Triton would compile again.
 """
 from __future__ import annotations
 
