@@ -20,10 +20,10 @@ from flashlin.compat.known_flaws import KNOWN_FLAWS, MODELS, UNPATCHED
 from flashlin.diagnostics import importing, packages
 from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.layers import op_of, over_heads, spans, together
-from flashlin.diagnostics.packages import PACKAGES, Patches, Section, section
+from flashlin.diagnostics.packages import PACKAGES, Section, section
 from flashlin.diagnostics.report import Flaw, Layer, Report
 from flashlin.integrations import patching, probing
-from flashlin.integrations.bindings import Bindings, named_like
+from flashlin.integrations.bindings import Bindings, Replaced, named_like
 from matrix.stacks import models as programs
 from tests.machines import H200, installed, made, package, read, run
 
@@ -50,6 +50,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.broken = folder, dict[str, Tried]()
+        self.patched = dict[str, patching.Patch]()
 
     def fresh(self) -> World:
         """The same with nothing installed and nothing loaded."""
@@ -74,7 +75,10 @@ class World:
         for name, calls in (models or {}).items():
             self.model(name, calls)
         importlib.invalidate_caches()
-        self.patched = patched
+        self.patched.clear()
+        for name in patched:
+            self.patched[name] = patching.Patch()
+            self.patched[name].bindings.replaced += [Replaced("fla.ops", "f", "flashlin.f")] * 7
         found, _ = section(made(on), import_all=True)
         return found
 
@@ -100,9 +104,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
                                          if name.partition(".")[0] not in PACKAGES})
     monkeypatch.setattr(packages, "tried", lambda modules: {name: mine.broken.get(name, Tried("", 0.1))
                                                             for name in modules})
-    monkeypatch.setattr(packages, "_patches", lambda: Patches(dict.fromkeys(mine.patched, 7),
-                                                              frozenset({"fla", "transformers"})))
-    mine.patched = ()
+    monkeypatch.setattr(patching, "_in_force", mine.patched)
     yield mine
 
 
@@ -277,15 +279,16 @@ def test_a_machine_without_any_of_them_says_nothing(world: World) -> None:
 
 def test_installed_packages_with_their_versions_and_what_a_patch_would_change(world: World) -> None:
     found = {one.name: one for one in world.make(
-        transformers="5.23.0", fla="0.6.0", causal_conv1d="1.7.0", broken=("causal_conv1d",),
+        transformers="5.23.0", fla="0.6.0", causal_conv1d="1.7.0", kernels="0.17.2", broken=("causal_conv1d",),
         models={"qwen3_next": {"torch_chunk_gated_delta_rule": "fla", "causal_conv1d_fn": "torch"}}).packages}
     assert {name: (one.version, one.status) for name, one in found.items()} == {
-        "transformers": ("5.23.0", "ok"), "fla": ("0.6.0", "ok"), "causal_conv1d": ("1.7.0", "degraded")}
+        "transformers": ("5.23.0", "ok"), "fla": ("0.6.0", "ok"), "causal_conv1d": ("1.7.0", "degraded"),
+        "kernels": ("0.17.2", "ok")}
     assert found["causal_conv1d"].imports == "cannot be imported: ImportError: libcuda.so.1"
     assert found["fla"].imports == "yes, in 0.1 s"
     assert found["transformers"].patch == (
         'flashlin.patch("transformers") would put flashlin in 2 places of what is loaded')
-    assert found["fla"].patch.endswith("into what is imported") and not found["causal_conv1d"].patch
+    assert found["fla"].patch.endswith("into what is imported") and not found["kernels"].patch
 
 
 def test_unsloth_is_not_imported_and_its_copy_of_fla_is_told(world: World) -> None:

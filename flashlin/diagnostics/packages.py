@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,10 @@ from flashlin.compat.known_issues import issues_here
 from flashlin.compat.target import GPUS
 from flashlin.compat.versions import affected
 from flashlin.diagnostics.importing import Tried, tried
-from flashlin.diagnostics.machine import Machine, attempt
+from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
-from flashlin.integrations.patching import CARRIERS, carried, found
+from flashlin.integrations import patching
+from flashlin.integrations.patching import CARRIERS, carried, found, some
 from flashlin.integrations.probing import HOMES, OURS, TORCH, Bound, bound_in
 from flashlin.kernels.families import PUBLIC
 
@@ -78,7 +79,7 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
         issues=frozenset(issue.id for target in machine.targets.values() for issue in issues_here(target)),
         models={_model(where): frozenset((one.kernel, one.implementation) for one in ones)
                 for where, ones in calls.items() if FILES.fullmatch(where)},
-        patched=frozenset(_patches().in_force))
+        patched=frozenset(patching._in_force))
     found_out = Section(tuple(_package(name, version, imports, calls, machine.torch is not None)
                               for name, version in versions.items()),
                         tuple(_bindings(calls, imports, stack)), tuple(_flaws(stack)))
@@ -133,16 +134,15 @@ def broken(name: str, imports: Mapping[str, Tried]) -> str:
     return outcome.error if outcome is not None and outcome.known else ""
 
 
-def _files(name: str) -> bool:
-    """Whether a loaded package came from a file."""
-    return bool(getattr(sys.modules.get(name), "__file__", None))
+def _file(name: str) -> str:
+    """Return the file of a loaded package; ``""`` if it has none."""
+    return getattr(sys.modules.get(name), "__file__", None) or ""
 
 
 def _copy(name: str) -> str:
-    """Whose copy of a package is loaded, as far as it is one."""
-    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    """Return whose copy of a package is loaded, if it is a copy."""
     carrier = CARRIERS.get(name)
-    return f"the copy that {carrier} has" if carrier in file.parts else ""
+    return f"the copy that {carrier} has" if carrier in Path(_file(name)).parts else ""
 
 
 def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mapping[str, list[Bound]],
@@ -151,7 +151,7 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
     status: Status = "degraded" if why else "could not check" if outcome and outcome.error else "ok"
     said = (f"cannot be imported: {why}" if why else outcome.error if outcome is not None and outcome.error
             else f"yes, in {outcome.seconds:.1f} s" if outcome is not None
-            else "no: a patch has put modules in its place" if name in sys.modules and not _files(name)
+            else "no: a patch has put modules in its place" if name in sys.modules and not _file(name)
             else ", ".join(filter(None, ("loaded", _copy(name)))) if sys.modules.get(name) is not None
             else "not tried: it changes other packages when it is imported" if not PACKAGES[name].kernels
             else "not tried; flashlin doctor, on the command line, does, in a child process" if with_torch
@@ -161,36 +161,17 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
                    imports=said + (f"; has a copy of {copies} to load under that name" if copies else ""))
 
 
-class Patches(NamedTuple):
-    """in_force: places that each package is patched in now. known: the packages that there is a patch for."""
-    in_force: dict[str, int]
-    known: frozenset[str]
-
-
-def _patches() -> Patches:
-    """Neither without torch, which patching needs."""
-    patching, error = attempt(import_module, "flashlin.integrations.patching")
-    if error:
-        return Patches({}, frozenset())
-    return Patches({name: len(patch.bindings.replaced) for name, patch in patching._in_force.items()},
-                   frozenset(patching.PATCHES))
-
-
 def _patch(name: str, calls: Mapping[str, list[Bound]]) -> str:
     """What a patch has changed, or would."""
-    patches = _patches()
-    if name in patches.in_force:
-        return f"patched now, in {patches.in_force[name]} places"
-    if name not in patches.known:
+    if name in patching._in_force:
+        return f"patched now, in {len(patching._in_force[name].bindings.replaced)} places"
+    if name not in patching.PATCHES:
         return ""
     places = sum(one.implementation != OURS and (one.kernel in PUBLIC or one.kernel in HOMES)
-                 for where, ones in calls.items() for one in ones if _package_of(where) == name)
+                 for where, ones in calls.items() for one in ones
+                 if ("transformers" if FILES.fullmatch(where) else where.partition(".")[0]) == name)
     return (f'flashlin.patch("{name}") would put flashlin in {places} places of what is loaded' if places
             else f'flashlin.patch("{name}") would put flashlin into what is imported')
-
-
-def _package_of(where: str) -> str:
-    return "transformers" if FILES.fullmatch(where) else where.partition(".")[0]
 
 
 def _model(where: str) -> str:
@@ -213,9 +194,8 @@ def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],
                                    {})[one.kernel] = None
     for (place, whose, why), kernels in grouped.items():
         status, said = judged(whose, why, stack.gpu)
-        more = f" and {len(kernels) - SHOWN} more" if len(kernels) > SHOWN else ""
-        shown = ", ".join(list(kernels)[:SHOWN]) + more
-        yield Binding(where=place, kernels=shown, implementation=whose, status=status, why=said)
+        yield Binding(where=place, kernels=some(list(kernels), SHOWN), implementation=whose, status=status,
+                      why=said)
 
 
 def reason(one: Bound, imports: Mapping[str, Tried]) -> str:
@@ -228,8 +208,6 @@ def reason(one: Bound, imports: Mapping[str, Tried]) -> str:
 
 def judged(whose: str, why: str, gpu: bool) -> tuple[Status, str]:
     """What it means here that a function is ``whose``, and why."""
-    if whose == OURS:
-        return "ok", why
     if whose == TORCH:
         return ("degraded" if gpu else "ok"), why
     if whose in NEED_A_GPU and not gpu:

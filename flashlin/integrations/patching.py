@@ -22,7 +22,6 @@ from flashlin.compat.locks import ThreadLock
 from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations.bindings import Bindings, Replaced
 
-SHOWN = 8  # names in a line of a report
 CARRIERS = {"fla": "unsloth_zoo"}  # who may bring a copy of a package and load it under the package's name
 
 
@@ -102,18 +101,19 @@ def _summary(patch: Patch) -> Iterator[str]:
                      for guard in (False, True))
     places = sum(counts[name] for name in ours)
     yield (f"{patch.package}: {len(ours)} functions replaced in {places} places"
-           + (f" ({_some(ours)})" if ours else ", more as it is imported"))
+           + (f" ({some(ours)})" if ours else ", more as it is imported"))
     if guarded:
         yield f"  {len(guarded)} kernels of its own are launched through flashlin.shield"
     whys: dict[str, list[str]] = {}
     for name, why in patch.left().items():
         whys.setdefault(why, []).append(name)
     for why, names in whys.items():
-        yield f"  left: {_some(names)}: {why}"
+        yield f"  left: {some(names)}: {why}"
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+def some(names: Sequence[str], shown: int = 8) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def patch(package: str, *more: str, model: Any = None) -> Patched:

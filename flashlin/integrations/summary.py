@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from flashlin import dispatch
 from flashlin.guards.plan_types import Plan
-from flashlin.integrations.patching import Patched, _in_force
+from flashlin.integrations.patching import Patched, _in_force, some
 
 VARIABLE = "FLASHLIN_SUMMARY"
 SHOWN = 4  # the most kernels of an op in a line
@@ -39,10 +39,8 @@ class Ran(NamedTuple):
     def told(self, count: int, cut: bool = False) -> str:
         """Return the line of the summary. cut: a process may have made more calls than it wrote to its
         file."""
-        shown = ", ".join(self.kernels[:SHOWN])
-        more = f" and {len(self.kernels) - SHOWN} more" if len(self.kernels) > SHOWN else ""
         plain = "plain torch" if self.path == "torch" else self.path
-        how = f"kernels {shown}{more}" if self.kernels else plain
+        how = f"kernels {some(self.kernels, SHOWN)}" if self.kernels else plain
         return f"{self.op}: {'at least ' if cut else ''}{count} calls, {how}"
 
 
