@@ -512,7 +512,7 @@ def test_what_identifies_a_machine_stays_out(monkeypatch: pytest.MonkeyPatch) ->
 PLANTED = """
     import os, sys, torch
     from flashlin.testing import cases
-    from flashlin.diagnostics import quick
+    from flashlin.diagnostics import self_test
     from flashlin.testing.compare import Case
 
     def make(dtype, generator):
@@ -538,7 +538,7 @@ PLANTED = """
 
     cases.CASES = [Case("op", call.__name__, make, call, right, {"*": 0.01, "d*": 0.01}, quick=True)
                    for call in (wrong, raising, aborting, noisy)] + [Case("op", "slow", make, right, right, {"*": 0.01, "d*": 0.01})]
-    quick.main()
+    self_test.main()
     """
 
 
