@@ -79,7 +79,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     kernels = machine.on_gpu and not machine.triton_error
     stopped = {name: machine.stops_everything
                or ("" if target is not None else attempt(_load, name, kernels)[1]) for name in ops}
-    rows, issues, ran = [], [], []
+    rows, issues, ran = [], [], list[Ran]()
     for where, card in devices.items():
         planned = {name: typical_plans.typical(name, card, machine.policy) for name in ops}
         rows += [typical_plans.summary(name, where, planned[name]) if not stopped[name] else
@@ -91,9 +91,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
                    for issue in issues_here(card)]
         checks += typical_plans.unknown(where, card)
         if run and not machine.stops_everything:
-            device = where.split(", ")[0]
-            ran += [Ran(where=device, **outcome._asdict())
-                    for outcome in self_test.watch(device, op, machine.policy)]
+            ran += self_test.watch(where.split(", ")[0], op, machine.policy)
     shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
                                                 if name not in ("where", "sm")})
              for where, card in devices.items()]

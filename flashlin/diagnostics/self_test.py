@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import Process, channel, python
 from flashlin.diagnostics.machine import attempt
-from flashlin.diagnostics.report import Status
+from flashlin.diagnostics.report import Ran, Status
 from flashlin.policy import Policy
 
 CHILD = partial(python, "flashlin.diagnostics.self_test")
@@ -28,19 +28,12 @@ LIMIT = 180.0  # seconds without a word: importing torch, or compiling and runni
 CHILDREN = 3  # where that many have ended early, the machine is broken and the rest is left alone
 
 
-class Outcome(NamedTuple):
-    case: str
-    dtype: str
-    status: Status
-    detail: str
-    seconds: float
-
-
 def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
           environment: Mapping[str, str] | None = None,
-          progress: Callable[[int, int, str], None] | None = None) -> Iterator[Outcome]:
-    """Run the cases in children and tell how each went. environment: on top of this process's, its PYTHONPATH
-    in front. progress: told (done, of, what is next); None writes it to stderr."""
+          progress: Callable[[int, int, str], None] | None = None) -> Iterator[Ran]:
+    """Run the cases in children and yield the result of each. environment: variables to add to those of this
+    process; its PYTHONPATH comes first. progress: gets (done, of, what is next); None writes it to stderr."""
+    show = progress or partial(_show, device)
     jobs: list[list[str]] | None = None
     first = 0
     variables = {"FLASHLIN_POLICY": policy.policy, "FLASHLIN_PATH": policy.path,
@@ -55,31 +48,28 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
                     jobs = message["jobs"]
                 elif "start" in message and jobs is not None:
                     at, since = message["start"], time.monotonic()
-                    if progress:
-                        progress(at, len(jobs), " ".join(jobs[at]))
-                    else:
-                        _show(at, len(jobs), f"{' '.join(jobs[at])} on {device}")
+                    show(at, len(jobs), " ".join(jobs[at]))
                 elif jobs is not None:
                     first = message["done"] + 1
                     status = "ok" if message["ok"] else _status(failure_kind.of_text(message["detail"]))
-                    yield _outcome(jobs[message["done"]], status, message["detail"], message["seconds"])
+                    yield _ran(device, jobs[message["done"]], status, message["detail"], message["seconds"])
             ended = child.wait()
         if jobs is None:
-            yield Outcome("start", "", _status(ended.kind), f"the child process {ended.ending}",
-                          time.monotonic() - since)
+            yield _ran(device, ["start", ""], _status(ended.kind), f"the child process {ended.ending}",
+                       time.monotonic() - since)
             return
         if ended.failure and first < len(jobs):
             first = at + 1
-            yield _outcome(jobs[at], _status(ended.kind), ended.failure, time.monotonic() - since)
+            yield _ran(device, jobs[at], _status(ended.kind), ended.failure, time.monotonic() - since)
         if first >= len(jobs):
             return
     for job in (jobs or [])[first:]:
-        yield _outcome(job, "could not check", f"not run: {CHILDREN} child processes ended early", 0.0)
+        yield _ran(device, job, "could not check", f"not run: {CHILDREN} child processes ended early", 0.0)
 
 
-def _show(at: int, of: int, what: str) -> None:
-    """A line that a terminal overwrites; of a log every tenth part."""
-    line = f"flashlin: [{at + 1}/{of}] {what}"
+def _show(device: str, at: int, of: int, what: str) -> None:
+    """Write a line that a terminal overwrites; in a log only every tenth part of them."""
+    line = f"flashlin: [{at + 1}/{of}] {what} on {device}"
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{line[:79]}", end="" if at + 1 < of else "\n", file=sys.stderr, flush=True)
     elif at % max(1, of // 10) == 0 or at + 1 == of:
@@ -91,9 +81,9 @@ def _status(kind: failure_kind.Kind) -> Status:
     return "problem" if kind == "kernel" else "could not check"
 
 
-def _outcome(job: list[str], status: Status, detail: str, seconds: float) -> Outcome:
+def _ran(device: str, job: list[str], status: Status, detail: str, seconds: float) -> Ran:
     case, dtype = job
-    return Outcome(case, dtype, status, detail, seconds)
+    return Ran(case=case, where=device, dtype=dtype, status=status, detail=detail, seconds=seconds)
 
 
 def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
