@@ -3,13 +3,13 @@ called as those models call them.
 
 flashlin's own functions are strict. Models hand a kernel whatever keywords they were called with, say where
 documents begin under names of their own, and know activations that no kernel has. An adapter takes its
-function's arguments and those; ``ADAPTERS`` is the list, with the reason for each.
+function's arguments and those, and drops other keywords of the model. ``ADAPTERS`` has them all.
 """
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,8 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
 
 
 def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A delta rule, with cu_seq_lens_q for cu_seqlens, and seq_idx."""
+    """Make the adapter of a delta rule. cu_seq_lens_q is its cu_seqlens. seq_idx, also of several rows, sets
+    the decay to -inf where a document begins."""
     @_of(ours, "cu_seq_lens_q", "seq_idx")
     def delta_rule(own: Own, cu_seq_lens_q: Tensor | None, seq_idx: Tensor | None) -> Any:
         if own.get("cu_seqlens") is None:
@@ -84,6 +85,7 @@ def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 @_of(conv.causal_conv1d_fn, "cu_seq_lens_q")
 def causal_conv1d_fn(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    """cu_seq_lens_q becomes a seq_idx."""
     rows, _, tokens = own["x"].shape
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("causal_conv1d_fn", own["seq_idx"] is not None)
@@ -107,6 +109,7 @@ def _activated(ours: Callable[..., Any], own: Own) -> Any:
 
 @_of(ssd.mamba_chunk_scan_combined, "cu_seq_lens_q")
 def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    """cu_seq_lens_q becomes a seq_idx."""
     rows, tokens = own["x"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("mamba_chunk_scan_combined", own["seq_idx"] is not None or own.get("return_varlen_states", False))
@@ -123,6 +126,7 @@ def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
 
 @_of(ssd.mamba_split_conv1d_scan_combined, "cu_seq_lens_q")
 def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
+    """cu_seq_lens_q becomes a seq_idx; rmsnorm_eps may be None."""
     rows, tokens = own["zxbcdt"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("mamba_split_conv1d_scan_combined", own["seq_idx"] is not None)
@@ -138,6 +142,8 @@ def selective_state_update(own: Own) -> Any:
 
 @_of(selective_scan.selective_scan_fn)
 def selective_scan_fn(own: Own) -> Any:
+    """Warn where documents or states are lost. use_mambapy and use_associative_scan, which choose among torch
+    paths, are dropped."""
     told("selective_scan_fn", False)
     state_dropped("selective_scan_fn")
     return selective_scan.selective_scan_fn(**own)
@@ -189,32 +195,10 @@ def declined(*arguments: Any, **of_the_model: Any) -> None:
     unfused way, of flashlin's functions."""
 
 
-class Adapter(NamedTuple):
-    """why: what it does beyond flashlin's function of this name."""
-    function: Callable[..., Any]
-    why: str
-
-
-_OF_A_DELTA_RULE = ("cu_seq_lens_q is its cu_seqlens; seq_idx, also of several rows, sets the decay to -inf "
-                    "where a document begins")
-ADAPTERS = {
-    "chunk_gated_delta_rule": Adapter(_delta(gdn.chunk_gated_delta_rule), _OF_A_DELTA_RULE),
-    "fused_recurrent_gated_delta_rule": Adapter(_delta(gdn.fused_recurrent_gated_delta_rule),
-                                                _OF_A_DELTA_RULE),
-    "chunk_kda": Adapter(_delta(kda.chunk_kda), _OF_A_DELTA_RULE),
-    "fused_recurrent_kda": Adapter(_delta(kda.fused_recurrent_kda), _OF_A_DELTA_RULE),
-    "causal_conv1d_fn": Adapter(causal_conv1d_fn, "cu_seq_lens_q is a seq_idx; activations that are not silu "
-                                                  "are transformers'"),
-    "causal_conv1d_update": Adapter(causal_conv1d_update, "activations that are not silu are transformers'"),
-    "mamba_chunk_scan_combined": Adapter(mamba_chunk_scan_combined, "cu_seq_lens_q is a seq_idx"),
-    "selective_state_update": Adapter(selective_state_update, "keywords of the model are dropped"),
-    "selective_scan_fn": Adapter(selective_scan_fn, "use_mambapy and use_associative_scan choose among torch "
-                                                    "paths; it warns where documents or states are lost"),
-    "mamba_split_conv1d_scan_combined": Adapter(mamba_split_conv1d_scan_combined,
-                                                "cu_seq_lens_q is a seq_idx; rmsnorm_eps may be None"),
-    "mamba_inner_fn": Adapter(mamba_inner_fn, "keywords of the model are dropped; Falcon Mamba's dt is "
-                                              "normed before its projection, as in the model's torch code"),
-}
+ADAPTERS: dict[str, Callable[..., Any]] = {adapter.__name__: adapter for adapter in (
+    _delta(gdn.chunk_gated_delta_rule), _delta(gdn.fused_recurrent_gated_delta_rule), _delta(kda.chunk_kda),
+    _delta(kda.fused_recurrent_kda), causal_conv1d_fn, causal_conv1d_update, mamba_chunk_scan_combined,
+    selective_state_update, selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
 # Since transformers 5.15 models take None for an answer. Then the fused functions are declined, because they are
 # not what the model computes without them: padding is masked only before their convolution, and their norm is
 # one of groups, before or after the gate as mamba_ssm fixes it. And the scan hands its norm float32.

@@ -22,7 +22,7 @@ class Repository(NamedTuple):
         """A module without state whose forward is flashlin's, under the parameters that the models' own
         function has. LookupError where no model that looks up this name is loaded."""
         kernel = KERNEL[self.name]
-        function = UNFUSED.get(kernel, ADAPTERS[kernel].function)
+        function = UNFUSED.get(kernel, ADAPTERS[kernel])
         theirs = next((one.torch for key, module in list(sys.modules.items()) if is_modeling(key)
                        for one in decorated(module) if one.kernel == kernel), None)
         if theirs is None:

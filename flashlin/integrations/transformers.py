@@ -318,7 +318,7 @@ class TransformersPatch(Patch):
 def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none: bool = False) -> Any:
     """The adapter of a kernel as ``module.name``. takes_none: the caller goes on without a fused function."""
     from flashlin.integrations.adapters import ADAPTERS, UNFUSED
-    adapter = ADAPTERS[kernel].function
+    adapter = ADAPTERS[kernel]
     function = UNFUSED.get(kernel, adapter) if takes_none else adapter
     stand_in = named_like(function, original, module, name, inspect.signature(adapter))
     stand_in.__flashlin_kernel__ = kernel

@@ -248,7 +248,7 @@ def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, stat
         given = dict(x=v, dt=torch.rand(1, 12, 2), A=-torch.rand(2), B=q, C=k, chunk_size=16)
 
     def forward(self: Any, input_ids: Tensor, **options: Any) -> Any:
-        return adapters.ADAPTERS[op].function(**given, **options["states"])
+        return adapters.ADAPTERS[op](**given, **options["states"])
     call = watched(forward, by_seq_idx=True, said=set())
     empty, full = SimpleNamespace(has_previous_state=lambda: False), SimpleNamespace(has_previous_state=True)
     with warnings.catch_warnings():
@@ -483,7 +483,7 @@ def test_a_delta_rule_takes_every_way_to_say_where_documents_begin(op: str) -> N
     given: dict[str, Any] = dict(g=g, beta=torch.rand(2, 40, 2), use_qk_l2norm_in_kernel=True)
     seq_idx = torch.zeros(2, 40, dtype=torch.int32)
     seq_idx[0, 17:], seq_idx[1, 5:], seq_idx[1, 6:] = 1, 1, 2
-    ours, adapter = getattr(flashlin, op), adapters.ADAPTERS[op].function
+    ours, adapter = getattr(flashlin, op), adapters.ADAPTERS[op]
     got = adapter(q, k, v, **given, seq_idx=seq_idx, use_cache=False, max_length_q=40)[0]
     for row, bounds in ((0, [0, 17, 40]), (1, [0, 5, 6, 40])):
         one = {name: x[row:row + 1] if isinstance(x, Tensor) else x for name, x in given.items()}
@@ -504,7 +504,7 @@ def test_a_delta_rule_takes_every_way_to_say_where_documents_begin(op: str) -> N
     ("mamba_split_conv1d_scan_combined", flashlin.mamba.mamba_split_conv1d_scan_combined),
     ("mamba_inner_fn", flashlin.mamba.mamba_inner_fn), ("chunk_kda", flashlin.chunk_kda)])
 def test_an_adapter_has_the_signature_of_its_function(name: str, ours: Any) -> None:
-    adapter, own = adapters.ADAPTERS[name].function, inspect.signature(ours).parameters
+    adapter, own = adapters.ADAPTERS[name], inspect.signature(ours).parameters
     names = [one for one in own if own[one].kind is not inspect.Parameter.VAR_KEYWORD]
     shown = inspect.signature(adapter).parameters
     assert [*shown][:len(names)] == names and [shown[one] for one in names] == [own[one] for one in names]
