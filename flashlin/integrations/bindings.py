@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-
-class Missing:
-    """What stands where nothing is bound."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = Missing()
+MISSING = object()  # stands where nothing is bound
 # Stand-ins keep the function they stand for under these names: a sweep must leave them that.
 KEPT = ("__wrapped__", "__flashlin_original__")
 
