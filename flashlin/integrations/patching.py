@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -132,7 +133,7 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
     Raises ValueError for a package nobody has a patch for, ImportError where it is not installed (but for the
     last two).
     """
-    packages = _known(package, *more)
+    packages = known((package, *more))
     with _changing:
         patches = _put_in(packages, model)
         _for_good.update(packages)
@@ -143,7 +144,7 @@ def unpatch(package: str, *more: str) -> None:
     """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put
     in the place of a stand-in since then stays. Nothing happens where it is not patched. Raises ValueError as
     ``patch``."""
-    packages = _known(package, *more)
+    packages = known((package, *more))
     with _changing:
         _for_good.difference_update(packages)
         _take_out(packages)
@@ -153,7 +154,7 @@ def unpatch(package: str, *more: str) -> None:
 def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
     """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything
     back, unless there is a ``patch`` beside them. Gives what ``patch`` returns. Raises as ``patch``."""
-    packages = _known(package, *more)
+    packages = known((package, *more))
     with _changing:
         patches = _put_in(packages, model)
         _blocks.update(packages)
@@ -172,11 +173,13 @@ _changing = ThreadLock(wait=5.0)  # a child forked during a change would inherit
 _unwatch: list[Callable[[], None]] = []
 
 
-def _known(*packages: str) -> tuple[str, ...]:
-    for package in packages:
-        if package not in PATCHES:
-            raise ValueError(f"package: got {package!r}, {need_one_of(package, PATCHES)}")
-    return tuple(dict.fromkeys(packages))
+def known(packages: Iterable[str], given_by: str = "package") -> tuple[str, ...]:
+    """Return the packages, each once. Raises ValueError for one without a patch. given_by: its first word."""
+    names = tuple(dict.fromkeys(packages))
+    for name in names:
+        if name not in PATCHES:
+            raise ValueError(f"{given_by}: got {name!r}, {need_one_of(name, PATCHES)}")
+    return names
 
 
 def _put_in(packages: Sequence[str], model: Any) -> list[Patch]:
@@ -253,18 +256,16 @@ def _spec(package: str) -> ModuleSpec | None:
         return None
 
 
-def _from(module: str, name: str) -> Callable[[], Patch]:
-    """A patch that is imported, with torch, when it is asked for."""
-    def make() -> Patch:
-        made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
-        return made
-    return make
+def _make(module: str, name: str) -> Patch:
+    """Import a patch, with torch, and make it."""
+    made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
+    return made
 
 
 # transformers before the packages of which its models take functions: those end first, and what models hold
 # afterwards is asked of what is there then.
-PATCHES: dict[str, Callable[[], Patch]] = {"triton": _from("triton", "TritonPatch"),
-                                           "fla": _from("fla", "FlaPatch"),
-                                           "transformers": _from("transformers", "TransformersPatch"),
-                                           "mamba_ssm": _from("mamba_ssm", "MambaSsmPatch"),
-                                           "causal_conv1d": _from("mamba_ssm", "CausalConv1dPatch")}
+PATCHES: dict[str, Callable[[], Patch]] = {"triton": partial(_make, "triton", "TritonPatch"),
+                                           "fla": partial(_make, "fla", "FlaPatch"),
+                                           "transformers": partial(_make, "transformers", "TransformersPatch"),
+                                           "mamba_ssm": partial(_make, "mamba_ssm", "MambaSsmPatch"),
+                                           "causal_conv1d": partial(_make, "mamba_ssm", "CausalConv1dPatch")}

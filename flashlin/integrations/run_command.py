@@ -22,9 +22,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from flashlin.compat.import_hooks import not_prepared, remove, watch
-from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations import summary
-from flashlin.integrations.patching import PATCHES, comes, patch
+from flashlin.integrations.patching import PATCHES, comes, known, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
@@ -35,11 +34,7 @@ _begun: set[str] = set()
 def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
     """Return the packages in a text such as ``fla,transformers``. given_by: the name of the text in errors.
     Raises ValueError for a package that has no patch."""
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    for name in names:
-        if name not in PATCHES:
-            raise ValueError(f"{given_by}: got {name!r}, {need_one_of(name, PATCHES)}")
-    return names
+    return known(filter(None, map(str.strip, text.split(","))), given_by)
 
 
 def installed() -> tuple[str, ...]:
