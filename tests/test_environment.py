@@ -241,7 +241,7 @@ def test_the_shell_that_runs_is_asked_before_the_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
-    code = "from flashlin.diagnostics import surroundings; print(surroundings.unset('CC'))"
+    code = "from flashlin.diagnostics import environment; print(environment.unset('CC'))"
     # the second command keeps sh from becoming the first
     command = f'{shlex.quote(sys.executable)} -c "{code}" && true'
     said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -169,7 +169,7 @@ def test_there_are_no_locks_of_another_kind() -> None:
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rpartition(".")[2] in ("Lock", "RLock", "Condition", "Barrier")]
     assert found == [*["locks: threading.RLock()"] * 2, "subprocesses: Condition()",
-                     *["pending: Lock()"] * 2]
+                     *["deferred_checks: Lock()"] * 2]
 
 
 def test_a_file_is_free_once_its_holder_is_done_whoever_was_forked_meanwhile(tmp_path: Path) -> None:
