@@ -16,12 +16,11 @@ import flashlin
 from flashlin import policy
 from flashlin.compat import releases
 from flashlin.compat.installed_triton import interpreting
-from flashlin.compat.releases import is_that
 from flashlin.compat.suggestions import either, need_one_of, similar
 from flashlin.compat.target import ptxas_path, ptxas_variable
 from flashlin.diagnostics.environment import ENVIRONMENT, can_write, unset
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, attempt, overriding, shadowed
-from flashlin.diagnostics.report import Check
+from flashlin.diagnostics.report import Check, line
 from flashlin.guards import local_results
 from flashlin.testing import environments
 
@@ -29,40 +28,36 @@ PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
-    yield Check(name="flashlin", status="ok",
-                detail=f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield line("flashlin", "ok",
+               f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:
     if machine.torch is None:
-        yield Check(name="torch", status="problem", detail=f"cannot be used: {machine.torch_error}")
+        yield line("torch", "problem", f"cannot be used: {machine.torch_error}")
         return
-    yield Check(name="torch", status="ok", detail=f"{machine.torch.__version__}, {machine.build}")
+    yield line("torch", "ok", f"{machine.torch.__version__}, {machine.build}")
     if machine.uncovered:
-        yield Check(name="torch", status="problem",
-                    detail=f"has no code for {', '.join(machine.uncovered)}: all but Triton's kernels fails")
+        cards = ", ".join(machine.uncovered)
+        yield line("torch", "problem", f"has no code for {cards}: all but Triton's kernels fails")
     for name, error in machine.lost.items():
-        yield Check(name=name, status="problem", detail=f"cannot be used: {error}")
+        yield line(name, "problem", f"cannot be used: {error}")
 
 
 def check_triton(machine: Machine) -> Iterator[Check]:
-    wanted = machine.triton_of_torch
     if machine.triton_error:
         gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
         where = f"not by kernels on your {machine.card_names}: " if gpu else ""
-        yield Check(name="triton", status="degraded" if gpu or not missing else "ok",
-                    detail=f"{where}{machine.triton_state}")
+        yield line("triton", "degraded" if gpu or not missing else "ok", f"{where}{machine.triton_state}")
         return
-    yield Check(name="triton", status="ok", detail=f"{machine.triton} from {_folder_of('triton')}")
-    if not wanted:
-        return
-    pair = f"torch {machine.torch.__version__} was made with triton {wanted}"
-    if is_that(machine.triton, wanted):
-        yield Check(name="pair", status="ok", detail=pair)
-    else:
-        yield Check(name="pair", status="worked around",
-                    detail=f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may "
-                           "not")
+    yield line("triton", "ok", f"{machine.triton} from {_folder_of('triton')}")
+    wanted = releases.triton_for(machine.torch.__version__) if machine.torch is not None else ""
+    pair = f"torch {machine.torch_version} was made with triton {wanted}"
+    if wanted and releases.is_that(machine.triton, wanted):
+        yield line("pair", "ok", pair)
+    elif wanted:
+        yield line("pair", "worked around",
+                   f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may not")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
@@ -73,13 +68,12 @@ def check_copies(machine: Machine) -> Iterator[Check]:
         listed = ", ".join(f"{name} {version} in {folder}" for name, version, folder in copies)
         what = ("their files overwrite each other" if machine.mixed
                 else f"the first on the path wins, which is {machine.triton or 'unusable'}")
-        yield Check(name="two Tritons", status="problem" if machine.mixed else "worked around",
-                    detail=f"{listed}: {what}")
+        yield line("two Tritons", "problem" if machine.mixed else "worked around", f"{listed}: {what}")
     elif shadowed(machine):
         [(_, version, folder)] = copies
-        yield Check(name="loaded Triton", status="worked around", detail=(
-            f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
-            "another folder shadows it (PYTHONPATH?), or it was replaced while this process ran"))
+        yield line("loaded Triton", "worked around",
+                   f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
+                   "another folder shadows it (PYTHONPATH?), or it was replaced while this process ran")
 
 
 def check_ptxas(machine: Machine) -> Iterator[Check]:
@@ -88,64 +82,56 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
     for variable in filter(os.environ.get, PTXAS_VARIABLES):
         path = os.environ[variable]
         if not (Path(path).is_file() and os.access(path, os.X_OK)):
-            needed = variable in asked
-            yield Check(name="ptxas", status="problem" if needed else "worked around",
-                        fix=unset(variable),
-                        detail=f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, "
-                               "takes its own ptxas instead")
+            yield line("ptxas", "problem" if variable in asked else "worked around",
+                       f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, takes its own "
+                       "ptxas instead", unset(variable))
         if cards and variable not in asked:
-            yield Check(name="ptxas", status="worked around", fix=unset(variable),
-                        detail=f"{variable} has no effect on {machine.card_names} "
-                               f"under triton {machine.triton or 'none'}")
+            yield line("ptxas", "worked around",
+                       f"{variable} has no effect on {machine.card_names} under triton {machine.triton or 'none'}",
+                       unset(variable))
     for where, target in machine.cards:
         if target.triton:
             path = ptxas_path(target.triton, target.capability)
             variable = overriding(target.triton, target.capability)
             source = f"by {variable}" if variable else "Triton's own"
-            yield Check(name="ptxas", status="ok" if target.ptxas else "could not check",
-                        detail=f"{where}: {target.ptxas or 'version unknown'}, "
-                               f"{source}, "
-                               f"{path or 'not found'}")
+            yield line("ptxas", "ok" if target.ptxas else "could not check",
+                       f"{where}: {target.ptxas or 'version unknown'}, {source}, {path or 'not found'}")
 
 
 def check_driver(machine: Machine) -> Iterator[Check]:
     """A card that torch does not see is found by its driver."""
     driver = machine.driver
     if not driver.cards:
-        yield Check(name="driver", status="could not check" if machine.on_gpu else "ok",
-                    detail=driver.failed or "no NVIDIA driver")
+        yield line("driver", "could not check" if machine.on_gpu else "ok", driver.failed or "no NVIDIA driver")
         return
     built = str(machine.torch.version.cuda or "") if machine.torch is not None else ""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if machine.torch is None and hidden is not None and not re.match(r"\s*(\d|GPU|MIG)", hidden):
-        yield Check(name="driver", status="degraded", fix=unset("CUDA_VISIBLE_DEVICES"),
-                    detail=f"{driver}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}")
+        yield line("driver", "degraded", f"{driver}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}",
+                   unset("CUDA_VISIBLE_DEVICES"))
         return
     if not machine.unseen:
-        old = machine.driver_too_old
-        yield Check(name="driver", status="could not check" if old else "ok",
-                    detail=f"{driver}" + (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer"
-                                          if old else ""))
+        old = (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer" if machine.driver_too_old
+               else "")
+        yield line("driver", "could not check" if old else "ok", f"{driver}{old}")
         return
     why = (f"is a {machine.build.removesuffix(' build')} build" if not built
            else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
            else f"(CUDA {built}) finds none: the driver does not let this user or container in")
-    yield Check(name="driver", status="degraded", fix="" if hidden is None else unset("CUDA_VISIBLE_DEVICES"),
-                detail=f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
-                       f"{machine.torch.__version__} {why}")
+    yield line("driver", "degraded",
+               f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
+               f"{machine.torch.__version__} {why}", "" if hidden is None else unset("CUDA_VISIBLE_DEVICES"))
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
     if machine.policy_error:
         named = re.search(r"FLASHLIN_[A-Z]+", machine.policy_error)
-        yield Check(name="policy", status="problem", detail=machine.policy_error,
-                    fix=unset(named[0]) if named else "")
+        yield line("policy", "problem", machine.policy_error, unset(named[0]) if named else "")
         return
     values = {**machine.policy._asdict(), "ignore": ",".join(sorted(machine.policy.ignore)) or "nothing"}
-    yield Check(name="policy", status="ok",
-                detail=", ".join(f"{name} {value}" for name, value in values.items()))
+    yield line("policy", "ok", ", ".join(f"{name} {value}" for name, value in values.items()))
     prefix = "FLASHLIN_"
     known = sorted(name.upper() for name in (*policy.Policy._fields, *policy.ELSEWHERE))
     valid = {name: f"{prefix}{name}" for name in known}
@@ -155,15 +141,14 @@ def check_policy(machine: Machine) -> Iterator[Check]:
             continue
         close = [valid[name] for name in similar(bare, valid)]
         instead = f"{either(close)} does" if close else need_one_of(bare, valid.values())
-        yield Check(name="policy", status="worked around", fix=unset(given),
-                    detail=f"{given} means nothing; {instead}")
+        yield line("policy", "worked around", f"{given} means nothing; {instead}", unset(given))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
     if interpreting():
-        yield Check(name="interpreter", status="worked around", fix=unset("TRITON_INTERPRET"),
-                    detail="TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times "
-                           "slower")
+        yield line("interpreter", "worked around",
+                   "TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times slower",
+                   unset("TRITON_INTERPRET"))
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
@@ -176,11 +161,11 @@ def check_folders(machine: Machine) -> Iterator[Check]:
             ("FLASHLIN_CACHE", cache, unsafe, "releases of Triton for the version matrix",
              "no other release can be fetched")):
         if folder is not None and can_write(folder):
-            yield Check(name=variable, status="ok", detail=f"{folder} can be written: {what}")
+            yield line(variable, "ok", f"{folder} can be written: {what}")
         else:
-            yield Check(name=variable, status="worked around",
-                        fix=f"set {variable} to a folder that you can write",
-                        detail=f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}")
+            yield line(variable, "worked around",
+                       f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}",
+                       f"set {variable} to a folder that you can write")
 
 
 def check_tried(machine: Machine) -> Iterator[Check]:
@@ -191,19 +176,16 @@ def check_tried(machine: Machine) -> Iterator[Check]:
         where, here = names[-1], local_results.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
         when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
-        yield Check(name="tried here", status="ok",
-                    detail=f"{where}: {len(ran)} configurations of kernels ran{when}")
+        yield line("tried here", "ok", f"{where}: {len(ran)} configurations of kernels ran{when}")
         for config, one in here.kernels.items():
             if one.word in local_results.BAD:
-                yield Check(name="tried here", status="worked around",
-                            fix=f"flashlin warmup --forget --op {one.op}",
-                            detail=f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); "
-                                   "it is planned otherwise")
+                yield line("tried here", "worked around",
+                           f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); it is planned "
+                           "otherwise", f"flashlin warmup --forget --op {one.op}")
         for trial, one in here.trials.items():
             if one.word == "not tried":
-                yield Check(name="tried here", status="could not check",
-                            detail=f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is "
-                                   "used as planned")
+                yield line("tried here", "could not check",
+                           f"{where}: {trial} could not be tried on {one.date}: {one.said}; it is used as planned")
 
 
 def check_modules(machine: Machine) -> Iterator[Check]:
@@ -216,9 +198,8 @@ def check_modules(machine: Machine) -> Iterator[Check]:
         if error and error != machine.policy_error:  # ``check_policy`` reports that one
             errors.setdefault(error, []).append(name)
     for error, names in errors.items():
-        yield Check(name="modules", status="problem",
-                    detail=f"{', '.join(names)} cannot be imported: {error}",
-                    fix="pip install --force-reinstall --no-deps flashlin")
+        yield line("modules", "problem", f"{', '.join(names)} cannot be imported: {error}",
+                   "pip install --force-reinstall --no-deps flashlin")
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
@@ -231,10 +212,12 @@ def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Chec
     said: list[Check] = []
     for check in checks:
         lines, error = attempt(lambda check=check: list(check(machine)))
-        said += lines if lines is not None else [
-            Check(name=check.__name__.removeprefix("check_"), status="could not check",
-                  detail=f"could not check: {error}")]
+        said += lines if lines is not None else [unchecked(check.__name__.removeprefix("check_"), error)]
     return said
+
+
+def unchecked(name: str, error: str) -> Check:
+    return line(name, "could not check", f"could not check: {error}")
 
 
 def _folder_of(package: str) -> str:

@@ -20,10 +20,10 @@ from flashlin.compat.suggestions import suggests_keywords
 from flashlin.compat.target import Target, parse
 from flashlin.diagnostics import calls, self_test, typical_plans
 from flashlin.diagnostics.advice import advise
-from flashlin.diagnostics.checks import CHECKS, check_policy, checkup
+from flashlin.diagnostics.checks import CHECKS, check_policy, checkup, unchecked
 from flashlin.diagnostics.machine import Machine, attempt, examine
 from flashlin.diagnostics.packages import section
-from flashlin.diagnostics.report import Check, Device, OpPlan, Ran, Report
+from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.plan_types import Plan, Problem, advice, dtype_name
 from flashlin.kernels.families import PUBLIC, family_of
@@ -100,8 +100,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if target is None and op is None:
         beside, error = attempt(section, machine, import_all)
         if error:
-            checks.append(Check(name="packages", status="could not check",
-                                detail=f"could not check: {error}"))
+            checks.append(unchecked("packages", error))
         else:
             known, imports = beside[0]._asdict(), beside[1]
     if layers is not None:
@@ -109,7 +108,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
                                               imports))
     advice, error = attempt(advise, machine, ops, checks)
     if error:
-        checks.append(Check(name="advice", status="could not check", detail=f"could not check: {error}"))
+        checks.append(unchecked("advice", error))
     return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,
                   plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
 

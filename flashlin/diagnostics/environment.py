@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from flashlin.compat.subprocesses import run_to_end
 from flashlin.diagnostics.machine import Machine
-from flashlin.diagnostics.report import Check, Status
+from flashlin.diagnostics.report import Check, Status, line
 
 LDCONFIG = "/sbin/ldconfig"  # by this path only, as Triton calls it
 LIMIT = 10.0
@@ -81,21 +81,25 @@ def check_compiler(machine: Machine) -> Iterator[Check]:
     named = os.environ.get("CC")
     found = (shutil.which(shlex.split(named)[0]) if named
              else shutil.which("gcc") or shutil.which("clang"))
-    yield Check(name="C compiler", status="ok" if found else _gravity(machine),
-                fix="" if found else unset("CC") if named else _install(0),
-                detail=f"{found}{', by CC' if named else ''}" if found else
-                f"CC={named} is not there, and Triton calls nothing else" if named else
-                "no gcc and no clang on PATH; without CC Triton compiles nothing")
+    if found:
+        yield line("C compiler", "ok", f"{found}{', by CC' if named else ''}")
+    elif named:
+        yield line("C compiler", _gravity(machine), f"CC={named} is not there, and Triton calls nothing else",
+                   unset("CC"))
+    else:
+        yield line("C compiler", _gravity(machine),
+                   "no gcc and no clang on PATH; without CC Triton compiles nothing", _install(0))
 
 
 def check_headers(machine: Machine) -> Iterator[Check]:
     """What the launchers include."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
-    there = header.is_file()
-    yield Check(name="Python.h", status="ok" if there else _gravity(machine),
-                fix="" if there else _install(1),
-                detail=f"{header}{'' if there else ' is not there, and launchers of kernels include it'}")
+    if header.is_file():
+        yield line("Python.h", "ok", str(header))
+    else:
+        yield line("Python.h", _gravity(machine), f"{header} is not there, and launchers of kernels include it",
+                   _install(1))
 
 
 def _install(which: int) -> str:
@@ -111,14 +115,13 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     if named:
         there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
-        missing = "" if there else ": libcuda.so.1 is not there"
-        yield Check(name="libcuda", status="problem" if missing else "ok",
-                    fix=unset("TRITON_LIBCUDA_PATH") if missing else "",
-                    detail=f"{named}, by TRITON_LIBCUDA_PATH{missing}")
+        yield (line("libcuda", "ok", f"{named}, by TRITON_LIBCUDA_PATH") if there else
+               line("libcuda", "problem", f"{named}, by TRITON_LIBCUDA_PATH: libcuda.so.1 is not there",
+                    unset("TRITON_LIBCUDA_PATH")))
         return
     said = run_to_end([LDCONFIG, "-p"], limit=LIMIT)
     if said.code is None:
-        yield Check(name="libcuda", status="could not check", detail=f"{LDCONFIG} {said.failure}")
+        yield line("libcuda", "could not check", f"{LDCONFIG} {said.failure}")
         return
     found = [line.split()[-1] for line in said.stdout.splitlines() if "libcuda.so.1" in line]
     folders = [str(Path(one).parent) for one in found] or [
@@ -127,7 +130,7 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
     real = [folder for folder in folders if "stubs" not in Path(folder).parts
             and (Path(folder) / "libcuda.so.1").exists()]
     if folders and real == folders:
-        yield Check(name="libcuda", status="ok", detail=f"libcuda.so.1 in {real[0]}")
+        yield line("libcuda", "ok", f"libcuda.so.1 in {real[0]}")
         return
     where = next((folder for folder in [*real, *LIBCUDA] if (Path(folder) / "libcuda.so.1").exists()), "")
     container = ("" if where else
@@ -136,9 +139,8 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
            else f"{', '.join(folders)}: a stub, which is for linking only" if any(
                "stubs" in Path(folder).parts for folder in folders)
            else f"{', '.join(folders)}: ldconfig names a file that is not there")
-    yield Check(name="libcuda", status="problem",
-                detail=f"{why}{f'; the library is in {where}' if where else ''}",
-                fix=f"export TRITON_LIBCUDA_PATH={shlex.quote(where)}" if where else "")
+    yield line("libcuda", "problem", f"{why}{f'; the library is in {where}' if where else ''}",
+               f"export TRITON_LIBCUDA_PATH={shlex.quote(where)}" if where else "")
 
 
 def check_cache(machine: Machine) -> Iterator[Check]:
@@ -151,11 +153,11 @@ def check_cache(machine: Machine) -> Iterator[Check]:
              else "does not let libraries be loaded (mounted noexec)"
              if hasattr(os, "statvfs") and os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
     if not wrong:
-        yield Check(name="cache", status="ok", detail=f"{folder} can be written")
-        return
-    yield Check(name="cache", status="problem" if machine.known_cards else "worked around", fix=elsewhere(),
-                detail=f"{folder} {wrong}, " + ("and Triton compiles into it" if machine.known_cards
-                                                else "which matters once Triton compiles"))
+        yield line("cache", "ok", f"{folder} can be written")
+    elif machine.known_cards:
+        yield line("cache", "problem", f"{folder} {wrong}, and Triton compiles into it", elsewhere())
+    else:
+        yield line("cache", "worked around", f"{folder} {wrong}, which matters once Triton compiles", elsewhere())
 
 
 def elsewhere() -> str:
@@ -183,15 +185,14 @@ def _free(folder: Path) -> int:
 def check_variables(machine: Machine) -> Iterator[Check]:
     """What the environment tells torch, CUDA and Triton."""
     there = sorted(name for name in os.environ if name.startswith(SHOWN))
-    yield Check(name="variables", status="ok", detail=f"set are {', '.join(there)}" if there else
-                "none of Triton's, torch's or CUDA's is set")
+    yield line("variables", "ok", f"set are {', '.join(there)}" if there else
+               "none of Triton's, torch's or CUDA's is set")
     for name, one in VARIABLES.items():
         value = os.environ.get(name)
         matters = one.status == "ok" or machine.known_cards
         if value is not None and value.lower() not in one.unless and matters:
-            yield Check(name="variables", status=one.status,
-                        fix="" if one.status == "ok" else unset(name),
-                        detail=f"{name}={value}: {one.effect}")
+            yield line("variables", one.status, f"{name}={value}: {one.effect}",
+                       "" if one.status == "ok" else unset(name))
 
 
 def check_card(machine: Machine) -> Iterator[Check]:
@@ -199,20 +200,19 @@ def check_card(machine: Machine) -> Iterator[Check]:
     cards = machine.driver.cards
     for index, card in enumerate(cards):
         if 0 <= card.free < max(1024, card.total // 50):
-            yield Check(name="memory", status="could not check",
-                        detail=f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: what is "
-                               "tried here may fail for that")
+            yield line("memory", "could not check",
+                       f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: what is tried here "
+                       "may fail for that")
     for mode in dict.fromkeys(card.mode for card in cards):
         those = [index for index, card in enumerate(cards) if card.mode == mode]
         which = f"{mode} on {', '.join(f'GPU {index} ({cards[index].name})' for index in those)}"
         if mode == "Prohibited":
             only = [f" -i {index}" for index in those] if len(those) < len(cards) else [""]
-            yield Check(name="compute mode", status="problem", detail=f"{which}: closed to programs",
-                        fix=" && ".join(f"sudo nvidia-smi{one} -c DEFAULT" for one in only))
+            yield line("compute mode", "problem", f"{which}: closed to programs",
+                       " && ".join(f"sudo nvidia-smi{one} -c DEFAULT" for one in only))
         elif mode.startswith("Exclusive"):
-            yield Check(name="compute mode", status="could not check",
-                        detail=f"{which}: one process at a time, and flashlin warmup and doctor --run start "
-                               "others")
+            yield line("compute mode", "could not check",
+                       f"{which}: one process at a time, and flashlin warmup and doctor --run start others")
 
 
 ENVIRONMENT = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

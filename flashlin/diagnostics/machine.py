@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from flashlin import policy
 from flashlin.compat import releases
-from flashlin.compat.releases import triton_for
 from flashlin.compat.target import (
     Target,
     bundled_ptxas,
@@ -103,11 +102,6 @@ class Machine(NamedTuple):
         if self.torch is not None:
             return str(self.torch.__version__)
         return next((dist.version for dist in self.dists if dist.name == "torch"), "")
-
-    @property
-    def triton_of_torch(self) -> str:
-        """The Triton that this torch was made with, see ``triton_for``; ``""`` without torch."""
-        return triton_for(self.torch.__version__) if self.torch is not None else ""
 
     @property
     def unseen(self) -> bool:

@@ -81,6 +81,10 @@ class Check(Facts):
     fix: str = ""
 
 
+def line(name: str, status: Status, detail: str, fix: str = "") -> Check:
+    return Check(name=name, status=status, detail=detail, fix=fix)
+
+
 class OpPlan(Facts):
     """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
     ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``

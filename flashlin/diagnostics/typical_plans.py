@@ -12,7 +12,7 @@ from flashlin.compat.known_issues import KNOWN_ISSUES, issues_here
 from flashlin.compat.releases import RELEASES, planned_as
 from flashlin.compat.target import GPUS, Target
 from flashlin.compat.versions import is_unreleased, release
-from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status
+from flashlin.diagnostics.report import STATUSES, Check, Issue, OpPlan, Status, line
 from flashlin.guards import launch_table
 from flashlin.guards.family import USES, problem_of
 from flashlin.guards.launch_table import TRUST
@@ -193,21 +193,20 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
     are in it."""
     place, other = "" if where == "named" else f"{where}: ", planned_as(target.triton)
     if other == RELEASES[-1].version:
-        yield Check(name="newer", status="could not check",
-                    detail=f"{place}triton {target.triton} is newer than {other}, the newest one known here: "
-                           "planned as that, so what fails since then is not planned around")
+        yield line("newer", "could not check",
+                   f"{place}triton {target.triton} is newer than {other}, the newest one known here: planned as "
+                   "that, so what fails since then is not planned around")
     elif other:
-        yield Check(name="unknown", status="could not check",
-                    detail=f"{place}no Triton {target.triton} is known here: planned as {other}, the nearest "
-                           "before it")
+        yield line("unknown", "could not check",
+                   f"{place}no Triton {target.triton} is known here: planned as {other}, the nearest before it")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))
     doubtful = [issue.id for issue in issues_here(target)
                 if issue not in issues_here(target._replace(triton=fixed))]
     by = f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be"
-    yield Check(name="unreleased", status="worked around" if doubtful else "ok",
-                detail=f"{place}triton {target.triton} is an unreleased build: treated as affected by {by}")
+    yield line("unreleased", "worked around" if doubtful else "ok",
+               f"{place}triton {target.triton} is an unreleased build: treated as affected by {by}")
 
 
 def price(planned: Planned) -> int:
