@@ -435,7 +435,7 @@ def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> Non
 
 
 def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(typical_plans.proven, "trust",
+    monkeypatch.setattr(typical_plans.launch_table, "trust",
                         lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
     said = [row(target).evidence.partition(",")[0]  # without what is slow there
             for target in (H200, "triton=3.5.1,sm=90", "triton=3.5.0,sm=103")]
