@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -170,10 +171,9 @@ def parser() -> Parser:
     top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
                      help="versions of flashlin, torch and Triton")
-    commands = top.add_subparsers(dest="command",
-                                  metavar="doctor | explain | run | warmup | why")
-    doctor = commands.add_parser("doctor", description=DOCTOR,
-                                 epilog=DOCTOR_EXAMPLES, formatter_class=plain)
+    commands = top.add_subparsers(dest="command", metavar="doctor | explain | run | warmup | why")
+    command = partial(commands.add_parser, formatter_class=plain)
+    doctor = command("doctor", description=DOCTOR, epilog=DOCTOR_EXAMPLES)
     doctor.add_argument("--run", action="store_true",
                         help="run small cases of every op, forward and backward, in a child process")
     doctor.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -184,8 +184,7 @@ def parser() -> Parser:
     style.add_argument("--verbose", action="store_true", help="every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
-    explain = commands.add_parser("explain", epilog=EXPLAIN_EXAMPLES,
-                                  formatter_class=plain, description=EXPLAIN)
+    explain = command("explain", description=EXPLAIN, epilog=EXPLAIN_EXAMPLES)
     explain.add_argument("op", help="a public op, such as chunk_simple_gla, or the short name of its layer: "
                                     "gdn, kda, deltanet, gla, mamba2, retnet, rwkv7 ...")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
@@ -203,7 +202,7 @@ def parser() -> Parser:
     explain.add_argument("--ranks", type=int, default=1,
                          help="ranks that share each sequence, T tokens on each (process_group)")
     explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
-    program = commands.add_parser("run", description=RUN, epilog=RUN_EXAMPLES, formatter_class=plain)
+    program = command("run", description=RUN, epilog=RUN_EXAMPLES)
     program.add_argument("--patch", metavar="NAMES",
                          help="packages, separated by commas (default: FLASHLIN_PATCH, else all that are installed)")
     program.add_argument("--quiet", action="store_true", help="say nothing at the end")
@@ -211,8 +210,7 @@ def parser() -> Parser:
     program.add_argument("program", nargs=argparse.PARSER,
                          help="a file, a console script such as torchrun, or with -m a module; then its "
                               "arguments")
-    warm = commands.add_parser("warmup", epilog=WARMUP_EXAMPLES,
-                               formatter_class=plain, description=WARMUP)
+    warm = command("warmup", description=WARMUP, epilog=WARMUP_EXAMPLES)
     warm.add_argument("--op", action="append", default=[], metavar="NAME",
                       help="only this op (repeatable; default: all)")
     warm.add_argument("--dtype", action="append", default=[],
@@ -226,8 +224,7 @@ def parser() -> Parser:
     warm.add_argument("--forget", action="store_true",
                       help="try nothing, and take back what was found on this machine (of --op, or of all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
-    ask = commands.add_parser("why", description=WHY, epilog=WHY_EXAMPLES,
-                              formatter_class=plain)
+    ask = command("why", description=WHY, epilog=WHY_EXAMPLES)
     ask.add_argument("text", nargs="*", help="what was printed; standard input if nothing is given")
     return top
 
