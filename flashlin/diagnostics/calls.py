@@ -4,6 +4,7 @@ Plain Python: no tensor, no torch, no triton.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral
 
 from flashlin.guards import family
@@ -26,34 +27,22 @@ def is_count(given: object) -> bool:
     return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= 1
 
 
-def problem_of(
-    op: str,
-    *,
-    B: int,
-    T: int | None,
-    H: int | None,
-    K: int | None,
-    V: int | None,
-    N: int | None,
-    dtype: str,
-    varlen: bool,
-    needs_grad: bool,
-    mode: str,
-) -> Problem:
-    """The problem that a call with these sizes makes, see ``doctor.explain``; None is what typical calls
-    have. What an op has no use for is left out, as the op itself does. Raises ValueError for a size below 1,
-    or for packed sequences of an op that knows none."""
-    given = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
+def problem_of(op: str, given: Mapping[str, int | None], dtype: str, mode: str, *, needs_grad: bool,
+               varlen: bool = False) -> Problem:
+    """Return the problem that a call makes, see ``doctor.explain``. given: the sizes B, T, H, K, V and N; what
+    is missing or None is what typical calls have. What an op has no use for is left out, as the op itself
+    does. Raises ValueError for a size below 1, or for packed sequences of an op that knows none."""
     for name, size in given.items():
         if (size is not None or name == "B") and not is_count(size):
             raise ValueError(f"{name}: got {size!r}, need 1 or more")
+    B, N = given.get("B") or 1, given.get("N")
     if N is not None and not varlen:
         raise ValueError(f"N: got {N} without varlen, need it for packed sequences only")
     usual = typical(op)
     if varlen and not any(sizes.packed for sizes in usual.values()):
         raise ValueError(f"varlen: got True, need False: {op} takes no packed sequences")
     this, first = PUBLIC[op], next(iter(usual.values()))
-    T = T or (1 if this.in_place else 2048)
-    H, K, V = H or first.H, K or first.K, V or first.V
+    T = given.get("T") or (1 if this.in_place else 2048)
+    H, K, V = given.get("H") or first.H, given.get("K") or first.K, given.get("V") or first.V
     sizes = Sizes(1, B * T, H, K, V, N or B, True) if varlen else Sizes(B, T, H, K, V)
     return family.problem_of(family_of(op), this, sizes, dtype, needs_grad, mode)

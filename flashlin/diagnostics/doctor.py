@@ -200,8 +200,8 @@ def plan(
     modes = ("auto", "chunk", "fused_recurrent") if own == "auto" else (own,)
     if mode is not None and mode not in modes:
         raise ValueError(f"mode: got {mode!r}, need {' or '.join(map(repr, modes))} for {op}")
-    asked = calls.problem_of(op, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype_name(dtype), varlen=varlen,
-                             needs_grad=bool(needs_grad), mode=mode or own)
+    asked = calls.problem_of(op, {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}, dtype_name(dtype),
+                             mode or own, needs_grad=bool(needs_grad), varlen=varlen)
     if not calls.is_count(ranks) or (ranks != 1 and not PUBLIC[op].takes_ranks):
         raise ValueError(f"ranks: got {ranks!r} for {op}, need 1, or more for an op that takes a process_group")
     if ranks != 1:

@@ -229,10 +229,8 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
     decoding = mode == "fused_recurrent" or bool(PUBLIC[op].in_place)
     needs_grad = (layer.training and not decoding
                   and any(parameter.requires_grad for parameter in layer.parameters()))
-    given: dict[str, Any] = {"B": 1, "T": 1 if decoding else None, "H": None, "K": None, "V": None, "N": None,
-                             **sizes}
-    problem = calls.problem_of(op, **given, dtype=where.dtype, varlen=False, needs_grad=needs_grad, mode=mode)
-    plan = dispatch.plan(problem, here, policy)
+    given = {"T": 1 if decoding else None, **sizes}
+    plan = dispatch.plan(calls.problem_of(op, given, where.dtype, mode, needs_grad=needs_grad), here, policy)
     told = [f"{reason_.code}: {reason_.got}; so it {REMEDIES[remedy].means}" for reason_, remedy in plan.steps
             if reason_.forced]
     told += [f"{reason_}; {advice(plan)}" for reason_ in plan.refused]
