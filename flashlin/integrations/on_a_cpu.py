@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -61,7 +62,7 @@ def on_a_cpu(*values: Any) -> bool:
 
 def reason(error: Exception) -> str:
     """Return why a call on a CPU raised this error, or "" if the CPU is not the cause of the error."""
-    frames = list(_frames(error))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     said = str(error)
     if FLASH_ATTN.search(said):
         return "it needs flash-attn, which needs a GPU"
@@ -77,13 +78,6 @@ def reason(error: Exception) -> str:
     if name:
         return f"flashlin has no CPU version of {name}"
     return f"fla raises {type(error).__name__}, {said.rstrip('.')}" if said else "fla has code for CUDA alone"
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    step = error.__traceback__
-    while step is not None:
-        yield step.tb_frame
-        step = step.tb_next
 
 
 def _function(frame: FrameType) -> str:
