@@ -14,9 +14,9 @@ from flashlin.compat.import_hooks import remove
 Contents = Mapping[str, Any]  # a module's attributes by name
 
 
-class StandIns(importlib.abc.MetaPathFinder):
-    """Finds the modules of a table, by full name, before anybody else; those that others are inside of are
-    packages."""
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Find and load the modules of a table, by full name, before any other finder. A module with others inside
+    it is a package."""
 
     def __init__(self, modules: Mapping[str, Contents]) -> None:
         self.modules = modules
@@ -25,7 +25,10 @@ class StandIns(importlib.abc.MetaPathFinder):
         if name not in self.modules:
             return None
         inside = any(other.startswith(f"{name}.") for other in self.modules)
-        return ModuleSpec(name, Loader(self.modules[name]), origin="flashlin", is_package=inside)
+        return ModuleSpec(name, self, origin="flashlin", is_package=inside)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(self.modules[module.__name__])
 
     def begin(self) -> None:
         sys.meta_path.insert(0, self)
@@ -33,15 +36,6 @@ class StandIns(importlib.abc.MetaPathFinder):
     def end(self) -> None:
         """Nothing finds them any more; what programs have taken of them stays with those programs."""
         remove(self)
-        for name, contents in self.modules.items():
-            loader = getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None)
-            if isinstance(loader, Loader) and loader.contents is contents:
+        for name in self.modules:
+            if getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None) is self:
                 del sys.modules[name]
-
-
-class Loader(importlib.abc.Loader):
-    def __init__(self, contents: Contents) -> None:
-        self.contents = contents
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self.contents)
