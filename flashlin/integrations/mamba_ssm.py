@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -73,10 +74,8 @@ REMEMBERED = ("is_mamba_ssm_available", "is_mamba_2_ssm_available", "is_causal_c
 
 
 class PackagePatch(Patch):
-    about: Package
-
-    def __init__(self) -> None:
-        self.package, self.watched = self.about.name, (self.about.name,)
+    def __init__(self, about: Package) -> None:
+        self.about, self.package, self.watched = about, about.name, (about.name,)
         super().__init__()
         self._stand_ins: StandIns | None = None
 
@@ -126,12 +125,8 @@ class PackagePatch(Patch):
                     self.bindings.fill(module, name, function, public_name(function))
 
 
-class MambaSsmPatch(PackagePatch):
-    about = MAMBA_SSM
-
-
-class CausalConv1dPatch(PackagePatch):
-    about = CAUSAL_CONV1D
+mamba_ssm_patch = partial(PackagePatch, MAMBA_SSM)
+causal_conv1d_patch = partial(PackagePatch, CAUSAL_CONV1D)
 
 
 def whole(about: Package) -> dict[str, Contents]:

@@ -267,5 +267,5 @@ def _make(module: str, name: str) -> Patch:
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": partial(_make, "triton", "TritonPatch"),
                                            "fla": partial(_make, "fla", "FlaPatch"),
                                            "transformers": partial(_make, "transformers", "TransformersPatch"),
-                                           "mamba_ssm": partial(_make, "mamba_ssm", "MambaSsmPatch"),
-                                           "causal_conv1d": partial(_make, "mamba_ssm", "CausalConv1dPatch")}
+                                           "mamba_ssm": partial(_make, "mamba_ssm", "mamba_ssm_patch"),
+                                           "causal_conv1d": partial(_make, "mamba_ssm", "causal_conv1d_patch")}
