@@ -1,6 +1,7 @@
 """Losses over a vocabulary as modules; mirrors ``fla.modules``. They have no parameters."""
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from flashlin.guards.tensors import check_dense, check_floats
 from flashlin.ops.cross_entropy import counted, cross_entropy_loss, fused_linear_cross_entropy_loss
 
 
+@dataclass(eq=False, repr=False)  # modules compare by identity, and print themselves
 class FusedCrossEntropyLoss(nn.Module):
     """``cross_entropy_loss``, reduced. Drop-in for ``fla.modules.FusedCrossEntropyLoss``.
 
@@ -22,30 +24,20 @@ class FusedCrossEntropyLoss(nn.Module):
     training for want of a few labels).
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        logit_softcapping: float | None = None,
-        inplace_backward: bool = False,
-        process_group: Any = None,
-        return_z_loss: bool = False,
-    ) -> None:
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    lse_square_scale: float = 0.0
+    logit_softcapping: float | None = None
+    inplace_backward: bool = False
+    process_group: Any = None
+    return_z_loss: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum", "none"):
-            raise NotImplementedError(f"reduction: got {reduction!r}, need 'mean', 'sum' or 'none'")
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.logit_scale = logit_scale
-        self.lse_square_scale = lse_square_scale
-        self.logit_softcapping = logit_softcapping
-        self.inplace_backward = inplace_backward
-        self.process_group = process_group
-        self.return_z_loss = return_z_loss
+        if self.reduction not in ("mean", "sum", "none"):
+            raise NotImplementedError(f"reduction: got {self.reduction!r}, need 'mean', 'sum' or 'none'")
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
@@ -64,35 +56,25 @@ class FusedCrossEntropyLoss(nn.Module):
         return (loss, z_loss) if self.return_z_loss else loss
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearCrossEntropyLoss(nn.Module):
     """``fused_linear_cross_entropy_loss``: of a linear layer's output, of which only some rows exist at any
     time. Drop-in for ``fla.modules.FusedLinearCrossEntropyLoss``; arguments as in that function."""
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        logit_softcapping: float | None = None,
-        num_chunks: int = 8,
-        reduction: str = "mean",
-        use_l2warp: bool = False,
-        l2_penalty_factor: float = 1e-4,
-        accumulate_grad_in_fp32: bool = True,
-        process_group: Any = None,
-    ) -> None:
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    logit_softcapping: float | None = None
+    num_chunks: int = 8
+    reduction: str = "mean"
+    use_l2warp: bool = False
+    l2_penalty_factor: float = 1e-4
+    accumulate_grad_in_fp32: bool = True
+    process_group: Any = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        scalars.choice("reduction", reduction, ("mean", "sum"), "'mean' or 'sum'")
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.logit_scale = logit_scale
-        self.logit_softcapping = logit_softcapping
-        self.num_chunks = num_chunks
-        self.reduction = reduction
-        self.use_l2warp = use_l2warp
-        self.l2_penalty_factor = l2_penalty_factor
-        self.accumulate_grad_in_fp32 = accumulate_grad_in_fp32
-        self.process_group = process_group
+        scalars.choice("reduction", self.reduction, ("mean", "sum"), "'mean' or 'sum'")
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, num_chunks={self.num_chunks}"
@@ -107,16 +89,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
                 raise ValueError(f"target: got shape {list(target.shape)}, need x's without its last "
                                  f"dimension, {list(x.shape[:-1])}")
             x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        return fused_linear_cross_entropy_loss(
-            x, target, weight, bias,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            logit_scale=self.logit_scale,
-            logit_softcapping=self.logit_softcapping,
-            num_chunks=self.num_chunks,
-            reduction=self.reduction,
-            use_l2warp=self.use_l2warp,
-            l2_penalty_factor=self.l2_penalty_factor,
-            accumulate_grad_in_fp32=self.accumulate_grad_in_fp32,
-            process_group=self.process_group,
-        )
+        options = {name: getattr(self, name) for name in _OPTIONS_OF_LINEAR}
+        return fused_linear_cross_entropy_loss(x, target, weight, bias, **options)
+
+
+_OPTIONS_OF_LINEAR = tuple(field.name for field in fields(FusedLinearCrossEntropyLoss))

@@ -23,10 +23,10 @@ class _Affine(nn.Module):
                  dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device,
-                                               dtype=dtype)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.empty(hidden_size, device=device,
-                                             dtype=dtype)) if elementwise_affine and bias else None
+
+        def parameter(wanted: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if wanted else None
+        self.weight, self.bias = parameter(elementwise_affine), parameter(elementwise_affine and bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

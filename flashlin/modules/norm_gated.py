@@ -3,12 +3,13 @@ checkpoints load either way."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flashlin.modules.norm import _Affine
 from flashlin.ops.norm import layernorm_fn, rmsnorm_fn
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(_Affine):
     """``rmsnorm_fn`` with a weight [hidden_size]. Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``,
     which gates before it normalises unless told otherwise; mamba_ssm's class
     (``flashlin.mamba.RMSNormGated``) gates after.
@@ -24,24 +25,14 @@ class RMSNormGated(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
                  norm_before_gate: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        super().__init__()
         if group_size is not None and (group_size < 1 or hidden_size % group_size):
             raise ValueError(f"group_size: got {group_size}, need a divisor of hidden_size = {hidden_size}")
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.bias = (nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if self._has_bias
-                     else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weight one, bias zero."""
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().__init__(hidden_size, True, self._has_bias, eps, device, dtype)
+        self.group_size, self.norm_before_gate = group_size, norm_before_gate
 
     def extra_repr(self) -> str:
         groups = "" if self.group_size is None else f", group_size={self.group_size}"
-        return f"{self.weight.shape[0]}, eps={self.eps}{groups}, norm_before_gate={self.norm_before_gate}"
+        return f"{self.hidden_size}, eps={self.eps}{groups}, norm_before_gate={self.norm_before_gate}"
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """y of x [..., hidden_size], gated by z if there is one."""

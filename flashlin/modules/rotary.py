@@ -53,11 +53,9 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"dim: got {dim}, need an even number of at least 2")
         self.dim, self.base, self.scale_base = dim, float(base), scale_base
         self.interleaved, self.pos_idx_in_fp32, self.device = interleaved, pos_idx_in_fp32, device
-        self.register_buffer("inv_freq", torch.empty(dim // 2, dtype=torch.float32, device=device),
-                             persistent=False)
-        self.register_buffer("scale",
-                             None if scale_base is None
-                             else torch.empty(dim // 2, dtype=torch.float32, device=device), persistent=False)
+        for name, wanted in (("inv_freq", True), ("scale", scale_base is not None)):
+            buffer = torch.empty(dim // 2, dtype=torch.float32, device=device) if wanted else None
+            self.register_buffer(name, buffer, persistent=False)
         self._tables: Tables | None = None
         self._centre: int | None = None
         self.reset_parameters()
@@ -105,7 +103,7 @@ class RotaryEmbedding(nn.Module):
         """Tables of at least that many places; None: those that are there."""
         # compiled, tables that grow would be compiled anew; these are fused with what uses them
         if transient() and length is not None:
-            return Tables(*self._made(length, self._centre_of(length), device, wide), self.inv_freq, 0)
+            return self._made(length, self._centre_of(length), device, wide, 0)
         version = 0 if self.inv_freq.is_inference() else self.inv_freq._version
         kept = self._tables
         if length is None:
@@ -120,26 +118,25 @@ class RotaryEmbedding(nn.Module):
         self._centre = self._centre_of(length)
         # tables made in inference mode would be of no use to autograd
         with torch.inference_mode(False), torch.no_grad():
-            self._tables = Tables(*self._made(1 << max(length - 1, 0).bit_length(), self._centre, device,
-                                              wide), self.inv_freq, version)
+            enough = 1 << max(length - 1, 0).bit_length()
+            self._tables = self._made(enough, self._centre, device, wide, version)
         return self._tables
 
     def _centre_of(self, length: int) -> int:
         return length // 2 if self._centre is None else self._centre
 
-    def _made(self, length: int, centre: int, device: torch.device,
-              wide: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _made(self, length: int, centre: int, device: torch.device, wide: bool, version: int) -> Tables:
         exact, dtype = self.inv_freq.to(device), torch.float64 if wide else torch.float32
         if self.pos_idx_in_fp32:
             exact = exact if exact.dtype == torch.float32 else self._frequencies(device)
         angles = torch.arange(length, device=device).to(exact.dtype)[:, None] * exact
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         if self.scale is None:
-            return (cos, sin), (cos, sin)
+            return Tables((cos, sin), (cos, sin), self.inv_freq, version)
         assert self.scale_base is not None  # for the type checker
         power = (torch.arange(length, device=device) - centre)[:, None] / self.scale_base
         scale = self._scales(device).to(dtype) ** power
-        return (cos * scale, sin * scale), (cos / scale, sin / scale)
+        return Tables((cos * scale, sin * scale), (cos / scale, sin / scale), self.inv_freq, version)
 
     def _channels(self, device: torch.device) -> Tensor:
         """The first channel of each pair: 0, 2, 4 ..."""
