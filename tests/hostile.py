@@ -26,7 +26,7 @@ SIZES = {"B": 2, "T": T, "H": H, "HV": H, "G": 1, "K": D, "V": D, "D": D, "P": D
          "E": 5, "R": 3, "TR": 9, "n": 1, "out": 5, "shape": (T, D), "rows": (T,)}
 # Facts of cases with which all tensors are made that go together.
 ALL = {"raw": True, "residual": "same", "gate_dtype": "same", "g": "random", "gk": "random", "gv": "random",
-       "gate": "random", "gated": True, "values": True, "tied": False, "wide_D": False,
+       "gate": "random", "gated": True, "values": True, "tied": False, "of_D": None,
        "given": None, "without": ()}
 
 

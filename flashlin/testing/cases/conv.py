@@ -2,7 +2,6 @@
 filter."""
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,22 +14,16 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-# row: x is the first part of rows of so many parts. others: dtype of all but x.
+# of: x is the first part of rows of so many parts. others: dtype of all but x.
 OTHERS = {"bias": Input("C", dtype="others", when="given"),
           "residual": Input("B T C", dtype="others", when="given"),
           "initial_state": Input("N C W", dtype="others", when="given")}
 FACTS = {"B": 2, "T": 70, "C": 48, "W": 4, "of": 1, "others": "same"}
-
-
-def _row(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"row": facts["C"] * facts["of"]}
-
-
-_make = Maker({"x": Input("B T row"), "weight": Input("C W", dtype="others"), **OTHERS}, FACTS, _row)
-_make_update = Maker({"x": Input("B row"), "weight": Input("C W", dtype="others"), "bias": OTHERS["bias"],
+_make = Maker({"x": Input("B T C*of"), "weight": Input("C W", dtype="others"), **OTHERS}, FACTS)
+_make_update = Maker({"x": Input("B C*of"), "weight": Input("C W", dtype="others"), "bias": OTHERS["bias"],
                       "residual": Input("B C", dtype="others", when="given"),
-                      "cache": Input("N C W", dtype="others")}, FACTS, _row)
-_make_shift = Maker({"x": Input("B T row"), "cache": Input("N C", dtype="others", when="given")}, FACTS, _row)
+                      "cache": Input("N C W", dtype="others")}, FACTS)
+_make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others", when="given")}, FACTS)
 
 
 def call(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:

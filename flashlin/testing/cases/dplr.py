@@ -2,9 +2,8 @@
 resemble each other, vectors as the layers have them, states, packed sequences, odd sizes."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,18 +45,14 @@ def _beta(draw: Draw, shape: str) -> Tensor:
             else beta.sigmoid())
 
 
-def _heads(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"HV": facts["HV"] or facts["H"], "HVK": (facts["HV"] or facts["H"]) * facts["K"]}
-
-
 DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
 STATE = delta.REST["initial_state"]
 VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
-# HV: H if None. keys: one of KEYS. rate: of beta, or the share of what a reads that b writes back. raw: gates
+# keys: one of KEYS. rate: of beta, or the share of what a reads that b writes back. raw: gates
 # become decays inside the op.
-FACTS = {**delta.FACTS, "B": 1, "HV": None, "free": False}
+FACTS = {**delta.FACTS, "B": 1, "HV": "H", "free": False}
 kda = Maker({**delta.QKV, "g": DECAY, "beta": Input("B T HV", _beta, FLOAT32), "A_log": delta.REST["A_log"],
-             "dt_bias": Input("HVK", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS, _heads)
+             "dt_bias": Input("HV*K", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS)
 dplr = kda.but(inputs={**delta.QKV, "gk": DECAY, **VECTORS, "initial_state": STATE})
 
 

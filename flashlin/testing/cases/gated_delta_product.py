@@ -1,7 +1,7 @@
 """Cases of the delta product: numbers of steps, keys that resemble each other, packed sequences, no gate."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,13 @@ from flashlin.testing.compare import Case
 
 def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
     """The values of one row of each token, where k, v and beta have n."""
-    return lambda draw, shape: of(draw, shape.replace("T", "Tn"))[:, first(draw["n"])::draw["n"]]
-
-
-def _rows(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"Tn": facts["T"] * facts["n"]}
+    return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw["n"])::draw["n"]]
 
 
 _inputs = {**delta.gated_rule.inputs, "q": Input("B T H K", _of_rows(unit, lambda n: n - 1)),
-           "k": Input("B Tn H K", keys), "v": Input("B Tn HV V"), "beta": Input("B Tn HV", rates, FLOAT32),
+           "k": Input("B T*n H K", keys), "v": Input("B T*n HV V"), "beta": Input("B T*n HV", rates, FLOAT32),
            "g": Input("B T HV", _of_rows(decays(0.0), lambda n: 0), FLOAT32, "gate")}
-_make = Maker(_inputs, {**delta.FACTS, "T": 50, "n": 2}, _rows)
+_make = Maker(_inputs, {**delta.FACTS, "T": 50, "n": 2})
 
 
 def _case(op: Op, id: str, options: dict[str, Any] | None = None, n: int = 2, **facts: Any) -> Case:

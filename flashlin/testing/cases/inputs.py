@@ -1,6 +1,7 @@
 """Declared tensors: the shape, the values and the dtype of each tensor of an op, from which cases make it."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +19,8 @@ class Draw:
     """Random numbers in float32 on the CPU. Shapes are the names of facts: ``Draw(generator, {"B": 2, "T":
     9})("B T")`` returns normal numbers [2, 9].
 
-    A size that is None is no dimension, and a tuple is several. kept: values that tensors share.
+    A size may be a product of facts, such as ``H*K``, or a fact that names another one. A size that is None
+    is no dimension, and a tuple is several. kept: values that tensors share.
     """
 
     def __init__(self, generator: torch.Generator, facts: Mapping[str, Any]) -> None:
@@ -28,9 +30,14 @@ class Draw:
         return self.facts[fact]
 
     def shape(self, dimensions: str) -> list[int]:
-        sizes = [self.facts[name] for name in dimensions.split()]
+        sizes = [self.size(name) for name in dimensions.split()]
         several = [size if isinstance(size, tuple) else (size,) for size in sizes if size is not None]
         return [n for size in several for n in size]
+
+    def size(self, dimension: str) -> Any:
+        factors = [self.facts[name] for name in dimension.split("*")]
+        sizes = [self.size(one) if isinstance(one, str) else one for one in factors]
+        return math.prod(sizes) if len(sizes) > 1 else sizes[0]
 
     def __call__(self, dimensions: str) -> Tensor:
         return torch.randn(self.shape(dimensions), generator=self.generator)

@@ -66,21 +66,18 @@ def divided(name: str) -> Values:
     return lambda draw, shape: draw(shape) / draw[name] ** 0.5
 
 
-def wide_D(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"V_of_D": facts["V"] if facts["wide_D"] else None}
-
-
 SEQ_IDX = Input("B T", numbers, when="seq")
 # Heads of V and states of K columns, as other makers call them. step: one of STEPS. others: dtype of dt and
-# of what belongs to heads. seq: lengths of the sequences in each row.
+# of what belongs to heads. seq: lengths of the sequences in each row. of_D: V where D has a number for each
+# channel.
 make_scan = Maker(
     {"x": Input("B T H V"), "dt": Input("B T H", steps, "others"), "A": Input("H", rates, "others"),
      "B": Input("B T G K"), "C": Input("B T G K", divided("K")),
-     "D": Input("H V_of_D", dtype="others", when="given"),
+     "D": Input("H of_D", dtype="others", when="given"),
      "z": Input("B T H V", when="given"), "dt_bias": Input("H", dtype="others", when="given"),
      "initial_states": Input("B H V K", dtype=FLOAT32, when="given"), "seq_idx": SEQ_IDX},
-    {"B": 2, "T": 150, "H": 4, "V": 32, "G": 2, "K": 64, "wide_D": False, "step": "usual", "seq": (),
-     "others": FLOAT32}, wide_D)
+    {"B": 2, "T": 150, "H": 4, "V": 32, "G": 2, "K": 64, "of_D": None, "step": "usual", "seq": (),
+     "others": FLOAT32})
 
 
 def scan_reference(
@@ -114,7 +111,7 @@ def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the widths of the two projections, the scan and the convolution."""
     D, M = facts["H"] * facts["V"], facts["M"]
     C = D + 2 * facts["G"] * facts["K"]
-    return {**wide_D(facts), "D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
+    return {"D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
 
 
 # As for the scan. M: half the columns of the MLP beside the scan. W: taps of the convolution.
@@ -122,11 +119,11 @@ make_layer = Maker(
     {"zxbcdt": Input("B T rows"), "conv1d_weight": Input("C W", divided("W")),
      "conv1d_bias": Input("C", when="given"),
      "dt_bias": Input("H", times(1, -2), FLOAT32), "A": Input("H", rates, FLOAT32),
-     "D": Input("H V_of_D", dtype=FLOAT32), "initial_states": Input("B H V K", dtype=FLOAT32, when="given"),
+     "D": Input("H of_D", dtype=FLOAT32), "initial_states": Input("B H V K", dtype=FLOAT32, when="given"),
      "rmsnorm_weight": Input("D", times(0.1, 1), when="given"),
      "outproj_weight": Input("out inner", divided("D"), when="given"),
      "outproj_bias": Input("out", when="given"), "seq_idx": SEQ_IDX},
-    {"B": 2, "T": 90, "H": 4, "V": 16, "G": 2, "K": 16, "M": 0, "W": 4, "wide_D": False, "step": "usual",
+    {"B": 2, "T": 90, "H": 4, "V": 16, "G": 2, "K": 16, "M": 0, "W": 4, "of_D": None, "step": "usual",
      "out": 24, "seq": (), "given": ("conv1d_bias", "rmsnorm_weight", "outproj_weight")}, widths)
 
 
@@ -356,7 +353,7 @@ VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
 GATE_FIRST, LINEAR = {"norm_before_gate": False}, {"activation": None}
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70),
-    _scan("wide-D", {"dt_limit": (0.05, 0.2)}, wide_D=True, T=70), _scan("one-group", G=1, H=6, T=70),
+    _scan("wide-D", {"dt_limit": (0.05, 0.2)}, of_D="V", T=70), _scan("one-group", G=1, H=6, T=70),
     _scan("no-groups", G=4, T=70), _scan("no-gate", given=("D", "initial_states"), T=70),
     _scan("no-softplus", {"dt_softplus": False}, step="large", T=70), _scan("large-steps", step="large"),
     _scan("tiny-steps", step="tiny", T=70), _scan("forgetting", step="forgetting", seq=(5, 1, 40, 24), T=70),
@@ -377,7 +374,7 @@ CASES: list[Case] = [
     _selective("forgetting", step="forgetting", T=40), _selective("same-dtype", others="same"),
     _selective("one-state", N=1, T=40), _selective("odd-states", N=23, T=40),
     _selective("many-states", N=130, D=5, T=40), _selective("one-channel", D=1, N=3),
-    _selective("real", B=1, D=256, T=200), _layer("random", quick=True, wide_D=True),
+    _selective("real", B=1, D=256, T=200), _layer("random", quick=True, of_D="V"),
     _layer("gate-first", GATE_FIRST, seq=(30, 2, 58), H=16), _layer("bare", LINEAR, given=(), T=40),
     _layer("everything", {"ngroups": 1}, given=None, M=12, T=40, G=1),
     _fn("random", quick=True), _fn("channels-first", last=False), _fn("bare", LINEAR, given=()),

@@ -35,20 +35,19 @@ def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str],
         outputs: Iterable[str] = MappingProxyType({"y": "B T H"}), **sizes: Any) -> Op:
     inputs = {name: Input(shape, VALUES.get(name, Draw.__call__),
                           "parameters" if name in PARAMETERS else "same") for name, shape in tensors.items()}
-    make = Maker(inputs, {**FACTS, **sizes}, lambda facts: {"HK": facts["H"] * facts["K"]})
-    return Op(name, make, expected, TOLERANCES, outputs, {})
+    return Op(name, Maker(inputs, {**FACTS, **sizes}), expected, TOLERANCES, outputs, {})
 
 
 _gdn = _op("fused_gdn_gate", gdn_reference, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)
-_kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "HK"},
+_kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "H*K"},
            {"y": "B T H K"})
 _mix = _op("fused_addcmul_rwkv7", mix_reference,
            {"hidden_states": "B T D", "delta": "B T D", **dict.fromkeys(MIXES, "one one D")},
            {f"y{n}": "B T D" for n in range(len(MIXES))})
 _key = _op("fused_k_rwkv7", reference.key, {"k": "B T D", "a": "B T D", "ka": "D"}, {"y": "B T D"})
 _correction = _op("gate_output_correction", reference.correction,
-                  {"o": "B T HK", **dict.fromkeys(("r", "k", "v"), "B T H K"), "g": "B T HK", "r_k": "H K"},
-                  {"y": "B T HK"})
+                  {"o": "B T H*K", **dict.fromkeys(("r", "k", "v"), "B T H K"), "g": "B T H*K", "r_k": "H K"},
+                  {"y": "B T H*K"})
 OPS = (_gdn, _kda, _mix, _key, _correction)
 BOUND = {"lower_bound": -5.0}
 CASES: list[Case] = [_any("random", quick=True) for _any in OPS]

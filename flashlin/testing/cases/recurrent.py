@@ -54,7 +54,7 @@ def _beta(draw: Draw, shape: str) -> Tensor:
 
 def _sizes(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"beta_of": facts["V"] if facts["beta"] == "headwise" else None,
-            "N": 6 if facts["pool"] else facts["N"], "HVK": facts["HV"] * facts["K"]}
+            "N": 6 if facts["pool"] else facts["N"]}
 
 
 INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV V"),
@@ -136,7 +136,7 @@ CASES += [
 def _raw(made: Tensors, draw: Draw) -> Tensors:
     """With gates that become decays inside the op, and their bias."""
     if draw["raw"]:
-        made |= {"g": 8 * draw("B T HV K"), "dt_bias": draw("HVK")}
+        made |= {"g": 8 * draw("B T HV K"), "dt_bias": draw("HV*K")}
     return made
 
 
