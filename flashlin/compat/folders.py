@@ -53,16 +53,7 @@ def in_cache() -> Path:
 def make(folder: Path) -> None:
     """Make a folder, and its missing parents, for this user alone. Raise OSError if that is impossible, or if
     another user could change its contents."""
-    _make(folder)
+    for path in (*reversed(folder.parents), folder):  # mkdir(parents=True) has no mode for the parents
+        path.mkdir(mode=0o700, exist_ok=True)
     if why := unsafe(folder):
         raise PermissionError(errno.EPERM, why)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except FileNotFoundError:
-        if folder.parent == folder:
-            raise
-        _make(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)

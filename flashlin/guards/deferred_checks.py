@@ -19,7 +19,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
-from threading import Lock, Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -169,18 +170,8 @@ def apart(make: Callable[[], None]) -> None:
     """Make tensors that outlive the call in a thread of their own. Inference mode, fake tensors, func
     transforms and the memory pool of torch.compile's graphs are all of the caller's thread, and would turn
     them into tensors that die or cannot be written to."""
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            make()
-        except Exception as error:  # whatever it is, it is the caller's to hear of
-            failed.append(error)
-    thread = Thread(target=run, name="flashlin-pending")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1, "flashlin-pending") as pool:
+        pool.submit(make).result()
 
 
 def _arrived(owed: Owed, behind: int = 0) -> list[str]:

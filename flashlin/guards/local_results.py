@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -75,8 +75,10 @@ _unwritten: dict[Target, Table] = {}  # what could not be kept holds in this pro
 def local(target: Target) -> Table:
     """What is known on this machine, as read once, until ``read_again``."""
     folder, _ = place()
-    # else nobody has tried anything here, and our own sources need not be read
-    written = _read(_file(folder, target)) if folder is not None and folder.is_dir() else NOTHING
+    written = NOTHING
+    if folder is not None and folder.is_dir():  # else nobody has tried anything, and _file reads no sources
+        with suppress(OSError):
+            written = _read(_file(folder, target))
     return written.updated(_unwritten.get(target, NOTHING))
 
 
@@ -94,7 +96,7 @@ def keep(new: Table, target: Target) -> None:
             make(folder)
             file = _file(folder, target)
             with locked(file.with_suffix(".lock")):
-                _write(file, _read_to_change(file).updated(new))
+                _write(file, _read(file).updated(new))
             local.cache_clear()
             return
         except OSError as error:
@@ -126,7 +128,7 @@ def forget(ops: Collection[str] = ()) -> int:
     gone = 0
     for file in sorted(folder.glob("launches-*.json")):
         with locked(file.with_suffix(".lock")):
-            before = _read_to_change(file)
+            before = _read(file)
             left = before.without(ops)
             gone += before.size - left.size
             if left.size:
@@ -144,19 +146,12 @@ def forget(ops: Collection[str] = ()) -> int:
 def alone(trial: str) -> Iterator[None]:
     """One process of this user at a time, where a lock can be had."""
     folder, _ = place()
-    try:
-        if folder is None:
-            raise OSError
-        make(folder)
-        lock = locked(folder / f"trial-{trial.replace(' ', '-')}.lock")
-        lock.__enter__()
-    except OSError:  # then two processes may try the same, and both be right
+    with ExitStack() as held:
+        if folder is not None:
+            with suppress(OSError):  # then two processes may try the same, and both be right
+                make(folder)
+                held.enter_context(locked(folder / f"trial-{trial.replace(' ', '-')}.lock"))
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.__exit__(None, None, None)
 
 
 def place(warn: bool = True) -> tuple[Path | None, str]:
@@ -196,17 +191,9 @@ def _kernels() -> str:
 
 
 def _read(file: Path) -> Table:
-    """Return the table in a file, for planning; an empty one if it cannot be read."""
-    try:
-        return _read_to_change(file)
-    except OSError:
-        return NOTHING
-
-
-def _read_to_change(file: Path) -> Table:
-    """Return the table in a file that is about to be replaced. An invalid file counts as empty: one that is
-    missing, half written, a link, too large, nested too deeply, or has unknown words or dates. Raises OSError
-    if reading fails for another reason, because the table must not be lost then."""
+    """Return the table in a file. An invalid file counts as empty: one that is missing, half written, a link,
+    too large, nested too deeply, or has unknown words or dates. Raise OSError if reading fails for another
+    reason, because a table that is about to be replaced must not be lost then."""
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
