@@ -16,6 +16,7 @@ from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements, of a row that changes its layout
 HEADS = 16  # heads per program of the cumulative sum
+CHANNELS = 64  # channels of any heads per program of their cumulative sum
 LONG = (64, 32)  # tokens of chunks that may be halved where something spills
 # Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
 # way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
@@ -47,14 +48,23 @@ def operand_bytes(problem: Problem) -> int:
 
 def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
     """The kernel that sums the decays of heads within blocks of BT tokens."""
-    return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), -(-problem.H // HEADS))
+    return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
 
 
-def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], columns: int, shared: int = 8192,
-                traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4) -> Launch:
-    """A kernel with a program for each chunk of ``tile["BT"]`` tokens and each of ``columns``, usually the
-    heads. shared: bytes, an upper estimate."""
-    n = problem.batch_part or problem.N
+def channel_sums_launch(problem: Problem, BT: int) -> Launch:
+    """Return the launch that sums the decays of key channels within chunks of BT tokens."""
+    columns = -(-problem.H * problem.K // CHANNELS)
+    return over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), columns=columns)
+
+
+def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], shared: int = 8192,
+                traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4,
+                columns: int = -1) -> Launch:
+    """Return a launch with a program for each chunk of ``tile["BT"]`` tokens and each head.
+
+    shared: bytes, an upper estimate. columns: programs of a chunk, if they are not its heads.
+    """
+    n, columns = problem.batch_part or problem.N, problem.H if columns < 0 else columns
     rows = problem.T if problem.varlen else n * problem.T
     shares = max(1, -(-rows // (tile["BT"] * max(n, 1))))
     span = tile["BT"] * problem.H * max(problem.K, problem.V)

@@ -10,45 +10,26 @@ from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import (
-    BY_TRANSFER,
-    NARROW,
-    calm,
-    can_be_narrow,
-    carry_launch,
-    cumsum_launch,
-    deepest,
-    fitting,
-    least_spilled,
-    narrow_where_idle,
-    operand_bytes,
-    over_tokens,
-    overlapped,
-    part_length,
-    shared_bytes,
-    state_launch,
-    tf32_copies,
-)
 
 STAGES_BACK = 2  # chunks under way in the reverse scan in Gluon, whose chunks have more to them
 
 
-@calm
+@scans.calm
 @recurrent.or_token_by_token
-@narrow_where_idle
+@scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
     before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
-    bytes_each, per_chunk = operand_bytes(problem), traits_of(problem, "dot", *["before"] * before)
+    bytes_each, per_chunk = scans.operand_bytes(problem), traits_of(problem, "dot", *["before"] * before)
     dots = per_chunk | trait_set("rmw_acc")
-    size = tf32_copies(bytes_each, target) * bytes_each
+    size = scans.tf32_copies(bytes_each, target) * bytes_each
 
     # the inverse too, for gradients what its rounding lost, and a product of its size
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
         p = before * config.num_stages * config.BT * config.BK
-        return shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
+        return scans.shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
 
     def inverting(BT: int) -> int:  # k and p, and three float32 tiles of an inverse's side
         return size * (1 + before) * BT * wide + 12 * 32 ** 2
@@ -57,26 +38,27 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return size * (num_stages * (3 * BT * strip + 2 * strip ** 2) + 4 * BT * strip + 2 * BT ** 2
                        + before * BT)
     wide = min(256 // bytes_each, padded(problem.K))
-    scan = fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
-                   lambda config: max(shared(config), inverting(config.BT)), problem, target)
-    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER)
-    narrow, BT = narrow and can_be_narrow(scan, problem), scan.BT
-    scan = scan._replace(BV=NARROW) if narrow else scan
-    kernels = [cumsum_launch(problem, BT)] if "g" in problem.options else []
-    states = deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
+    scan = scans.fitting(over_v(problem.K, problem.V, bytes_each, problem.max_warps, target),
+                         lambda config: max(shared(config), inverting(config.BT)), problem, target)
+    part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER)
+    narrow, BT = narrow and scans.can_be_narrow(scan, problem), scan.BT
+    scan = scan._replace(BV=scans.NARROW) if narrow else scan
+    kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options else []
+    states = scans.deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
     # a warp waits at no barriers; two have the registers
-    inverses = [over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), problem.H, inverting(BT),
-                            per_chunk, num_warps=warps) for warps in (1, 2)]
-    kernels.append(least_spilled(inverses, target))
+    inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
+                                  per_chunk, num_warps=warps) for warps in (1, 2)]
+    kernels.append(scans.least_spilled(inverses, target))
+
+    def walk(kernel: str, config: Config, more: int = 0) -> Launch:
+        return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
     if part:
-        kernels += [state_launch("delta_alone", states, problem, shared(states), dots, part=part),
-                    carry_launch(problem, target, part, transfer=True)]
+        kernels += [walk("delta_alone", states), scans.carry_launch(problem, target, part, transfer=True)]
     # Beside p there are no registers for as many channels, nor on Hopper for a scan's second stage
     # (benchmarks/results/kernels-*); on other cards it spills less than the first alone.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
-    kernels.append(_overlapped(problem, target, part)
-                   or state_launch("delta_scan", forward, problem, shared(forward), dots, part=part))
+    kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
     if problem.needs_grad:
         # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
@@ -92,15 +74,15 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         def tile(strip: int) -> dict[str, int]:
             return dict(BT=BT, BK=min(max(16, strip // 2) if slim else strip, padded(problem.K)),
                         BV=min(strip, padded(problem.V)))
-        grads = [over_tokens("delta_grads", problem, tile(strip), problem.H, finishing(strip, num_stages),
-                             per_chunk | trait_set("mixed_sum"), num_stages) for strip, num_stages in ways]
+        grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
+                                   per_chunk | trait_set("mixed_sum"), num_stages)
+                 for strip, num_stages in ways]
         fits = [launch for launch in grads if launch.shared <= target.shared]
         back = _overlapped(problem, target, part, back=True)
-        kernels.append(state_launch("delta_states", states, problem, shared(states), dots, part=part))
+        kernels.append(walk("delta_states", states))
         if part or not back:  # which of parts alone makes their gradients
-            kernels.append(state_launch("delta_reverse", reverse, problem, shared(reverse) + moved, dots,
-                                        part=part))
-        kernels += [*([back] if back else []), least_spilled(fits or grads[-1:], target)]
+            kernels.append(walk("delta_reverse", reverse, moved))
+        kernels += [*([back] if back else []), scans.least_spilled(fits or grads[-1:], target)]
     return tuple(kernels)
 
 
@@ -114,8 +96,8 @@ def _overlapped(problem: Problem, target: Target, part: int, back: bool = False)
     written = 2 * BV * (BT + K) if back else 4 * BT * BV
     stages = STAGES_BACK if back else scans.STAGES
     shared = stages * slot + groups * (2 * BT * BT + written) + 1024
-    return overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
+    return scans.overlapped("delta_overlapped_back" if back else "delta_overlapped", problem, target, part,
+                            {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages}, shared)
 
 
 def two_steps(sizes: Sizes) -> Sizes:

@@ -10,28 +10,10 @@ from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
+from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, over_v, padded
-from flashlin.kernels.gla.recipe import CHANNELS, halves_all, one_is_proven
+from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import (
-    BY_TRANSFER,
-    NARROW,
-    WORTH,
-    calm,
-    can_be_narrow,
-    carry_launch,
-    deepest,
-    fitting,
-    least_spilled,
-    narrow_state,
-    narrow_where_idle,
-    operand_bytes,
-    over_tokens,
-    part_length,
-    state_launch,
-    tf32_copies,
-    ways,
-)
 
 # Choices, for speed. Two writing vectors, where they are halved, take chunks of 32: four tiles of 64 rows by
 # K would leave a multiprocessor one program. Their scans, and those of chunks that short, have no registers
@@ -58,9 +40,9 @@ BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 
 
-@calm
+@scans.calm
 @recurrent.or_token_by_token
-@narrow_where_idle
+@scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
     and the chunk's gradients."""
@@ -79,8 +61,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[Launch, ...]:
     """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
-    bytes_each, dots = operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
-    size = tf32_copies(bytes_each, target) * bytes_each
+    bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
+    size = scans.tf32_copies(bytes_each, target) * bytes_each
     per_chunk = traits_of(problem, "dot", "mixed_sum")
     # where nothing is said, as of a traced call, the kernels that may need more
     two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
@@ -112,19 +94,18 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         shared = finishing(BT, strip)
         if two and kernel == "dplr_grads_one":  # the gradients of two more scores
             shared += 2 * size * BT ** 2
-        return over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), problem.H, shared,
-                           per_chunk | narrow_grads(BT, strip),
-                           num_warps=strip.num_warps)
+        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), shared,
+                                 per_chunk | narrow_grads(BT, strip), num_warps=strip.num_warps)
 
     def strip_beside(BT: int) -> Strip:
         good = [strip for strip in strips
                 if finishing(BT, strip) <= target.shared and not narrow_grads(BT, strip) & problem.avoid]
         made = {grads(BT, strip): strip for strip in good or strips[-1:]}
-        return made[least_spilled(list(made), target)]
+        return made[scans.least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
         """The facts of a scan's tile and of the tiles that come with it."""
-        forward = narrow_state(config) | narrow_scores(config.BT, wide)
+        forward = scans.narrow_state(config) | narrow_scores(config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
@@ -132,17 +113,18 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
     def shared(config: Config) -> int:
         return max(scanning(config), reverse(config._replace(num_stages=1)) if problem.needs_grad else 0)
-    scan = fitting(candidates, shared, problem, target, facts)
+    scan = scans.fitting(candidates, shared, problem, target, facts)
     BT = scan.BT
 
     def preparing(kernel: str, width: int, facts: frozenset[str] = frozenset()) -> Launch:
-        return over_tokens(kernel, problem, dict(BT=BT, BK=width), problem.H,
-                           size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
+        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=width),
+                                 size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
 
     def prepared(rest: str) -> Launch:
         kinds = [preparing("dplr_prepare" + rest, width, narrow_scores(BT, width))
                  for width in (wide, max(16, wide // 2))]
-        return least_spilled([way for launch in kinds for way in (launch, *ways(launch, problem))], target)
+        every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
+        return scans.least_spilled(every, target)
     if one:
         strip = BY_ONE_KDA if "beta" in problem.options else BY_ONE
         strip = Strip(min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V)),
@@ -154,24 +136,25 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
     # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
     # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
-    worth = WORTH if two or problem.needs_grad else 2 * WORTH
-    part = part_length(problem, target, -(-problem.V // scan.BV), BY_TRANSFER, worth)
+    worth = scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH
+    part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     # (two writing vectors have no room for a second stage, which narrow states have to have)
-    narrow = narrow and not two and can_be_narrow(scan, problem)
+    narrow = narrow and not two and scans.can_be_narrow(scan, problem)
     # of whole states a second stage would gain nothing where a card is full
-    single = scan._replace(BV=NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
+    single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
-        scan = deepest(single, scanning, target)
-    sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS))
-    kernels = [sums, *preparation]
+        scan = scans.deepest(single, scanning, target)
+    kernels = [scans.channel_sums_launch(problem, BT), *preparation]
+
+    def walk(kernel: str, config: Config, shared: int, tall: bool = False) -> Launch:
+        return scans.state_launch(kernel, config, problem, shared, dots, tall, part)
     if part:
-        kernels += [state_launch("dplr_alone", single, problem, scanning(single), dots, False, part),
-                    carry_launch(problem, target, part, transfer=True)]
-    kernels.append(state_launch("dplr_scan", scan, problem, scanning(scan), dots, scan.num_stages > 1, part))
+        kernels += [walk("dplr_alone", single, scanning(single)),
+                    scans.carry_launch(problem, target, part, transfer=True)]
+    kernels.append(walk("dplr_scan", scan, scanning(scan), scan.num_stages > 1))
     if problem.needs_grad:
-        kernels += [state_launch("dplr_states", single, problem, scanning(single), dots, False, part),
-                    state_launch("dplr_reverse", single, problem, reverse(single), dots, False, part),
-                    *gradients]
+        kernels += [walk("dplr_states", single, scanning(single)),
+                    walk("dplr_reverse", single, reverse(single)), *gradients]
     return tuple(kernels)
 
 

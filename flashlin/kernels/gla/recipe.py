@@ -7,24 +7,10 @@ from flashlin.compat.versions import release
 from flashlin.guards import launch_table
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, operands_of, traits_of
+from flashlin.kernels import scans
 from flashlin.kernels.configs import Config, is_hopper, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import (
-    BY_DECAY,
-    PADDING,
-    calm,
-    carry_launch,
-    fitting,
-    moves,
-    operand_bytes,
-    over_tokens,
-    part_length,
-    shared_bytes,
-    state_launch,
-    tf32_copies,
-)
 
-CHANNELS = 64  # of the sums, a program; they know no heads
 # Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
 # a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time; those of one
 # reference take twice the columns. With 8 warps and 64 neither is faster (benchmarks/results/kernels-*).
@@ -32,7 +18,7 @@ SCORES, GRADS = 64, 32
 TRIED = (3, 6)  # the first release under which kernels of one reference have been started
 
 
-@calm
+@scans.calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the
@@ -46,20 +32,20 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
-    bytes_each, dots = operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
-    size = tf32_copies(bytes_each, target) * bytes_each
+    bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
+    size = scans.tf32_copies(bytes_each, target) * bytes_each
     # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
     per_chunk = traits_of(problem, "dot", "mixed_sum", *["before"] * ("u" in problem.options))
 
     # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
     # once, but of 16 tokens, unpadded, 3.8 moves k from one layout to another beside more than 16 columns of v
     def shared(config: Config) -> int:
-        columns = config.BT + (PADDING if moves(target) else 0)
+        columns = config.BT + (scans.PADDING if scans.moves(target) else 0)
         more = (config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2
                 else 64 * config.BK * (columns == 16 < config.BV))
-        return shared_bytes(config, bytes_each, target) + more
+        return scans.shared_bytes(config, bytes_each, target) + more
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
-    scan = fitting(candidates, shared, problem, target)
+    scan = scans.fitting(candidates, shared, problem, target)
     BT, wide = scan.BT, min(SCORES, padded(problem.K))
     # both operands, of fp32 two parts of each; the scores; decays on their way (3.4, in chunks of 32 tokens)
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
@@ -67,22 +53,22 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     def grads(kernel: str, columns: int) -> Launch:
         narrow, strip = min(GRADS, padded(problem.K)), min(columns, padded(problem.V))
         finishing = size * (2 * BT * strip + 2 * narrow * strip + BT * narrow + BT ** 2) + 4 * BT ** 2
-        return over_tokens(kernel, problem, dict(BT=BT, BK=narrow, BV=strip), problem.H, finishing, per_chunk)
-    part = part_length(problem, target, -(-problem.V // scan.BV), BY_DECAY)
-    sums = over_tokens("gla_sums", problem, dict(BT=BT, BC=CHANNELS), -(-problem.H * problem.K // CHANNELS))
-    scores = over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), problem.H, scoring, per_chunk)
+        return scans.over_tokens(kernel, problem, dict(BT=BT, BK=narrow, BV=strip), finishing, per_chunk)
+    part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_DECAY)
+    scores = scans.over_tokens("gla_scores", problem, dict(BT=BT, BK=wide), scoring, per_chunk)
     kernels = ([scores._replace(kernel="gla_scores_one"), scores._replace(kernel="gla_scores_rest")] if one
-               else [sums, scores])
+               else [scans.channel_sums_launch(problem, BT), scores])
+
+    def walk(kernel: str, config: Config) -> Launch:
+        return scans.state_launch(kernel, config, problem, shared(config), dots, part=part)
     if part:
-        kernels += [state_launch("gla_alone", scan, problem, shared(scan), dots, part=part),
-                    carry_launch(problem, target, part)]
-    kernels.append(state_launch("gla_scan", scan, problem, shared(scan), dots, part=part))
+        kernels += [walk("gla_alone", scan), scans.carry_launch(problem, target, part)]
+    kernels.append(walk("gla_scan", scan))
     if problem.needs_grad:
         # on Hopper in 16 bits a second stage takes 0.32 ms for 0.39 (benchmarks/NOTES.md, change 6)
         two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
         single = scan if two else scan._replace(num_stages=1)
-        kernels += [state_launch("gla_states", scan, problem, shared(scan), dots, part=part),
-                    state_launch("gla_reverse", single, problem, shared(single), dots, part=part)]
+        kernels += [walk("gla_states", scan), walk("gla_reverse", single)]
         kernels += ([grads("gla_grads_one", 2 * GRADS), grads("gla_grads_rest", GRADS)] if one
                     else [grads("gla_grads", GRADS)])
     return tuple(kernels)
@@ -95,7 +81,7 @@ def halves_all(problem: Problem, target: Target) -> bool:
     token; and on cards but Hopper, where nobody has timed it."""
     if problem.invariant or operands_of(problem) == "float16":
         return True
-    return target.backend != "interpreter" and not (is_hopper(target) and operand_bytes(problem) == 2)
+    return target.backend != "interpreter" and not (is_hopper(target) and scans.operand_bytes(problem) == 2)
 
 
 def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...], fit: bool = True) -> bool:

@@ -10,27 +10,6 @@ from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-from flashlin.kernels.scans import (
-    BY_DECAY,
-    NARROW,
-    calm,
-    can_be_narrow,
-    carry_launch,
-    cumsum_launch,
-    deepest,
-    fitting,
-    least_spilled,
-    narrow_where_idle,
-    objected,
-    operand_bytes,
-    over_tokens,
-    overlapped,
-    part_length,
-    shared_bytes,
-    spilled,
-    state_launch,
-    tf32_copies,
-)
 
 
 class Strip(NamedTuple):
@@ -61,37 +40,37 @@ HALF_OF_REGISTERS, ALL_REGISTERS = {"REGISTERS": 128}, {"REGISTERS": 0}
 HEADS = 16  # whose dq and dk a program adds up at most
 
 
-@calm
-@narrow_where_idle
+@scans.calm
+@scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
     """The sums of decays where there are some, forward's launches, then backward's if gradients are wanted;
     backward of the token kernel is the chunked one."""
     if problem.mode == "auto":  # nothing to say before the mode is chosen
         return ()
-    bytes_each = operand_bytes(problem)
+    bytes_each = scans.operand_bytes(problem)
     dots = traits_of(problem, "dot", "rmw_acc", *{"v_first"} & set(problem.options))
 
     gated = "g" in problem.options
 
     def shared(config: Config) -> int:
-        return shared_bytes(config, bytes_each, target)
+        return scans.shared_bytes(config, bytes_each, target)
 
     def stored(config: Config) -> int:
         """With the gradient of the state on its way to memory, before 3.3 in rows of its own."""
         more = bytes_each == 2 and release(target.triton) < (3, 3) and not is_hopper(target)
         return shared(config) + ON_ITS_WAY * more
     size = problem.K, problem.V, bytes_each, problem.max_warps
-    wide = fitting(over_v(*size, target), shared, problem, target)
-    part = part_length(problem, target, -(-problem.V // wide.BV), BY_DECAY)
+    wide = scans.fitting(over_v(*size, target), shared, problem, target)
+    part = scans.part_length(problem, target, -(-problem.V // wide.BV), scans.BY_DECAY)
     if problem.T <= WHOLE and not scans.forced_parts and _overlapped(problem, target, 0):
         part = 0
     by_chunk = gated or (not part and _short(problem, target, -(-problem.V // wide.BV)))
-    if narrow and can_be_narrow(wide, problem):
-        wide = deepest(wide._replace(BV=NARROW), shared, target)
+    if narrow and scans.can_be_narrow(wide, problem):
+        wide = scans.deepest(wide._replace(BV=scans.NARROW), shared, target)
 
     def scan(kernel: str, config: Config) -> Launch:
-        return state_launch(kernel, config, problem, shared(config), dots, part=part)
-    split = [scan("simple_gla_alone", wide), carry_launch(problem, target, part)] if part else []
+        return scans.state_launch(kernel, config, problem, shared(config), dots, part=part)
+    split = [scan("simple_gla_alone", wide), scans.carry_launch(problem, target, part)] if part else []
     if problem.mode == "fused_recurrent":
         kernels = [recurrent.forward(problem, target), *(split if problem.needs_grad else ())]
     else:
@@ -101,25 +80,26 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         walking = wide
         if bytes_each == 2 and not is_hopper(target):
             widest = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
-            walking = fitting([wide._replace(BV=strip, num_warps=8, num_stages=1)
-                               for strip in (64, 32, 16) if strip <= widest], stored, problem, target)
-        dv = state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
+            strips = [wide._replace(BV=strip, num_warps=8, num_stages=1)
+                      for strip in (64, 32, 16) if strip <= widest]
+            walking = scans.fitting(strips, stored, problem, target)
+        dv = scans.state_launch("simple_gla_dv", walking, problem, stored(walking), dots, part=part)
         grads = _overlapped_shared(problem, target) or _grads(
             problem, target, wide.BT, traits_of(problem, "dot", "mixed_sum"))
         dv, grads = _without_table(problem, target, dv, grads)
         kernels += [scan("simple_gla_states", wide), _overlapped_back(problem, target, dv, part) or dv, grads]
     elif problem.needs_grad:
-        tall, dv = fitting(over_k(*size, target), shared, problem, target), scan("simple_gla_dv", wide)
+        tall, dv = scans.fitting(over_k(*size, target), shared, problem, target), scan("simple_gla_dv", wide)
         kernels += [scan("simple_gla_dq", tall), scan("simple_gla_dk", tall),
                     _overlapped_back(problem, target, dv, part) or dv]
     if (by_chunk and problem.needs_grad) or (gated and problem.mode == "chunk"):
-        kernels.insert(0, cumsum_launch(problem))
+        kernels.insert(0, scans.cumsum_launch(problem))
     return tuple(kernels)
 
 
 def _short(problem: Problem, target: Target, strips: int) -> bool:
     """Whether backward without a gate goes as with one (timed in 16 bits only)."""
-    return (is_hopper(target) and operand_bytes(problem) == 2 and SHORT <= problem.T <= WHOLE
+    return (is_hopper(target) and scans.operand_bytes(problem) == 2 and SHORT <= problem.T <= WHOLE
             and not problem.invariant
             and problem.N * problem.H * strips <= target.sms)
 
@@ -132,8 +112,8 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
     if "g" in problem.options:
         stages, bound = 2 if K > BLOCK else scans.STAGES, HALF_OF_REGISTERS
     shared = 2 * (stages * BT * (2 * K + BV) + K * BV) + 4 * BT * BV + 1024
-    return overlapped("simple_gla_overlapped", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "STAGES": stages, **bound}, shared)
+    return scans.overlapped("simple_gla_overlapped", problem, target, part,
+                            {"BT": BT, "BK": K, "BV": BV, "STAGES": stages, **bound}, shared)
 
 
 def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) -> Launch | None:
@@ -144,9 +124,9 @@ def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) ->
     groups = 1 if problem.V % (2 * BV) else 2
     stages, bound = (2, HALF_OF_REGISTERS) if groups == 1 else (scans.STAGES, ALL_REGISTERS)
     slot = 2 * BT * (2 * K + groups * BV) + 4 * BT * 5
-    return overlapped("simple_gla_overlapped_back", problem, target, part,
-                      {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **bound, **side},
-                      stages * slot + groups * 2 * (BT * BT + K * BV) + 1024)
+    tile = {"BT": BT, "BK": K, "BV": BV, "GROUPS": groups, "STAGES": stages, **bound, **side}
+    return scans.overlapped("simple_gla_overlapped_back", problem, target, part, tile,
+                            stages * slot + groups * 2 * (BT * BT + K * BV) + 1024)
 
 
 def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
@@ -155,15 +135,15 @@ def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
     if "gva" not in problem.options or (problem.K, problem.V) != (K, V):
         return None
     shared = 4 * (BT * K + stages * (BT + K) * V) + 4 * BT * (4 * stages + 8 + 2 * BT) + 1024
-    launch = overlapped("simple_gla_overlapped_shared", problem, target, 0,
-                        {"BT": BT, "BK": K, "BV": V, "BH": HEADS, "STAGES": stages}, shared)
+    launch = scans.overlapped("simple_gla_overlapped_shared", problem, target, 0,
+                              {"BT": BT, "BK": K, "BV": V, "BH": HEADS, "STAGES": stages}, shared)
     return launch and launch._replace(grid=(problem.N * (problem.T // BT) * problem.H,))
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
     """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
-    bytes_each, several = operand_bytes(problem), "gva" in problem.options
-    size = tf32_copies(bytes_each, target) * bytes_each
+    bytes_each, several = scans.operand_bytes(problem), "gva" in problem.options
+    size = scans.tf32_copies(bytes_each, target) * bytes_each
     strips = (OF_GROUPS if several else OF_HEADS)[bytes_each]
     tall = not several and bytes_each == 2 and not is_hopper(target) and problem.K > strips[0].K
     found = []
@@ -171,10 +151,10 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
         BK, BV = min(strip.K, padded(problem.K)), min(strip.V, padded(problem.V))
         shared = size * 2 * (BV * (BT + BK) + BT * BK + BT ** 2)
         kernel, heads = ("simple_gla_shared", {"BH": HEADS}) if several else ("simple_gla_grads", {})
-        found.append(over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), problem.H, shared,
-        traits,
-                                 num_warps=strip.num_warps))
-    return least_spilled([launch for launch in found if launch.shared <= target.shared] or found[-1:], target)
+        found.append(scans.over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), shared, traits,
+                                       num_warps=strip.num_warps))
+    fits = [launch for launch in found if launch.shared <= target.shared]
+    return scans.least_spilled(fits or found[-1:], target)
 
 
 def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
@@ -191,8 +171,8 @@ def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) 
         return launch._replace(tile=(*launch.tile, ("SIDE", side)))
 
     def worse(launch: Launch) -> bool:
-        return (objected(inside(launch), target) > objected(launch, target)
-                or spilled(inside(launch), target) > spilled(launch, target))
+        return (scans.objected(inside(launch), target) > scans.objected(launch, target)
+                or scans.spilled(inside(launch), target) > scans.spilled(launch, target))
     return (dv, grads) if worse(dv) or worse(grads) else (inside(dv), inside(grads))
 
 
