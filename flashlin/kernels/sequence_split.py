@@ -22,7 +22,8 @@ import triton.language as tl
 
 from flashlin.compat.launch import enter, start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.tile_ops import Batch, sequence_of, state_offsets
+from flashlin.kernels.batch import Batch
+from flashlin.kernels.tile_ops import sequence_of, state_offsets
 
 
 @triton.jit

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import precision
 from flashlin.kernels.scans import operand_bytes
-from flashlin.kernels.tile_ops import precision
 
 
 @triton.jit

@@ -29,6 +29,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
+from flashlin.kernels.batch import Batch, decay_of, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
@@ -36,17 +37,13 @@ from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, sums_read
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
 from flashlin.kernels.tile_ops import (
-    Batch,
-    decay_of,
     decays,
     first_slot,
-    precision,
     put,
     scaled_decay,
     sequence_of,
     state_offsets,
     tile,
-    zero_forgotten,
     zero_gaps,
 )
 

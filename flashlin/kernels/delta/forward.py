@@ -26,6 +26,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
+from flashlin.kernels.batch import Batch, decay_of, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
@@ -33,16 +34,12 @@ from flashlin.kernels.delta.parts import delta_alone
 from flashlin.kernels.delta.steps import rows_of, sums_read, written
 from flashlin.kernels.sequence_split import by_transfers, own_part
 from flashlin.kernels.tile_ops import (
-    Batch,
-    decay_of,
     decays,
     first_slot,
-    precision,
     put,
     scaled_decay,
     sequence_of,
     state_offsets,
-    summed,
     tile,
     zero_gaps,
 )

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.dplr.forward import erases, prepare
 from flashlin.kernels.dplr.inputs import Inputs
@@ -40,18 +41,7 @@ from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sum
 from flashlin.kernels.gla.forward import halves, shares_of_rest
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
-from flashlin.kernels.tile_ops import (
-    Batch,
-    beta_of,
-    first_slot,
-    precision,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_forgotten,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])

@@ -33,6 +33,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
@@ -41,17 +42,7 @@ from flashlin.kernels.gla.decays import sums_at, sums_read
 from flashlin.kernels.gla.forward import halves, may_be_one, shares_of_rest, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import by_transfers, own_part
-from flashlin.kernels.tile_ops import (
-    Batch,
-    beta_of,
-    first_slot,
-    precision,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 from flashlin.kernels.triangular_inverse import inverse, merging, product
 
 

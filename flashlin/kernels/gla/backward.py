@@ -33,6 +33,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.gla.decays import bonus_of, rows_beside, summed_after, summed_before, sums_at, sums_read
 from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, shares_of_rest
@@ -40,16 +41,7 @@ from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_grads_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import (
-    Batch,
-    first_slot,
-    precision,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "L"])

@@ -30,23 +30,14 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.gla.decays import bonus_of, logs, sums_at, sums_read
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_scores_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
-from flashlin.kernels.tile_ops import (
-    LOG2_E,
-    Batch,
-    first_slot,
-    precision,
-    put,
-    sequence_of,
-    state_offsets,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import LOG2_E, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
 BUSY = 1024  # programs that keep a card busy
 # Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import parts
 from flashlin.kernels.hgrn.forward import both, carried, decay, fills_gaps, last, put_walked, segment_of, walk, walked
-from flashlin.kernels.tile_ops import parts, sequence_of, zero_gaps
+from flashlin.kernels.tile_ops import sequence_of, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "S"])

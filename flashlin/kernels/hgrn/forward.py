@@ -17,8 +17,9 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Launch, Plan
+from flashlin.kernels.batch import parts
 from flashlin.kernels.hgrn.recipe import segments
-from flashlin.kernels.tile_ops import parts, sequence_of, zero_gaps
+from flashlin.kernels.tile_ops import sequence_of, zero_gaps
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import strides
 from flashlin.kernels.recurrent.forward import softplus
-from flashlin.kernels.tile_ops import strides
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch
 from flashlin.kernels.recurrent.forward import (
     by_sequence,
     constants_of,
@@ -35,7 +36,7 @@ from flashlin.kernels.recurrent.forward import (
 )
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
-from flashlin.kernels.tile_ops import Batch, sequence_of
+from flashlin.kernels.tile_ops import sequence_of
 
 # The gradients that the kernel writes where they are needed.
 GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
-from flashlin.kernels.tile_ops import Batch, sequence_of, zero_gaps, zero_rows
+from flashlin.kernels.tile_ops import sequence_of, zero_gaps, zero_rows
 
 
 @triton.jit

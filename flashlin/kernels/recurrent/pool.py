@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import Batch
 from flashlin.kernels.recurrent.forward import (
     of_unit_length,
     row_of,
@@ -20,7 +21,7 @@ from flashlin.kernels.recurrent.forward import (
     with_rows,
 )
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
-from flashlin.kernels.tile_ops import Batch, zero_gaps, zero_rows
+from flashlin.kernels.tile_ops import zero_gaps, zero_rows
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "H", "HV", "P", "columns", "packed", "gaps", "counted",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import strides
 from flashlin.kernels.selective.forward import (
     arguments,
     columns,
@@ -36,7 +37,7 @@ from flashlin.kernels.selective.forward import (
     wide,
 )
 from flashlin.kernels.selective.recipe import SEGMENT, columns_of
-from flashlin.kernels.tile_ops import LOG2_E, strides
+from flashlin.kernels.tile_ops import LOG2_E
 
 
 @triton.jit

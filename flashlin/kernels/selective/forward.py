@@ -17,9 +17,10 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import strides
 from flashlin.kernels.recurrent.forward import softplus
 from flashlin.kernels.selective.recipe import SEGMENT, columns_of, kept
-from flashlin.kernels.tile_ops import LOG2_E, strides
+from flashlin.kernels.tile_ops import LOG2_E
 
 
 @triton.jit

@@ -38,24 +38,20 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
+from flashlin.kernels.batch import Batch, decay_of, precision, summed, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.sequence_split import by_decays, part_of
 from flashlin.kernels.simple_gla.inputs import Inputs
 from flashlin.kernels.simple_gla.parts import simple_gla_alone
 from flashlin.kernels.tile_ops import (
-    Batch,
-    decay_of,
     decays,
     first_slot,
-    precision,
     put,
     scaled_decay,
     sequence_of,
     state_offsets,
-    summed,
     tile,
-    zero_forgotten,
     zero_gaps,
 )
 

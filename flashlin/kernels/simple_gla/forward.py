@@ -19,6 +19,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Launch, Plan
+from flashlin.kernels.batch import Batch, decay_of, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.recurrent import forward as recurrent
@@ -26,18 +27,7 @@ from flashlin.kernels.recurrent.inputs import Inputs as TokenByToken
 from flashlin.kernels.sequence_split import by_decays, part_of
 from flashlin.kernels.simple_gla.inputs import Inputs
 from flashlin.kernels.simple_gla.parts import simple_gla_alone
-from flashlin.kernels.tile_ops import (
-    Batch,
-    decay_of,
-    decays,
-    precision,
-    put,
-    scaled_decay,
-    state_offsets,
-    summed,
-    tile,
-    zero_gaps,
-)
+from flashlin.kernels.tile_ops import decays, put, scaled_decay, state_offsets, tile, zero_gaps
 
 
 @triton.jit(do_not_specialize=["T", "N", "R", "L", "scale"])

@@ -1,0 +1,147 @@
+"""The host's view of a call over sequences: its sizes, buffers, parts of the batch, and starts of kernels."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashlin.compat import tf32
+from flashlin.compat.launch import start
+from flashlin.guards.plan_types import Plan
+from flashlin.kernels.configs import FORGOTTEN
+from flashlin.kernels.tile_ops import gate_cumsum
+
+WHOLE = 2**31 - 1  # tokens of a part where sequences are not split
+# How a kernel gets its decay, as a constexpr.
+NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
+# Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
+# dimensions are [B, T, ...], the rest are parameters of heads.
+STATES = ("h0", "ht", "dh0", "dht", "indices", "accepted")
+
+
+def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
+           G: torch.Tensor | None = None) -> torch.Tensor | None:
+    """[H, rows] float32, or G filled: the decays summed within blocks, as the scans want them. N: sequences
+    in this launch."""
+    if g is None:
+        return None
+    B, T, H = g.shape
+    launch = plan.launch("gate_cumsum")
+    tile = dict(launch.tile)
+    if G is None:
+        G = torch.empty(H, B * T, dtype=torch.float32, device=g.device)
+    shares = max(1, -(-B * T // (tile["BT"] * max(N, 1))))
+    start(launch, gate_cumsum, N * shares * -(-H // tile["BH"]), dict(
+        g=g, G=G, bounds=bounds, T=T, N=N, H=H, R=G.stride(0), S=shares, VARLEN=bounds is not None))
+    return G
+
+
+def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
+    """In place: 0 where g forgets everything. What cancels in the sums behind dg leaves a rounding error
+    there, and the parameters of a gate e^A f(x) would get that times a decay of any size."""
+    if dg is not None and g is not None:
+        torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # one launch
+
+
+def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:
+    """The constexpr DECAY of a call with these decays."""
+    return TOKEN_DECAY if g is not None else HEAD_DECAY if gamma is not None else NO_DECAY
+
+
+class Batch:
+    """The sizes of a call over sequences, and its launches, each with its part of the sequences.
+
+    x: a NamedTuple of tensors, among them q [B, T, H, K], v [B, T, HV, V] and bounds [N + 1] or None. most:
+    how many sequences a launch may have, whatever the plan says; 0 for any number.
+    """
+
+    def __init__(self, plan: Plan, x: Any, most: int = 0) -> None:
+        self.x = x
+        self.B, self.T, self.H, self.K = x.q.shape
+        _, _, self.HV, self.V = x.v.shape
+        self.packed = x.bounds is not None
+        self.N = x.bounds.shape[0] - 1 if self.packed else self.B
+        self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
+        part = max([launch.part for launch in plan.launches])
+        self.split, self.L = part > 0, part or WHOLE
+        # Whether kernels zero the rows outside the packed sequences: one launch of all of them can, one of
+        # several cannot, since to it the others' rows are outside, too.
+        self.gaps = self.packed and len(self.slices) == 1
+        self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
+        self.device = x.q.device
+
+    def new(self, *columns: int, dtype: torch.dtype, heads: int | None = None) -> torch.Tensor:
+        """[B, T, HV or heads, *columns] for kernels to write: zeros where they do not write every row."""
+        make, heads = torch.empty if self.fills else torch.zeros, self.HV if heads is None else heads
+        return make(self.B, self.T, heads, *columns, dtype=dtype, device=self.device)
+
+    def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
+        """[N, HV, K, V] or, with v_first, [N, HV, V, K], fp32, for kernels to write."""
+        sides = (self.V, self.K) if v_first else (self.K, self.V)
+        return torch.empty(self.N, self.HV, *sides, dtype=torch.float32,
+                           device=self.device) if wanted else None
+
+    def initial_gradient(self, needs: frozenset[str]) -> torch.Tensor | None:
+        """dh0 for kernels to write, fp32, if it is needed."""
+        h0 = self.x.h0
+        return torch.empty_like(h0, dtype=torch.float32) if h0 is not None and "h0" in needs else None
+
+    def of_groups(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, K]: the gradients [B, T, several H, K] of the value heads that share one q and k, or of
+        several of these at a time, added up."""
+        if self.H == x.shape[2]:
+            return x
+        heads: torch.Tensor = x.unflatten(2, (self.H, -1))
+        return heads.sum(3, dtype=torch.float32).to(self.x.q.dtype)
+
+    def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
+        """For each launch the values that its kernels share, by the names of their parameters (``start``
+        takes them as ``shared``): the tensors of x and the values of ``more``, cut to the launch's sequences;
+        T, H, HV and N, the number of its sequences; L, tokens of the parts that they are split into; for
+        chunks of BT tokens S, programs to a sequence, and slots, entries of a table of chunks. Not for
+        kernels: part, which sequences they are, rows, how many rows they have, and parts, how many numbers of
+        parts."""
+        shared = {"T": self.T, "H": self.H, "HV": self.HV, "L": self.L, **self.x._asdict(), **more}
+        for part in self.slices:
+            n = part.stop - part.start
+            mine = shared if n == self.N else self._cut(shared, part)
+            mine["N"], mine["part"] = n, part
+            mine["rows"] = rows = self.B * self.T if self.packed else n * self.T
+            mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
+            mine["parts"] = n * (-(-self.T // self.L) or 1) if not self.packed else n + rows // self.L
+            yield mine
+            mine.clear()  # scratch goes before gradients are added up
+
+    def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
+        """The same for some of the sequences. Packed ones keep the whole row: their bounds are what is cut."""
+        mine = {name: x[part] if self._is_divided(name, x) else x for name, x in shared.items()}
+        if self.packed:
+            mine["bounds"] = self.x.bounds[part.start:part.stop + 1]
+        return mine
+
+    def _is_divided(self, name: str, x: object) -> bool:
+        return isinstance(x, torch.Tensor) and (name in STATES or (x.ndim > 2 and not self.packed))
+
+
+def parts(plan: Plan, N: int, most: int = 0) -> list[slice]:
+    """The sequences of each launch: all of them, or the plan's batch_part at a time, or ``most`` if that is
+    less."""
+    size = plan.problem.batch_part or max(N, 1)
+    size = min(size, most) if most else size
+    if size >= N:
+        return [slice(0, N)] if N else []
+    return [slice(n, min(n + size, N)) for n in range(0, N, size)]
+
+
+def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
+    """The strides of x's first dimensions by those names; zeros if there is no x."""
+    return dict(zip(names, (0,) * len(names) if x is None else x.stride(), strict=False))
+
+
+def precision(plan: Plan) -> str:
+    """Return how kernels multiply fp32 operands: as three tf32 products (error 1e-5) from sm_80 on, and as
+    fp32 before. One tf32 product is used only if torch's setting allows it."""
+    if plan.target.backend != "cuda" or plan.target.capability < (8, 0):
+        return "ieee"
+    return "tf32" if tf32.setting() == "tf32" else "tf32x3"
