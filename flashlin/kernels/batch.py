@@ -9,6 +9,7 @@ import torch
 from flashlin.compat import tf32
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.tile_ops import gate_cumsum
 
@@ -18,6 +19,7 @@ NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
 # Arguments of kernels that have one entry for each sequence; of the other tensors those with more than two
 # dimensions are [B, T, ...], the rest are parameters of heads.
 STATES = ("h0", "ht", "dh0", "dht", "indices", "accepted")
+GROUPED = ("q", "k", "p")  # tensors of H heads, each of which belongs to a group of heads of v
 
 
 def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
@@ -57,7 +59,7 @@ class Batch:
     """
 
     def __init__(self, plan: Plan, x: Any, most: int = 0) -> None:
-        self.x = x
+        self.plan, self.x = plan, x
         self.B, self.T, self.H, self.K = x.q.shape
         _, _, self.HV, self.V = x.v.shape
         self.packed = x.bounds is not None
@@ -75,6 +77,31 @@ class Batch:
         """[B, T, HV or heads, *columns] for kernels to write: zeros where they do not write every row."""
         make, heads = torch.empty if self.fills else torch.zeros, self.HV if heads is None else heads
         return make(self.B, self.T, heads, *columns, dtype=dtype, device=self.device)
+
+    def outputs(self, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return o [B, T, HV, V] and the final state or None, for kernels to write."""
+        return self.new(self.V, dtype=how.out_dtype), self.final_state(how.has_ht, how.state_v_first)
+
+    def gradients(self, needs: frozenset[str], *names: str) -> dict[str, torch.Tensor | None]:
+        """Return dh0 and the gradients of these tensors [B, T, ...], None of those that the call lacks, by
+        the names that kernels give them. Each has the dtype of its tensor, and heads of v."""
+        given = {name: getattr(self.x, name) for name in names}
+        grads = {f"d{name}": None if x is None else self.new(*x.shape[3:], dtype=x.dtype)
+                 for name, x in given.items()}
+        return {**grads, "dh0": self.initial_gradient(needs)}
+
+    def by_tensor(self, grads: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Return gradients by the names of their tensors. Those of heads in groups are added up."""
+        return {name[1:]: self.of_groups(grad) if grad is not None and name[1:] in GROUPED else grad
+                for name, grad in grads.items()}
+
+    def scan(self, kernel: Any, constants: dict[str, Any], part: dict[str, Any]) -> None:
+        """Start the plan's launch of a kernel that has a program for each part of a sequence, head and strip
+        of columns of v. constants, part: as ``start`` takes ``arguments`` and ``shared``."""
+        launch = self.plan.launch(kernel.fn.__name__)
+        tile = dict(launch.tile)
+        strips = -(-self.V // (tile["BV"] * tile.get("GROUPS", 1)))
+        start(launch, kernel, part["parts"] * self.HV * strips, constants, part)
 
     def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
         """[N, HV, K, V] or, with v_first, [N, HV, V, K], fp32, for kernels to write."""

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from flashlin.compat.launch import enter, start
-from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch
+from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.tile_ops import sequence_of, state_offsets
 
 
@@ -233,55 +232,39 @@ def own_part(
     return n, i_part, first, length, last, entered
 
 
-def by_decays(
-    plan: Plan,
-    batch: Batch,
-    part: dict[str, Any],
-    kernel: Any,
-    constants: dict[str, Any],
-    operands: tuple[str, str],
-    reverse: bool = False,
-    vector: bool = False,
-) -> torch.Tensor | None:
-    """The states [parts, H, K, V] or, as the constant V_FIRST says, [parts, H, V, K], that enter the parts of
-    split sequences; reverse: the gradients of those that leave them. Of whole sequences those that the call
-    has, or None. part: what launches share. kernel: the family's, which writes ``alone`` and ``kept`` for its
-    operands x and y, named as in part; vector: whether decays are vectors over K."""
-    given: torch.Tensor | None = part["dht"] if reverse else part["h0"]
+def by_decays(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
+              operands: tuple[str, str], reverse: bool = False, vector: bool = False) -> None:
+    """Put into part the states that enter the parts of split sequences, as h0; with reverse put the gradients
+    of those that leave them, as dht. Of whole sequences those that the call has stay.
+
+    They are [parts, H, K, V] or, as the constant V_FIRST says, [parts, H, V, K]. part: what launches share.
+    kernel: the family's, which writes ``alone`` and ``kept`` for its operands x and y, named as in part.
+    vector: whether decays are vectors over K.
+    """
     if not batch.split:
         _enter(part, reverse)
-        return given
-    launch, (x, y) = plan.launch(kernel.fn.__name__), operands
-    alone = _states(batch, part, constants)
+        return
+    (x, y), alone = operands, _states(batch, part, constants)
     kept = torch.empty(*alone.shape[:2], *([batch.K] if vector else ()), dtype=torch.float32,
                        device=batch.device)
-    start(launch, kernel, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
-        constants, x=part[x], y=part[y], alone=alone, kept=kept, REVERSE=reverse), {"scale": 1.0, **part})
+    batch.scan(kernel, dict(constants, x=part[x], y=part[y], alone=alone, kept=kept, REVERSE=reverse), part)
     _enter(part, reverse)
-    carry = plan.launch("carry_decayed")
-    tiles = -(-batch.V // carry.block("BV")) * -(-batch.K // carry.block("BK"))
-    start(carry, carry_decayed, part["N"] * batch.HV * tiles, dict(
-        _carrying(batch, part, constants, given, reverse), alone=alone, kept=kept, VECTOR=vector))
-    return alone
+    _carry(batch, part, constants, carry_decayed, reverse, alone=alone, kept=kept, VECTOR=vector)
 
 
-def by_transfers(
-    plan: Plan,
-    batch: Batch,
-    part: dict[str, Any],
-    kernel: Any,
-    constants: dict[str, Any],
-    has_dht: bool = False,
-) -> None:
-    """Puts into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
-    ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred. kernel: the
-    family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether
-    ``back_by_transfers`` follows, and gradients enter the last parts, too."""
+def by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
+                 has_dht: bool = False) -> None:
+    """Put into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
+    ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred.
+
+    kernel: the family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether
+    ``back_by_transfers`` follows, and gradients enter the last parts, too.
+    """
     part.update(undivided=None, transfer=None)
     if not batch.split:
         _enter(part)
         return
-    launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)
+    launch, alone = batch.plan.launch(kernel.fn.__name__), _states(batch, part, constants)
     BV = launch.block("BV")
     part["transfer"] = torch.empty(*alone.shape[:2], batch.K, batch.K, dtype=torch.float32,
                                    device=batch.device)
@@ -289,27 +272,20 @@ def by_transfers(
     start(launch, kernel, part["parts"] * batch.HV * (-(-batch.V // BV) - (-batch.K // BV)), dict(
         constants, alone=alone, HAS_H0=part["h0"] is not None, HAS_DHT=has_dht), part)
     _enter(part)
-    _carry(plan, batch, part, constants, "h0", alone, False)
+    _carry(batch, part, constants, carry_transferred, False, alone=alone, PRECISION=_at_least_tf32x3(batch))
 
 
-def back_by_transfers(
-    plan: Plan,
-    batch: Batch,
-    part: dict[str, Any],
-    kernel: Any,
-    constants: dict[str, Any],
-    written: tuple[str, ...],
-) -> None:
-    """Puts into part as dht the gradients of the states that leave the parts of split sequences (of whole
-    ones those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan;
+def back_by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
+                      *written: str) -> None:
+    """Put into part as dht the gradients of the states that leave the parts of split sequences (of whole ones
+    those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan;
     written: what it writes besides."""
     if not batch.split:
         return
-    launch, alone = plan.launch(kernel.fn.__name__), _states(batch, part, constants)
-    start(launch, kernel, part["parts"] * batch.HV * -(-batch.V // launch.block("BV")), dict(
-        constants, HAS_DHT=False, HAS_DH0=False, ALONE=True),
-        {**part, **dict.fromkeys((*written, "dht", "undivided")), "dh0": alone})
-    _carry(plan, batch, part, constants, "dht", alone, True)
+    alone = _states(batch, part, constants)
+    batch.scan(kernel, dict(constants, HAS_DHT=False, HAS_DH0=False, ALONE=True),
+               {**part, **dict.fromkeys((*written, "dht", "undivided")), "dh0": alone})
+    _carry(batch, part, constants, carry_transferred, True, alone=alone, PRECISION=_at_least_tf32x3(batch))
 
 
 def _enter(part: dict[str, Any], reverse: bool = False) -> None:
@@ -318,25 +294,25 @@ def _enter(part: dict[str, Any], reverse: bool = False) -> None:
         enter()
 
 
-def _carry(plan: Plan, batch: Batch, part: dict[str, Any], constants: dict[str, Any], name: str,
-           alone: torch.Tensor, reverse: bool) -> None:
-    carry, shared = plan.launch("carry_transferred"), _carrying(batch, part, constants, part[name], reverse)
+def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel: Any, reverse: bool,
+           alone: torch.Tensor, **own: Any) -> None:
+    """Carry states from part to part, from those of whole sequences on, and put them into the part. own: what
+    the kernel takes that the other one does not."""
+    name = "dht" if reverse else "h0"
+    launch, given = batch.plan.launch(kernel.fn.__name__), part[name]
+    tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
+    start(launch, kernel, part["N"] * batch.HV * tiles, dict(
+        alone=alone, K=batch.K, V=batch.V, REVERSE=reverse, V_FIRST=constants["V_FIRST"],
+        HAS_H0=given is not None, VARLEN=batch.packed, **own), {**part, "h0": given, "H": batch.HV})
     part[name] = alone
-    # with 16 bits at least, whatever torch allows
-    ampere = plan.target.backend == "cuda" and plan.target.capability >= (8, 0)
-    start(carry, carry_transferred, part["N"] * batch.HV * -(-batch.V // carry.block("BV")), dict(
-        shared, alone=alone, transfer=part["transfer"], undivided=part["undivided"],
-        PRECISION="tf32x3" if ampere else "ieee"))
+
+
+def _at_least_tf32x3(batch: Batch) -> str:
+    """Return the precision of products of states: 16 bits at least, whatever torch allows."""
+    return "ieee" if precision(batch.plan) == "ieee" else "tf32x3"
 
 
 def _states(batch: Batch, part: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
     """A state for each part, to be written."""
     sides = (batch.V, batch.K) if constants["V_FIRST"] else (batch.K, batch.V)
     return torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=batch.device)
-
-
-def _carrying(batch: Batch, part: dict[str, Any], constants: dict[str, Any], given: torch.Tensor | None,
-              reverse: bool) -> dict[str, Any]:
-    """What both kernels that carry take. given: the states of whole sequences."""
-    return dict(h0=given, bounds=part["bounds"], T=part["T"], H=batch.HV, L=part["L"], K=batch.K, V=batch.V,
-                REVERSE=reverse, V_FIRST=constants["V_FIRST"], HAS_H0=given is not None, VARLEN=batch.packed)

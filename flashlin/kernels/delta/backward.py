@@ -20,15 +20,13 @@ The gate's gradient as in simple_gla: whatever passes from before t to t or late
 sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
-from flashlin.guards.plan_types import Launch, Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, decay_of, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
@@ -351,46 +349,32 @@ def launch_backward(
     final state. Those of beta, g and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
-    rebuilding, finishing = plan.launch("delta_states"), plan.launch("delta_grads")
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
-    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
-    dp = None if x.p is None else batch.new(K, dtype=x.q.dtype)
-    dv, dbeta = batch.new(V, dtype=x.v.dtype), batch.new(dtype=torch.float32)
-    dg = None if x.g is None else batch.new(dtype=torch.float32)
-    dh0 = batch.initial_gradient(needs)
+    grads = batch.gradients(needs, "q", "k", "p", "v", "beta", "g")
     constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None),
                      EARLIER=x.p is not None)
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
-    strips = -(-V // rebuilding.block("BV"))
-    for part in batch.parts(reversing.block("BT"), dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg, dh0=dh0,
-                            do=do, dht=dht, A=A, A_low=A_low, scale=how.scale, R=lines.shape[2]):
-        n, (part["betas"], part["G"]) = part["N"], columns(lines, part)
+    for part in batch.parts(reversing.block("BT"), **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
+                            R=lines.shape[2]):
+        part["betas"], part["G"] = columns(lines, part)
         for name in ("u", "dy"):
             part[name] = torch.empty_like(part["v"])
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
-        by_transfers(plan, batch, part, delta_alone, reverse, has_dht=dht is not None)
+        by_transfers(batch, part, delta_alone, reverse, has_dht=dht is not None)
         if whole:
-            start(rebuilding, delta_states, part["parts"] * HV * strips,
-                  dict(scanned, HAS_H0=part["h0"] is not None), part)
-        back_by_transfers(plan, batch, part, delta_reverse, reverse, ("dy", "dstates"))
-        states = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None)
-        programs = part["parts"] * HV * -(-V // reversing.block("BV"))
+            batch.scan(delta_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
+        back_by_transfers(batch, part, delta_reverse, reverse, "dy", "dstates")
+        ends = dict(HAS_DHT=part["dht"] is not None, HAS_DH0=part["dh0"] is not None)
         if OVERLAPPED in reversing.traits:
-            start_overlapped(reversing, programs, scanned | states, part)
+            from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
+            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
+            batch.scan(delta_overlapped_back, own | ends, {**part, "do": part["do"].to(part["q"].dtype)})
         else:
-            start(reversing, delta_reverse, programs, dict(reverse, **states, ALONE=False), part)
+            batch.scan(delta_reverse, dict(reverse, **ends, ALONE=False), part)
         if batch.T and whole:
-            start(finishing, delta_grads, n * part["S"] * HV, dict(constants, GAPS=batch.gaps), part)
-    zero_forgotten(dg, x.g)
-    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), p=None if dp is None else batch.of_groups(dp),
-                v=dv, beta=dbeta, g=dg, h0=dh0)
-
-
-def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:
-    """``overlapping_back.py``'s scan in place of delta_reverse. strips: of BV columns, in all."""
-    from flashlin.kernels.delta.overlapping_back import delta_overlapped_back
-    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "HAS_DHT", "HAS_DH0")}
-    start(launch, delta_overlapped_back, strips // launch.block("GROUPS"), own,
-          {**part, "do": part["do"].to(part["q"].dtype)})
+            start(plan.launch("delta_grads"), delta_grads, part["N"] * part["S"] * HV,
+                  dict(constants, GAPS=batch.gaps), part)
+    zero_forgotten(grads["dg"], x.g)
+    return batch.by_tensor(grads)

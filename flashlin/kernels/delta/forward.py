@@ -25,7 +25,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
-from flashlin.guards.plan_types import Launch, Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, decay_of, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
@@ -372,10 +372,9 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
     g, fp32. Starts the plan's launches."""
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
-    scanning = plan.launch("delta_overlapped", "delta_scan")
-    overlapped, inverting = OVERLAPPED in scanning.traits, plan.launch("delta_inverse")
-    BT, strips = scanning.block("BT"), -(-V // scanning.block("BV"))
-    o, ht = batch.new(V, dtype=how.out_dtype), batch.final_state(how.has_ht, how.state_v_first)
+    scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
+    BT = scanning.block("BT")
+    o, ht = batch.outputs(how)
     # rows of BT, packed: a compiler's fake tensors know no BT
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
@@ -391,22 +390,15 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
             scratch = torch.empty(part["slots"], HV, BT, 24, dtype=torch.float32, device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
-        by_transfers(plan, batch, part, delta_alone, dict(scanned, HALF=False))
-        if overlapped:
-            start_overlapped(scanning, part["parts"] * HV * strips, scanned, how.has_ht, part)
+        by_transfers(batch, part, delta_alone, dict(scanned, HALF=False))
+        ends = dict(HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
+        if OVERLAPPED in scanning.traits:
+            from flashlin.kernels.delta.overlapping import delta_overlapped
+            own = {name: scanned[name] for name in ("V", "DECAY", "V_FIRST")}
+            batch.scan(delta_overlapped, own | ends, part)
         else:
-            start(scanning, delta_scan, part["parts"] * HV * strips, dict(
-                scanned, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+            batch.scan(delta_scan, dict(scanned, **ends, GAPS=batch.gaps), part)
     return o, ht, A, A_low, lines
-
-
-def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], has_ht: bool,
-                     part: dict[str, Any]) -> None:
-    """``overlapping.py``'s scan in place of delta_scan. strips: of BV columns, in all."""
-    from flashlin.kernels.delta.overlapping import delta_overlapped
-    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST")}
-    start(launch, delta_overlapped, strips // launch.block("GROUPS"),
-          dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht), part)
 
 
 def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:

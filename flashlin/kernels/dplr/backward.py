@@ -507,31 +507,23 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     like its final state. Those of g, beta and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
-    rebuilding, reversing = plan.launch("dplr_states"), plan.launch("dplr_reverse")
     finishing = plan.launch("dplr_grads_one", "dplr_grads")
-    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
-    dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
-    da, db = (None if y is None else batch.new(K, dtype=x.q.dtype) for y in (x.a, x.b))
-    dbeta = None if x.beta is None else batch.new(dtype=torch.float32)
-    dh0 = batch.initial_gradient(needs)
+    grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
-    strips = -(-V // reversing.block("BV"))
-    for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, da=da, db=db, dbeta=dbeta,
-                            dh0=dh0, do=do, dht=dht, scale=how.scale):
+    for part in batch.parts(finishing.block("BT"), **grads, do=do, dht=dht, scale=how.scale):
         prepare(plan, part, backward=True)
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)
         for name in ("x", "dy"):
             part[name] = torch.empty_like(part["v"])
-        by_transfers(plan, batch, part, dplr_alone, scanned, has_dht=dht is not None)
+        by_transfers(batch, part, dplr_alone, scanned, has_dht=dht is not None)
         if whole:
-            start(rebuilding, dplr_states, part["parts"] * HV * strips,
-                  dict(scanned, HAS_H0=part["h0"] is not None), part)
+            batch.scan(dplr_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
         reverse = dict(scanned, HAS_LOW=part["T_low"] is not None, GAPS=batch.gaps)
-        back_by_transfers(plan, batch, part, dplr_reverse, reverse, ("dy", "dv", "dstates"))
-        start(reversing, dplr_reverse, part["parts"] * HV * strips, dict(
-            reverse, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, ALONE=False), part)
+        back_by_transfers(batch, part, dplr_reverse, reverse, "dy", "dv", "dstates")
+        batch.scan(dplr_reverse, dict(reverse, HAS_DHT=part["dht"] is not None,
+                                      HAS_DH0=part["dh0"] is not None, ALONE=False), part)
         if not batch.T or not whole:
             continue
         finish = dict(constants, ERASE_RATE=erases(x.a, x.b))
@@ -544,5 +536,5 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
               dict(finish, shares=shares, GAPS=batch.gaps), part)
     # one writer, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.b is None:
-        zero_forgotten(dg, x.g)
-    return dict(q=batch.of_groups(dq), k=batch.of_groups(dk), v=dv, g=dg, a=da, b=db, beta=dbeta, h0=dh0)
+        zero_forgotten(grads["dg"], x.g)
+    return batch.by_tensor(grads)

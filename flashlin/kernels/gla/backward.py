@@ -337,31 +337,24 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     of g, u and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
-    rebuilding, reversing = plan.launch("gla_states"), plan.launch("gla_reverse")
     finishing = plan.launch("gla_grads_one", "gla_grads")
-    dq, dk = (batch.new(K, dtype=x.q.dtype) for _ in range(2))
-    dv, dg = batch.new(V, dtype=x.v.dtype), batch.new(K, dtype=torch.float32)
-    dh0, du = batch.initial_gradient(needs), None if x.u is None else torch.zeros_like(x.u)
+    grads, du = batch.gradients(needs, "q", "k", "v", "g"), None if x.u is None else torch.zeros_like(x.u)
     constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
-    strips = -(-V // reversing.block("BV"))
-    for part in batch.parts(finishing.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do, dht=dht,
-                            scale=how.scale):
+    for part in batch.parts(finishing.block("BT"), **grads, do=do, dht=dht, scale=how.scale):
         part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
         prepare(plan, part)
-        n, slots, numbered = part["N"], part["slots"], part["parts"] * H * strips
-        part["h0"] = by_decays(plan, batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
-        part["dht"] = by_decays(plan, batch, part, gla_alone, scanned, ("q_in", "do"), reverse=True,
-                                vector=True)
+        n, slots = part["N"], part["slots"]
+        by_decays(batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
+        by_decays(batch, part, gla_alone, scanned, ("q_in", "do"), reverse=True, vector=True)
         for name in ("states", "dstates"):
             part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
         # zeros, because sequences leave slots between them
         shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
         if whole:
-            start(rebuilding, gla_states, numbered,
-                  dict(scanned, HAS_H0=part["h0"] is not None), part)
-        start(reversing, gla_reverse, numbered, dict(
-            scanned, HAS_DHT=part["dht"] is not None, HAS_DH0=dh0 is not None, GAPS=batch.gaps), part)
+            batch.scan(gla_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
+        batch.scan(gla_reverse, dict(scanned, HAS_DHT=part["dht"] is not None,
+                                     HAS_DH0=part["dh0"] is not None, GAPS=batch.gaps), part)
         if batch.T and whole:
             finish = dict(constants, du=shares, EARLIER=x.u is not None)
             if finishing.kernel == "gla_grads":
@@ -373,4 +366,4 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                       dict(finish, shares=rest, GAPS=batch.gaps), part)
         if du is not None and shares is not None:
             du += shares.sum(0)
-    return dict(q=dq, k=dk, v=dv, g=dg, u=du, h0=dh0)
+    return {**batch.by_tensor(grads), "u": du}

@@ -325,15 +325,13 @@ def shares_of_rest(x: dict[str, Any]) -> int:
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
-    batch, scanning = Batch(plan, x), plan.launch("gla_scan")
-    o = batch.new(batch.V, dtype=how.out_dtype)
-    ht = batch.final_state(how.has_ht, how.state_v_first)
+    batch = Batch(plan, x)
+    o, ht = batch.outputs(how)
     constants = dict(K=batch.K, V=batch.V, V_FIRST=how.state_v_first, VARLEN=batch.packed,
                      PRECISION=precision(plan))
-    strips = -(-batch.V // scanning.block("BV"))
-    for part in batch.parts(scanning.block("BT"), o=o, ht=ht, scale=how.scale):
+    for part in batch.parts(plan.launch("gla_scan").block("BT"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
-        part["h0"] = by_decays(plan, batch, part, gla_alone, constants, ("k_out", "v"), vector=True)
-        start(scanning, gla_scan, part["parts"] * batch.HV * strips, dict(
-            constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+        by_decays(batch, part, gla_alone, constants, ("k_out", "v"), vector=True)
+        batch.scan(gla_scan, dict(constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht,
+                                  GAPS=batch.gaps), part)
     return o, ht

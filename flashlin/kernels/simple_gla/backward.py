@@ -37,7 +37,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
-from flashlin.guards.plan_types import Launch, Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, decay_of, precision, summed, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
@@ -628,45 +628,43 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     dh0 = batch.initial_gradient(needs)
     constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
+    scanned = dict(constants, GAPS=batch.gaps)
+    of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
     # do as the kernels multiply it, also where o is float32
     for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
-        n, rows, numbered = part["N"], part["rows"], part["parts"] * H
-        part.update(dict.fromkeys(("states", "dstates", "rest", "tails")), R=rows,
-                    G=summed(plan, part["g"], part["bounds"], n))
-        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
-        part["dht"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
-        scanned = dict(constants, GAPS=batch.gaps)
+        part.update(dict.fromkeys(("states", "dstates", "rest", "tails")), R=part["rows"],
+                    G=summed(plan, part["g"], part["bounds"], part["N"]))
+        by_decays(batch, part, simple_gla_alone, constants, ("k", "v"))
+        by_decays(batch, part, simple_gla_alone, constants, ("q", "do"), reverse=True)
         entered, handed = dict(HAS_H0=part["h0"] is not None), dict(HAS_DHT=part["dht"] is not None)
         if gated and whole:
             table = part["slots"], H, K, V
-            beside = {"tails": (n, -(-V // side) * side, H, K)} if side else {"dstates": table}
+            beside = {"tails": (part["N"], -(-V // side) * side, H, K)} if side else {"dstates": table}
             for name, size in {"states": table, **beside}.items():
                 part[name] = torch.empty(size, dtype=x.q.dtype, device=batch.device)
             if side:
                 part.update(dstates=part["dq"], rest=part["dk"])
-            rebuilding = plan.launch("simple_gla_states")
-            start(rebuilding, simple_gla_states, numbered * -(-V // rebuilding.block("BV")),
-            constants | entered,
-                  part)
-        programs, initial = numbered * -(-V // walking.block("BV")), dict(HAS_DH0=dh0 is not None)
+            batch.scan(simple_gla_states, constants | entered, part)
+        initial = dict(HAS_DH0=dh0 is not None)
         if OVERLAPPED in walking.traits:
-            start_overlapped(walking, programs, constants | handed | initial, part)
+            scan_overlapped(batch, constants | handed | initial, part)
         else:
-            start(walking, simple_gla_dv, programs, scanned | handed | own | initial, part)
+            batch.scan(simple_gla_dv, scanned | handed | own | initial, part)
         if not (whole and batch.T):
             continue
-        of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
+        of_groups = part["N"] * part["S"] * batch.H * shares
         if OVERLAPPED in finishing.traits:
-            start_shared(finishing, n * part["S"] * batch.H * shares, group, part)
+            from flashlin.kernels.simple_gla.overlapping_shared import simple_gla_overlapped_shared
+            start(finishing, simple_gla_overlapped_shared, of_groups, {"GROUP": group}, part)
         elif shared:
-            start(finishing, simple_gla_shared, n * part["S"] * batch.H * shares * NK,
-                  dict(of_chunks, GROUP=group), part)
+            start(finishing, simple_gla_shared, of_groups * NK, dict(of_chunks, GROUP=group), part)
         elif gated:
-            start(finishing, simple_gla_grads, n * part["S"] * H, of_chunks | own, part)
+            start(finishing, simple_gla_grads, part["N"] * part["S"] * H, of_chunks | own, part)
         else:
-            start(plan.launch("simple_gla_dq"), simple_gla_dq, numbered * NK, scanned | entered, part)
-            start(finishing, simple_gla_dk, numbered * NK, scanned | handed, part)
+            programs = part["parts"] * H * NK
+            start(plan.launch("simple_gla_dq"), simple_gla_dq, programs, scanned | entered, part)
+            start(finishing, simple_gla_dk, programs, scanned | handed, part)
     if dg is not None and strips > 1:
         dg = dg.unflatten(2, (H, strips)).sum(3)
     zero_forgotten(dg, given.g)
@@ -681,20 +679,10 @@ def as_gate(x: Inputs) -> torch.Tensor:
     return g.zero_() if x.gamma is None else g.copy_(x.gamma)
 
 
-def start_overlapped(launch: Launch, strips: int, constants: dict[str, Any], part: dict[str, Any]) -> None:
-    """``overlapping_back.py``'s scan in place of simple_gla_dv. strips: of BV columns, in all."""
+def scan_overlapped(batch: Batch, constants: dict[str, Any], part: dict[str, Any]) -> None:
+    """Start ``overlapping_back.py``'s scan in place of simple_gla_dv."""
     from flashlin.kernels.simple_gla.overlapping_back import simple_gla_overlapped_back
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP", "HAS_DHT", "HAS_DH0")}
-    leaving = part["dstates"]
-    start(launch, simple_gla_overlapped_back, strips // launch.block("GROUPS"),
-          dict(own, STATES=leaving is not None),
-          {**part, "do": part["do"].to(part["q"].dtype),
-           "dstates": part["dv"] if leaving is None else leaving,
-           "rest": next(x for x in (part["rest"], leaving, part["dv"]) if x is not None)})
-
-
-def start_shared(launch: Launch, programs: int, group: int, part: dict[str, Any]) -> None:
-    """``overlapping_shared.py``'s kernel in place of simple_gla_shared."""
-    from flashlin.kernels.simple_gla.overlapping_shared import simple_gla_overlapped_shared
-    start(launch, simple_gla_overlapped_shared, programs, {"GROUP": group},
-          {**part, "do": part["do"].to(part["q"].dtype)})
+    leaving = part["dv"] if part["dstates"] is None else part["dstates"]
+    batch.scan(simple_gla_overlapped_back, dict(own, STATES=part["dstates"] is not None), {
+        **part, "dstates": leaving, "rest": leaving if part["rest"] is None else part["rest"]})

@@ -10,15 +10,12 @@ chunks; outputs are written on the way, so nothing but q, k, v and o moves. Diff
 exp, so no factor exceeds a decay.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
-from flashlin.guards.plan_types import Launch, Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, decay_of, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
@@ -101,28 +98,18 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
                                             how.scale, how.has_ht, how.out_dtype)
         return o, ht
     batch, launch = Batch(plan, x), plan.launch("simple_gla_overlapped", "simple_gla_scan")
-    tile = dict(launch.tile)
-    o = batch.new(batch.V, dtype=how.out_dtype)
-    ht = batch.final_state(how.has_ht, how.state_v_first)
+    o, ht = batch.outputs(how)
     constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
                      GROUP=batch.HV // max(batch.H, 1), VARLEN=batch.packed, BLOCK=BLOCK,
                      PRECISION=precision(plan))
-    strips = -(-batch.V // tile["BV"])
-    for part in batch.parts(tile["BT"], o=o, ht=ht, scale=how.scale, H=batch.HV):
+    for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
-        part["h0"] = by_decays(plan, batch, part, simple_gla_alone, constants, ("k", "v"))
+        by_decays(batch, part, simple_gla_alone, constants, ("k", "v"))
+        ends = dict(HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
         if OVERLAPPED in launch.traits:
-            start_overlapped(launch, part["parts"] * batch.HV * strips, constants, how.has_ht, part)
+            from flashlin.kernels.simple_gla.overlapping import simple_gla_overlapped
+            own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP")}
+            batch.scan(simple_gla_overlapped, own | ends, part)
         else:
-            start(launch, simple_gla_scan, part["parts"] * batch.HV * strips, dict(
-                constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht, GAPS=batch.gaps), part)
+            batch.scan(simple_gla_scan, dict(constants, **ends, GAPS=batch.gaps), part)
     return o, ht
-
-
-def start_overlapped(launch: Launch, programs: int, constants: dict[str, Any], has_ht: bool,
-                     part: dict[str, Any]) -> None:
-    """``overlapping.py``'s scan in place of simple_gla_scan."""
-    from flashlin.kernels.simple_gla.overlapping import simple_gla_overlapped
-    own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP")}
-    start(launch, simple_gla_overlapped, programs, dict(own, HAS_H0=part["h0"] is not None, HAS_HT=has_ht),
-          part)
