@@ -8,8 +8,7 @@ import torch
 
 from flashlin.compat import tf32
 from flashlin.compat.launch import start
-from flashlin.guards.plan_types import Plan
-from flashlin.kernels.chunked import Scalars
+from flashlin.guards.plan_types import Launch, Plan
 from flashlin.kernels.configs import FORGOTTEN
 from flashlin.kernels.tile_ops import gate_cumsum
 
@@ -46,11 +45,6 @@ def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
         torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # one launch
 
 
-def decay_of(g: torch.Tensor | None, gamma: torch.Tensor | None) -> int:
-    """The constexpr DECAY of a call with these decays."""
-    return TOKEN_DECAY if g is not None else HEAD_DECAY if gamma is not None else NO_DECAY
-
-
 class Batch:
     """The sizes of a call over sequences, and its launches, each with its part of the sequences.
 
@@ -71,6 +65,8 @@ class Batch:
         # several cannot, since to it the others' rows are outside, too.
         self.gaps = self.packed and len(self.slices) == 1
         self.fills = self.gaps if self.packed else bool(self.slices)  # whether kernels write every row
+        self.decay = (TOKEN_DECAY if x.g is not None else
+                      HEAD_DECAY if getattr(x, "gamma", None) is not None else NO_DECAY)
         self.device = x.q.device
 
     def new(self, *columns: int, dtype: torch.dtype, heads: int | None = None) -> torch.Tensor:
@@ -78,9 +74,14 @@ class Batch:
         make, heads = torch.empty if self.fills else torch.zeros, self.HV if heads is None else heads
         return make(self.B, self.T, heads, *columns, dtype=dtype, device=self.device)
 
-    def outputs(self, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return o [B, T, HV, V] and the final state or None, for kernels to write."""
-        return self.new(self.V, dtype=how.out_dtype), self.final_state(how.has_ht, how.state_v_first)
+    def outputs(self, dtype: torch.dtype, has_ht: bool,
+                v_first: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return o [B, T, HV, V] and the final state or None, for kernels to write. The state is fp32,
+        [N, HV, K, V] or, with v_first, [N, HV, V, K]."""
+        o, sides = self.new(self.V, dtype=dtype), (self.V, self.K) if v_first else (self.K, self.V)
+        if not has_ht:
+            return o, None
+        return o, torch.empty(self.N, self.HV, *sides, dtype=torch.float32, device=self.device)
 
     def gradients(self, needs: frozenset[str], *names: str) -> dict[str, torch.Tensor | None]:
         """Return dh0 and the gradients of these tensors [B, T, ...], None of those that the call lacks, by
@@ -103,12 +104,6 @@ class Batch:
         strips = -(-self.V // (tile["BV"] * tile.get("GROUPS", 1)))
         start(launch, kernel, part["parts"] * self.HV * strips, constants, part)
 
-    def final_state(self, wanted: bool, v_first: bool) -> torch.Tensor | None:
-        """[N, HV, K, V] or, with v_first, [N, HV, V, K], fp32, for kernels to write."""
-        sides = (self.V, self.K) if v_first else (self.K, self.V)
-        return torch.empty(self.N, self.HV, *sides, dtype=torch.float32,
-                           device=self.device) if wanted else None
-
     def initial_gradient(self, needs: frozenset[str]) -> torch.Tensor | None:
         """dh0 for kernels to write, fp32, if it is needed."""
         h0 = self.x.h0
@@ -122,13 +117,14 @@ class Batch:
         heads: torch.Tensor = x.unflatten(2, (self.H, -1))
         return heads.sum(3, dtype=torch.float32).to(self.x.q.dtype)
 
-    def parts(self, BT: int = 1, /, **more: Any) -> Iterator[dict[str, Any]]:
+    def parts(self, launch: Launch, /, **more: Any) -> Iterator[dict[str, Any]]:
         """For each launch the values that its kernels share, by the names of their parameters (``start``
         takes them as ``shared``): the tensors of x and the values of ``more``, cut to the launch's sequences;
         T, H, HV and N, the number of its sequences; L, tokens of the parts that they are split into; for
-        chunks of BT tokens S, programs to a sequence, and slots, entries of a table of chunks. Not for
-        kernels: part, which sequences they are, rows, how many rows they have, and parts, how many numbers of
-        parts."""
+        chunks as those of ``launch`` S, programs to a sequence, and slots, entries of a table of chunks. Not
+        for kernels: part, which sequences they are, rows, how many rows they have, and parts, how many numbers
+        of parts."""
+        BT = dict(launch.tile)["BT"]
         shared = {"T": self.T, "H": self.H, "HV": self.HV, "L": self.L, **self.x._asdict(), **more}
         for part in self.slices:
             n = part.stop - part.start

@@ -27,7 +27,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch, decay_of, precision, zero_forgotten
+from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.delta.forward import columns, delta_states
 from flashlin.kernels.delta.inputs import Inputs
@@ -351,11 +351,11 @@ def launch_backward(
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")
     grads = batch.gradients(needs, "q", "k", "p", "v", "beta", "g")
-    constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=decay_of(x.g, None),
+    constants = dict(VARLEN=batch.packed, PRECISION=precision(plan), K=K, V=V, DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V_FIRST=how.state_v_first)
     reverse = dict(scanned, HALF=A_low is not None)
-    for part in batch.parts(reversing.block("BT"), **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
+    for part in batch.parts(reversing, **grads, do=do, dht=dht, A=A, A_low=A_low, scale=how.scale,
                             R=lines.shape[2]):
         part["betas"], part["G"] = columns(lines, part)
         for name in ("u", "dy"):

@@ -26,7 +26,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch, decay_of, precision, summed
+from flashlin.kernels.batch import Batch, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.delta.inputs import Inputs
@@ -373,21 +373,21 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
     scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
-    BT = scanning.block("BT")
-    o, ht = batch.outputs(how)
+    o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     # rows of BT, packed: a compiler's fake tensors know no BT
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
-    constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=decay_of(x.g, None),
+    constants = dict(K=batch.K, VARLEN=batch.packed, PRECISION=precision(plan), DECAY=batch.decay,
                      EARLIER=x.p is not None)
     scanned = dict(constants, V=V, V_FIRST=how.state_v_first)
-    for part in batch.parts(BT, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
+    for part in batch.parts(scanning, A=A, A_low=A_low, o=o, ht=ht, scale=how.scale, R=lines.shape[2]):
         n, (betas, G) = part["N"], columns(lines, part)
         part.update(betas=betas, G=G)
         summed(plan, part["g"], part["bounds"], n, G)
         if batch.T:
-            scratch = torch.empty(part["slots"], HV, BT, 24, dtype=torch.float32, device=batch.device)
+            scratch = torch.empty(part["slots"], HV, scanning.block("BT"), 24, dtype=torch.float32,
+                                  device=batch.device)
             start(inverting, delta_inverse, n * part["S"] * HV, dict(
                 constants, scratch=scratch, HAS_LOW=A_low is not None, MERGE=merging(plan)), part)
         by_transfers(batch, part, delta_alone, dict(scanned, HALF=False))

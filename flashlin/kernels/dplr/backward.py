@@ -511,7 +511,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     grads = batch.gradients(needs, "q", "k", "v", "g", "a", "b", "beta")
     constants = dict(K=K, V=V, TWO_WRITES=x.b is not None, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
-    for part in batch.parts(finishing.block("BT"), **grads, do=do, dht=dht, scale=how.scale):
+    for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
         prepare(plan, part, backward=True)
         for name in ("states", "dstates"):
             part[name] = torch.empty(part["slots"], HV, K, V, dtype=x.v.dtype, device=batch.device)

@@ -350,10 +350,10 @@ def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     batch = Batch(plan, x)
-    o, ht = batch.outputs(how)
+    o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, TWO_WRITES=x.b is not None, V_FIRST=how.state_v_first,
                      VARLEN=batch.packed, PRECISION=precision(plan))
-    for part in batch.parts(plan.launch("dplr_scan").block("BT"), o=o, ht=ht, scale=how.scale):
+    for part in batch.parts(plan.launch("dplr_scan"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
         by_transfers(batch, part, dplr_alone, constants)
         batch.scan(dplr_scan, dict(constants, ERASE_RATE=erases(x.a, x.b), HAS_H0=part["h0"] is not None,

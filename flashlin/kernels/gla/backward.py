@@ -341,7 +341,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     grads, du = batch.gradients(needs, "q", "k", "v", "g"), None if x.u is None else torch.zeros_like(x.u)
     constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
-    for part in batch.parts(finishing.block("BT"), **grads, do=do, dht=dht, scale=how.scale):
+    for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
         part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
         prepare(plan, part)
         n, slots = part["N"], part["slots"]

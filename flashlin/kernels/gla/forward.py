@@ -326,10 +326,10 @@ def shares_of_rest(x: dict[str, Any]) -> int:
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final state or None). Starts the plan's launches."""
     batch = Batch(plan, x)
-    o, ht = batch.outputs(how)
+    o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, V_FIRST=how.state_v_first, VARLEN=batch.packed,
                      PRECISION=precision(plan))
-    for part in batch.parts(plan.launch("gla_scan").block("BT"), o=o, ht=ht, scale=how.scale):
+    for part in batch.parts(plan.launch("gla_scan"), o=o, ht=ht, scale=how.scale):
         prepare(plan, part)
         by_decays(batch, part, gla_alone, constants, ("k_out", "v"), vector=True)
         batch.scan(gla_scan, dict(constants, HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht,

@@ -234,8 +234,8 @@ def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[st
     for name in {"gv", "beta"} & needed - set(shapes):
         own[name] = new((B, T, HV, V), dtype=torch.float32, device=batch.device)
     dh0, constants = batch.initial_gradient(needed), constants_of(x, flags)
-    for part in batch.parts(do=do, dht=dht, dh0=dh0, states=by_sequence(states, batch), scale=scale, R=B * T,
-                            TS=TS, **{f"d{name}": own.get(name) for name in GRADS}):
+    for part in batch.parts(launch, do=do, dht=dht, dh0=dh0, states=by_sequence(states, batch), scale=scale,
+                            R=B * T, TS=TS, **{f"d{name}": own.get(name) for name in GRADS}):
         # The kernel's N is that of the whole batch, since a bonus has a sum for each of its sequences; with
         # bounds every part sees all rows.
         n, part["N"] = part["N"], batch.N

@@ -293,9 +293,8 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
     x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     batch, launch = Batch(plan, x), plan.launch("recurrent_forward")
     HV, K, V = batch.HV, batch.K, batch.V
-    o = batch.new(V, dtype=out_dtype)
-    ht = x.h0 if in_place else batch.final_state(has_ht, "v_first" in flags)
-    states = None
+    o, ht = batch.outputs(out_dtype, has_ht and not in_place, "v_first" in flags)
+    ht, states = x.h0 if in_place else ht, None
     if any(launch.kernel == "recurrent_backward" for launch in plan.launches):
         states = torch.empty(kept(batch.T, batch.N, batch.packed), HV, K, V, dtype=torch.float32,
                              device=batch.device)
@@ -305,8 +304,9 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
                      BOUND=bound_of(flags), GAPS=batch.gaps, ERASE_RATE="erase" in flags,
                      UNDECAYED="undecayed" in flags)
     strips = -(-V // launch.block("BV"))
-    for part in batch.parts(o=o, ht=ht, states=by_sequence(states, batch), indices=indices, scale=scale,
-                            q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v), state_row=state_row):
+    for part in batch.parts(launch, o=o, ht=ht, states=by_sequence(states, batch), indices=indices,
+                            scale=scale, q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v),
+                            state_row=state_row):
         if indices is not None:  # a pool is not divided
             part.update(h0=x.h0, ht=ht)
         h0 = part["h0"]

@@ -129,8 +129,8 @@ def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor
         counted=int(accepted is not None), state_row=pool.stride(0), K=batch.K, L2NORM="l2norm" in flags,
         SIGMOID=sigmoid, BOUND=bound_of(flags), V=V)
     strips = -(-V // launch.block("BV"))
-    for part in batch.parts(o=o, indices=indices, accepted=accepted, scale=scale, q_row=row_of(x.q),
-                            k_row=row_of(x.k), v_row=row_of(x.v)):
+    for part in batch.parts(launch, o=o, indices=indices, accepted=accepted, scale=scale,
+                            q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v)):
         for name in ("accepted", "bounds"):  # never read where there is none
             part[name] = part["indices"] if part[name] is None else part[name]
         start(launch, recurrent_pool, part["N"] * HV * strips, own, part)

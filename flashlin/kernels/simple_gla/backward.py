@@ -38,7 +38,7 @@ import triton.language as tl
 from flashlin.compat.launch import start
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch, decay_of, precision, summed, zero_forgotten
+from flashlin.kernels.batch import Batch, precision, summed, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.sequence_split import by_decays, part_of
@@ -626,12 +626,12 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
               for _ in range(2))
     dg = batch.new(dtype=torch.float32, heads=H * strips) if gated else None
     dh0 = batch.initial_gradient(needs)
-    constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
+    constants = dict(VARLEN=batch.packed, K=K, V=V, DECAY=batch.decay, V_FIRST=how.state_v_first,
                      GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
     scanned = dict(constants, GAPS=batch.gaps)
     of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
     # do as the kernels multiply it, also where o is float32
-    for part in batch.parts(walking.block("BT"), dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
+    for part in batch.parts(walking, dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
         part.update(dict.fromkeys(("states", "dstates", "rest", "tails")), R=part["rows"],
                     G=summed(plan, part["g"], part["bounds"], part["N"]))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from flashlin.compat.traits import OVERLAPPED
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch, decay_of, precision, summed
+from flashlin.kernels.batch import Batch, precision, summed
 from flashlin.kernels.chunked import Scalars
 from flashlin.kernels.configs import BLOCK
 from flashlin.kernels.recurrent import forward as recurrent
@@ -98,11 +98,11 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, t
                                             how.scale, how.has_ht, how.out_dtype)
         return o, ht
     batch, launch = Batch(plan, x), plan.launch("simple_gla_overlapped", "simple_gla_scan")
-    o, ht = batch.outputs(how)
-    constants = dict(K=batch.K, V=batch.V, DECAY=decay_of(x.g, x.gamma), V_FIRST=how.state_v_first,
+    o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
+    constants = dict(K=batch.K, V=batch.V, DECAY=batch.decay, V_FIRST=how.state_v_first,
                      GROUP=batch.HV // max(batch.H, 1), VARLEN=batch.packed, BLOCK=BLOCK,
                      PRECISION=precision(plan))
-    for part in batch.parts(launch.block("BT"), o=o, ht=ht, scale=how.scale, H=batch.HV):
+    for part in batch.parts(launch, o=o, ht=ht, scale=how.scale, H=batch.HV):
         part.update(G=summed(plan, part["g"], part["bounds"], part["N"]), R=part["rows"])
         by_decays(batch, part, simple_gla_alone, constants, ("k", "v"))
         ends = dict(HAS_H0=part["h0"] is not None, HAS_HT=how.has_ht)
