@@ -83,7 +83,7 @@ class Kernel:
             return found
         made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages, **_unchecked())
         # made is None where a hook of the compiler's declined; values that may change are compared each time
-        if (type(made) is not triton_module().compiler.CompiledKernel or kernel.used_global_vals
+        if (type(made) is not triton_module().compiler.CompiledKernel or _reads_changing_values(kernel)
                 or made.metadata.target.backend != "cuda"):
             return None
         known = made.function, made.packed_metadata, None, None, None
@@ -172,6 +172,12 @@ def _switches() -> tuple[Any, ...]:
     """Settings of Triton's that decide on each launch how it would be compiled."""
     knobs = triton_module().knobs
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def _reads_changing_values(kernel: Any) -> bool:
+    """Return True if a kernel reads global values, other than those of flashlin.kernels, which never change."""
+    return any(not home.get("__name__", "").startswith("flashlin.kernels.")
+               for _, home in kernel.used_global_vals.values())
 
 
 def watched() -> bool:
