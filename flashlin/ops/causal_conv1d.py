@@ -26,7 +26,7 @@ from flashlin.kernels.mamba.recipe import WINDOW
 from flashlin.ops import conv
 from flashlin.ops._common.arguments import check_nonempty, check_optional, check_written
 from flashlin.ops._common.casting import as_planned, contiguous, dtypes_of, strictest, wants_grad
-from flashlin.ops._common.entry import entry
+from flashlin.ops._common.entry import entry, without_autocast
 from flashlin.ops._common.operator import Overwriting, kernels
 from flashlin.ops._common.pipeline import TracedCall, call_of
 from flashlin.ops._common.pool import put_back, taken
@@ -189,6 +189,7 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
     check_device("seq_idx", seq_idx, x.device, "x")
 
 
+@without_autocast
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
               silu: bool) -> Tensor:
     """y [b, T, D] of x [b, T, D], which have been checked."""

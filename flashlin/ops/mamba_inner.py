@@ -7,16 +7,15 @@ Source: Gu and Dao 2023 (arXiv 2312.00752); the norms of dt, B and C: Zuo et al.
 """
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor, shown
 from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
 from flashlin.ops._common.casting import linear_dtype
-from flashlin.ops._common.entry import linear_entry, without_autocast
+from flashlin.ops._common.entry import linear_entry
 from flashlin.ops.causal_conv1d import convolved
 from flashlin.ops.conv import check_filters
 from flashlin.ops.norm import rms_norm
@@ -99,48 +98,16 @@ def mamba_inner_fn(
             for name, x in (("B", B), ("C", C)))
     check_linear("xz", xz, x_proj_weight=x_proj_weight, delta_proj_weight=delta_proj_weight,
                  out_proj_weight=out_proj_weight)
-    given = Layer(
-        xz=xz, conv1d_weight=weight, conv1d_bias=conv1d_bias, x_proj_weight=x_proj_weight,
-        delta_proj_weight=delta_proj_weight, out_proj_weight=out_proj_weight, out_proj_bias=out_proj_bias,
-        A=A, B=B, C=C, D=D, delta_bias=delta_bias, B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias,
-        b_rms_weight=b_rms_weight, c_rms_weight=c_rms_weight, dt_rms_weight=dt_rms_weight)
-    return _composed(given, delta_softplus, eps, linear_dtype(xz))
-
-
-class Layer(NamedTuple):
-    """The tensors of ``mamba_inner_fn``, by their argument names; the filters have no middle dimension."""
-    xz: Tensor
-    conv1d_weight: Tensor
-    conv1d_bias: Tensor | None
-    x_proj_weight: Tensor
-    delta_proj_weight: Tensor
-    out_proj_weight: Tensor
-    out_proj_bias: Tensor | None
-    A: Tensor
-    B: Tensor | None
-    C: Tensor | None
-    D: Tensor | None
-    delta_bias: Tensor | None
-    B_proj_bias: Tensor | None
-    C_proj_bias: Tensor | None
-    b_rms_weight: Tensor | None
-    c_rms_weight: Tensor | None
-    dt_rms_weight: Tensor | None
-
-
-@without_autocast
-def _composed(given: Layer, delta_softplus: bool, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return the layer's output. dtype: the dtype of the products."""
-    N, R = given.A.shape[1], given.delta_proj_weight.shape[1]
-    x, z = given.xz.chunk(2, 1)
-    u = convolved(x.transpose(1, 2), given.conv1d_weight, given.conv1d_bias, None, True)
-    projected = linear(u, given.x_proj_weight, None, dtype)
-    dt = _normed(linear(projected[..., :R], given.delta_proj_weight, None, dtype), given.dt_rms_weight, eps)
-    B = _states(given.B, projected[..., R:R + N], given.B_proj_bias, given.b_rms_weight, eps)
-    C = _states(given.C, projected[..., projected.shape[2] - N:], given.C_proj_bias, given.c_rms_weight, eps)
-    y = cast(Tensor, selective_scan_fn(u.transpose(1, 2), dt.transpose(1, 2), given.A, B, C, given.D, z,
-                                       given.delta_bias, delta_softplus)).transpose(1, 2)
-    return linear(y, given.out_proj_weight, given.out_proj_bias, dtype)
+    dtype = linear_dtype(xz)
+    x, z = xz.chunk(2, 1)
+    u = convolved(x.transpose(1, 2), weight, conv1d_bias, None, True)
+    projected = linear(u, x_proj_weight, None, dtype)
+    dt = _normed(linear(projected[..., :R], delta_proj_weight, None, dtype), dt_rms_weight, eps)
+    B = _states(B, projected[..., R:R + N], B_proj_bias, b_rms_weight, eps)
+    C = _states(C, projected[..., columns - N:], C_proj_bias, c_rms_weight, eps)
+    y = cast(Tensor, selective_scan_fn(u.transpose(1, 2), dt.transpose(1, 2), A, B, C, D, z, delta_bias,
+                                       delta_softplus)).transpose(1, 2)
+    return linear(y, out_proj_weight, out_proj_bias, dtype)
 
 
 def _states(given: Tensor | None, projected: Tensor, bias: Tensor | None, weight: Tensor | None,
