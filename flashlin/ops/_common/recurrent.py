@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin import policy
@@ -23,6 +22,7 @@ from flashlin.kernels.gla import torch_path as chunked_gla
 from flashlin.kernels.gla.inputs import Inputs as GLAInputs
 from flashlin.kernels.recurrent import torch_path
 from flashlin.kernels.recurrent.inputs import FLAGS, Inputs, bound_of
+from flashlin.kernels.recurrent.pool_torch import rows_of
 from flashlin.kernels.recurrent.recipe import kept
 from flashlin.ops._common.arguments import check_packed, suspect_layout
 from flashlin.ops._common.casting import (
@@ -331,18 +331,14 @@ def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
     x = x._replace(h0=pool if rows is None else rows.states)
     o, ht = run_recurrent(op, x, tuple(flags.split()), scale, True)
     assert ht is not None
-    if indices is None or rows is None:
+    if rows is None or rows.places is None or rows.known is None:
         pool.copy_(ht)
         return o.to(out_dtype)
-    mine = rows.known
-    assert mine is not None
-    pool[indices[mine]] = ht[mine].to(pool.dtype)
-    if x.bounds is None:
-        return torch.where(mine[:, None, None, None], o, 0).to(out_dtype)
-    tokens = torch.arange(o.shape[1], device=o.device, dtype=x.bounds.dtype)
-    sequence = torch.searchsorted(x.bounds[1:].contiguous(), tokens, right=True)
-    mine = F.pad(mine, (0, 1))  # tokens behind the last sequence belong to none
-    return torch.where(mine[sequence][None, :, None, None], o, 0).to(out_dtype)
+    known = rows.known
+    pool[rows.places[known]] = ht[known].to(pool.dtype)
+    if x.bounds is not None:
+        return rows_of(o, x.bounds, known).to(out_dtype)
+    return torch.where(known[:, None, None, None], o, 0).to(out_dtype)
 
 
 IN_PLACE = Overwriting(
