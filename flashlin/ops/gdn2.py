@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.casting import common_dtype
-from flashlin.ops._common.chunked import Request, check_options, run_chunked
+from flashlin.ops._common.chunked import Request, check_options
 from flashlin.ops._common.entry import entry
-from flashlin.ops._common.preprocess import exact, wide
+from flashlin.ops._common.preprocess import check_gates
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
-from flashlin.ops.dplr_delta_rule import FAMILY
-from flashlin.ops.gates import fused_kda_gate
-from flashlin.ops.kda import gate_parameters, with_states
-from flashlin.ops.norm import l2norm
+from flashlin.ops.kda import Gate, gate_of, run_kda
 from flashlin.ops.simple_gla import v_first
 
 
@@ -97,8 +93,6 @@ def chunk_gdn2(
     op = "chunk_gdn2"
     scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
     check_options(chunk_size, (64,))
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
@@ -108,18 +102,12 @@ def chunk_gdn2(
     for name, y in (("g", g), ("b", b)):
         need_tensor(name, y, (B, T, HV, K), "[B, T, HV, K]", q.device)
     need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
-    A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
-    if A_log is not None:
-        g = exact(g, q, k, v)
-        g = fused_kda_gate(g, A_log, dt_bias, bound, wide(g[:0]).dtype)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
+    gate = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
     # weighted in at least float32 (torch multiplies 16 bits so), then rounded like v; a float32 b must not
     # make q, k and v float32
-    tensors = (q, k, (w * v).to(v.dtype), g, b.to(common_dtype(q, k, v)), None, None)
-    if return_intermediate_states:
-        return with_states(request, tensors, chunk_size)
-    return run_chunked(FAMILY, request, tensors, grouped=True, called={"a": "b"})
+    v, b = (w * v).to(v.dtype), b.to(common_dtype(q, k, v))
+    return run_kda(request, q, k, v, g, gate, b=b, l2=use_qk_l2norm_in_kernel,
+                   chunk=chunk_size if return_intermediate_states else None)
 
 
 @entry
@@ -150,32 +138,19 @@ def fused_recurrent_gdn2(
     if use_gate_in_kernel is True:  # whose parameters go by g's shape; what is no bool is refused below
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
-    A_log, dt_bias, bound = _parameters(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    bounded = () if bound is None else (f"bound:{bound}",)
-    flags = flags_of("delta", "erase", *bounded, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    A_log, dt_bias, bound = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    flags = flags_of("delta", "erase", bound=bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, w, gk=g, a=b, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
     return run_recurrent(op, inputs, flags, scale, output_final_state,
                          called={"gk": "g", "a": "b", "beta": "w"})
 
 
-def _parameters(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
-                bound: float | None, safe: bool = False) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """Of a raw g, which it is with the gate ``inside``: A_log [HV], dt_bias [HV, K] or None, and the lower
-    bound or None, checked. Of decays: nothing."""
-    scalars.flags(use_gate_in_kernel=inside)
-    if bound is not None:
-        bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
-                               need="a number below 0, or None")
-    if not inside:
-        if A_log is not None or dt_bias is not None:
-            raise ValueError(f"{op}: got {'dt_bias' if A_log is None else 'A_log'} without "
-                             "use_gate_in_kernel, which alone reads it")
-        return None, None, None
-    if safe and (bound is None or bound < -5):
-        raise ValueError(f"lower_bound: got {bound}, need -5 <= lower_bound < 0 with safe_gate and "
-                         "use_gate_in_kernel")
-    if A_log is None and bound is None:
+def _gate_of(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
+             bound: float | None, safe: bool = False) -> Gate:
+    """Return the gate as KDA has it, which needs an A_log or a bound here."""
+    check_gates(op, inside, A_log, dt_bias, use_sigmoid=False, allow_neg_eigval=False)
+    if inside and A_log is None and bound is None:
         raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
                          "lower_bound")
-    return *gate_parameters(g, A_log, dt_bias), bound
+    return gate_of(g, inside, A_log, dt_bias, bound, safe)

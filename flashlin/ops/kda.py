@@ -20,11 +20,12 @@ from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact, wide
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
-from flashlin.ops.gates import fused_kda_gate, parameter
+from flashlin.ops.gates import bound_of, fused_kda_gate, parameter
 from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
 CHUNK_SIZES = (32, 64)
+Gate = tuple[Tensor | None, Tensor | None, float | None]  # A_log, dt_bias, lower bound; see gate_of
 
 
 @entry
@@ -100,34 +101,39 @@ def chunk_kda(
                   return_intermediate_states=return_intermediate_states)
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_options(chunk_size, CHUNK_SIZES, lower_bound)
-    if safe_gate and use_gate_in_kernel and (lower_bound is None or lower_bound < -5):
-        raise ValueError(f"lower_bound: got {lower_bound}, need -5 <= lower_bound < 0 with safe_gate and "
-                         "use_gate_in_kernel")
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       v_first(op, state_v_first, transpose_state_layout), cp_context=cp_context,
                       process_group=process_group)
     if use_gate_in_kernel or use_beta_sigmoid_in_kernel or use_qk_l2norm_in_kernel:
         check_qkv(q, k, v, grouped=True)
-    if use_gate_in_kernel:
-        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-        g = exact(g, q, k, v)
-        g = fused_kda_gate(g, A_log, dt_bias, lower_bound, wide(g[:0]).dtype)
+    gate = gate_of(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
     if use_beta_sigmoid_in_kernel:
         check_floats("beta", beta, "[B, T, HV]")
         beta = beta_of_logits(exact(beta, q, k, v), allow_neg_eigval)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
-    tensors = (q, k, v, g, None, None, beta)
     if beta is None:
         raise TypeError("beta: got NoneType, need a tensor of shape [B, T, HV]")
-    if return_intermediate_states:
-        return with_states(request, tensors, chunk_size)
+    return run_kda(request, q, k, v, g, gate, beta=beta, l2=use_qk_l2norm_in_kernel,
+                   chunk=chunk_size if return_intermediate_states else None)
+
+
+def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: Gate, *,
+            b: Tensor | None = None, beta: Tensor | None = None, l2: bool, chunk: int | None) -> Any:
+    """The chunked ops whose state decays by channel. gate: what makes a raw g a decay. chunk: also return the
+    states that enter each chunk of so many tokens."""
+    if chunk is not None and not torch.is_inference_mode_enabled():
+        raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
+    if gate[0] is not None:
+        g = exact(g, q, k, v)
+        g = fused_kda_gate(g, *gate, wide(g[:0]).dtype)
+    if l2:
+        q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
+    tensors = (q, k, v, g, b, None, beta)
+    if chunk is not None:
+        return _with_states(request, tensors, chunk)
     return run_chunked(FAMILY, request, tensors, grouped=True)
 
 
-def with_states(request: Request, tensors: tuple[Tensor | None, ...],
+def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
                  size: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """A call for all first chunks of ``size`` tokens, packed, then one for all second chunks, and so on, each
     beginning with the states that the one before it left."""
@@ -222,14 +228,9 @@ def fused_recurrent_kda(
     error, and so is A_log or dt_bias that nothing would read.
     """
     op = "fused_recurrent_kda"
-    if lower_bound is not None:
-        lower_bound = scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO,
-                                     need="a number below 0, or None")
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if use_gate_in_kernel:
-        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
-    bound = (f"bound:{lower_bound}",) if use_gate_in_kernel and lower_bound is not None else ()
-    flags = flags_of("delta", *bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    A_log, dt_bias, bound = gate_of(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    flags = flags_of("delta", bound=bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
                             allow_neg_eigval=allow_neg_eigval,
                             state_v_first=v_first(op, state_v_first, transpose_state_layout))
@@ -238,12 +239,22 @@ def fused_recurrent_kda(
                          called={"gk": "g", "beta": "beta"})
 
 
-def gate_parameters(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A_log [HV], zeros for None, and dt_bias [HV, K] or None."""
+def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
+            safe: bool = False) -> Gate:
+    """Return the checked parameters of a gate that is applied ``inside``: A_log [HV], zeros for None, dt_bias
+    [HV, K] or None, and the lower bound or None. Return three times None if g has decays. safe: the option
+    safe_gate."""
+    bound = bound_of(lower_bound)
+    if not inside:
+        return None, None, None
+    if safe and (bound is None or bound < -5):
+        raise ValueError(f"lower_bound: got {bound}, need -5 <= lower_bound < 0 with safe_gate and "
+                         "use_gate_in_kernel")
     check_floats("g", g, "[B, T, HV, K]", 4)
     HV, K = g.shape[2:]
     A_log = torch.zeros(HV, device=g.device) if A_log is None else parameter("A_log", A_log, (HV,), "HV", g)
-    return A_log, None if dt_bias is None else parameter("dt_bias", dt_bias, (HV, K), "HV * K", g)
+    dt_bias = None if dt_bias is None else parameter("dt_bias", dt_bias, (HV, K), "HV * K", g)
+    return A_log, dt_bias, bound
 
 
 @entry

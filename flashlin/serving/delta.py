@@ -38,8 +38,10 @@ from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
 from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
 from flashlin.ops._common.preprocess import check_gates
+from flashlin.ops._common.recurrent import flags_of
 from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
-from flashlin.ops.kda import chunk_kda, gate_parameters
+from flashlin.ops.gates import bound_of
+from flashlin.ops.kda import chunk_kda, gate_of
 from flashlin.serving.conv import check_has
 
 MODES = ("chunk", "fused_recurrent")
@@ -262,7 +264,6 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
     (B, T, HV, V), K, device = v.shape, q.shape[3], q.device
     gated, A_log, dt_bias = given["use_gate_in_kernel"], given["A_log"], given["dt_bias"]
     sigmoid, l2norm = given["use_beta_sigmoid_in_kernel"], given["use_qk_l2norm_in_kernel"]
-    scalars.flags(use_qk_l2norm_in_kernel=l2norm)
     check_gates("flashlin.serving", gated, A_log, dt_bias, sigmoid, given["allow_neg_eigval"])
     if beta is not None or sigmoid:
         need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", device)
@@ -271,15 +272,12 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
         check_floats("g", g, "[B, T, HV] or [B, T, HV, K]")
         need_tensor("g", g, (B, T, HV, K) if by_channel else (B, T, HV),
                     "[B, T, HV, K]" if by_channel else "[B, T, HV] or [B, T, HV, K]", device)
-    bound = given["lower_bound"]
-    if bound is not None:
-        bound = scalars.number("lower_bound", bound, high=-scalars.ABOVE_ZERO,
-                               need="a number below 0, or None")
-        if not (by_channel and gated):
-            raise ValueError(f"lower_bound: got {bound}, need None but for a g [B, T, HV, K] with "
-                             "use_gate_in_kernel")
+    bound = bound_of(given["lower_bound"])
+    if bound is not None and not (by_channel and gated):
+        raise ValueError(f"lower_bound: got {bound}, need None but for a g [B, T, HV, K] with "
+                         "use_gate_in_kernel")
     if gated and by_channel:
-        A_log, dt_bias = gate_parameters(g, A_log, dt_bias)
+        A_log, dt_bias, _ = gate_of(g, gated, A_log, dt_bias, bound)
     elif gated:
         need_tensor("A_log", A_log, (HV,), "[HV]", device)
         if dt_bias is not None:
@@ -291,9 +289,8 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
     check_dense("indices", given["indices"], "an int32 or int64 tensor of shape [N] or [N, 1 + drafts]")
     x = Inputs(q, k, v, beta, g=None if by_channel else g, gk=g if by_channel else None, A_log=A_log,
                dt_bias=dt_bias, bounds=bounds)
-    words = (("l2norm", l2norm), ("sigmoid", sigmoid), ("neg_eigval", given["allow_neg_eigval"]),
-             (f"bound:{bound}", bound is not None))
-    return x, tuple(word for word, wanted in words if wanted)
+    return x, flags_of(bound=bound, use_qk_l2norm_in_kernel=l2norm, use_beta_sigmoid_in_kernel=sigmoid,
+                       allow_neg_eigval=given["allow_neg_eigval"])
 
 
 def _check_slots(table: Tensor, accepted: Tensor | None, slots: int, name: str) -> None:

@@ -78,10 +78,11 @@ class Outputs(NamedTuple):
     states: Tensor | None
 
 
-def flags_of(*always: str, **options: bool) -> tuple[str, ...]:
-    """The flags (kernels/recurrent/inputs.py) that an op always has, and those of its public options, which
-    are checked here, that are set."""
-    return (*always, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
+def flags_of(*always: str, bound: float | None = None, **options: bool) -> tuple[str, ...]:
+    """The flags (kernels/recurrent/inputs.py) that an op always has, those of its public options, which are
+    checked here, that are set, and a gate's lower bound."""
+    bounded = () if bound is None else (f"bound:{bound}",)
+    return (*always, *bounded, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
 
 
 def run_recurrent(
