@@ -5,7 +5,7 @@ With a residual alone it is ``layer_norm``'s own kernel; everything else is adde
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +56,9 @@ def layer_norm_fn(
     Differs from mamba_ssm: rows longer than 64 KB, no rows at all and CPU tensors work; the mask of the same
     seed is another one.
     """
-    given = Added(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     asked = Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32)
-    return _norm_of_sum(given, asked, dropout_p, return_dropout_mask)
+    return _norm_of_sum(Tensors(x, residual, weight, bias), asked, x1, weight1, bias1, rowscale, dropout_p,
+                        return_dropout_mask)
 
 
 @entry
@@ -74,30 +74,19 @@ def rms_norm_fn(
 
     eps is added to the mean of the squares. The rest as ``layer_norm_fn``.
     """
-    given = Added(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     asked = Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32)
-    return _norm_of_sum(given, asked, dropout_p, return_dropout_mask)
+    return _norm_of_sum(Tensors(x, residual, weight, bias), asked, x1, weight1, bias1, rowscale, dropout_p,
+                        return_dropout_mask)
 
 
-class Added(NamedTuple):
-    """The tensors, as in ``layer_norm_fn``."""
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    x1: Tensor | None
-    weight1: Tensor | None
-    bias1: Tensor | None
-    rowscale: Tensor | None
-
-
-def _norm_of_sum(given: Added, asked: Asked, dropout_p: Any, return_dropout_mask: bool) -> Any:
-    x, weight, bias, residual, x1, weight1, bias1, rowscale = given
+def _norm_of_sum(tensors: Tensors, asked: Asked, x1: Tensor | None, weight1: Tensor | None,
+                 bias1: Tensor | None, rowscale: Tensor | None, dropout_p: Any,
+                 return_dropout_mask: bool) -> Any:
+    x, residual, weight, bias, _ = tensors
     scalars.flags(return_dropout_mask=return_dropout_mask)
     dropout_p = scalars.number("dropout_p", dropout_p, 0.0, 1.0, "a number from 0 to below 1")
     if dropout_p == 1.0:
         raise ValueError("dropout_p: got 1.0, need a number from 0 to below 1")
-    tensors = Tensors(x, residual, weight, bias)
     asked = checked(tensors, asked)
     shape, D = x.shape, x.shape[-1]
     check_optional("x", x, (("x1", x1, shape, "x's shape"), ("weight1", weight1, (D,), "[D]"),

@@ -166,7 +166,7 @@ class _Chain:
             transfers.extend(one[size:].view_as(transfer) for one in told if transfer is not None)
             if shard.before:
                 states = [one[:size].view_as(left) for one in told[first:shard.rank]]
-                began[:B] = _turned(ranks.folded(states, transfers[first + 1:shard.rank], ranks.through), how)
+                began[:B] = _turned(ranks.folded(states, transfers[first + 1:shard.rank]), how)
         with launch.entering(wait):
             if shard.before:
                 y = self._forward(plan, x._replace(h0=began), how)
@@ -187,8 +187,8 @@ class _Chain:
         arrived = ranks.gathering(shard.op, shard.group, alone)
         if shard.after:
             behind = arrived()[shard.rank + 1:shard.rank + shard.after + 1][::-1]
-            transfers = [] if y.transfers is None else list(y.transfers.unbind(0))[::-1]
-            came = ranks.folded(behind, transfers, lambda D, h: ranks.through(D.mT if D.ndim == 4 else D, h))
+            transfers = () if y.transfers is None else y.transfers.unbind(0)[::-1]
+            came = ranks.folded(behind, [D.mT if D.ndim == 4 else D for D in transfers])
             came = _turned(came, how)
             n = B if x.bounds is None else x.bounds.shape[0] - 1
             dht = came.new_zeros(n, *came.shape[1:]) if grads.ht is None else grads.ht.clone()

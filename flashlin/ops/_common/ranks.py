@@ -389,21 +389,12 @@ def of_tokens(shard: Shard, x: Tensor) -> Tensor:
     return x.movedim(0, 2).flatten(2, 3)
 
 
-Fold = Callable[[Tensor, Tensor], Tensor]
-
-
-def through(transfer: Tensor, state: Tensor) -> Tensor:
-    """What becomes of a state [B, H, K, V] on a rank: transfer is a matrix [B, H, K, K] or decays, [B, H] or
-    [B, H, K]."""
-    if transfer.ndim == 4:
-        return transfer @ state
-    return transfer.view(*transfer.shape, *[1] * (4 - transfer.ndim)) * state
-
-
-def folded(states: Sequence[Tensor], transfers: Sequence[Tensor], apply: Fold) -> Tensor:
-    """The states one after the other, of which each but the first adds what its transfer leaves of those
-    before. In float64, so whatever torch allows of 32 bits, and in one order."""
+def folded(states: Sequence[Tensor], transfers: Sequence[Tensor]) -> Tensor:
+    """The states [B, H, K, V] one after the other, of which each but the first adds what its transfer leaves
+    of those before: a matrix [B, H, K, K] or decays, [B, H] or [B, H, K]. In float64, so whatever torch
+    allows of 32 bits, and in one order."""
     state = states[0].double()
     for one, transfer in zip(states[1:], transfers, strict=True):
-        state = one.double() + apply(transfer.double(), state)
+        D = transfer.double()
+        state = one.double() + (D @ state if D.ndim == 4 else D.view(*D.shape, *[1] * (4 - D.ndim)) * state)
     return state.to(states[0].dtype)
