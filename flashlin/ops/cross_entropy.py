@@ -331,7 +331,7 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
     x, target, weight, bias = given
     dtype, (N, D), V = how.dtype, x.shape, weight.shape[0]
     matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
-    losses = torch.zeros(N, dtype=_loss_dtype(dtype), device=x.device)
+    losses = torch.zeros(N, dtype=torch.promote_types(dtype, torch.float32), device=x.device)
     share = losses.new_ones(())
     if how.mean:
         share = 1 / counted(target, V, how.ignore_index).to(losses.dtype)
@@ -376,7 +376,7 @@ def _whole_linear_loss(given: LinearTensors, how: LinearScalars) -> Tensor:
 
 def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
     x, _, weight, bias = given
-    loss, share = (x.new_empty([], dtype=_loss_dtype(how.dtype)) for _ in range(2))
+    loss, share = (x.new_empty([], dtype=torch.promote_types(how.dtype, torch.float32)) for _ in range(2))
     return (loss, torch.empty_like(x) if how.wants_dx else None,
             torch.empty_like(weight) if how.wants_dweight else None,
             torch.empty_like(bias) if bias is not None and how.wants_dbias else None, share)
@@ -433,10 +433,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grads: LinearOutputs,
