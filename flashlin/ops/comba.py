@@ -14,11 +14,11 @@ from torch import Tensor
 from flashlin.guards import scalars
 from flashlin.guards.tensors import check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import delta
 from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import exact
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
+from flashlin.ops.delta_rule import FAMILY
 from flashlin.ops.norm import l2norm
 
 
@@ -89,7 +89,7 @@ def chunk_comba(
     beta = v.new_ones(B, T, HV) if beta is None else beta
     request = Request("chunk_comba", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
-    return run_chunked(delta.FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
+    return run_chunked(FAMILY, request, (q, k, v, beta, g, k if p is None else p), grouped=True)
 
 
 @entry

@@ -25,10 +25,10 @@ from flashlin.guards.tensors import (
 )
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.chunked import Request
-from flashlin.ops._common.delta import run_delta
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import exact
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
+from flashlin.ops.delta_rule import run_delta
 from flashlin.ops.norm import l2norm
 
 

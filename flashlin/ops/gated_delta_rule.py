@@ -11,12 +11,11 @@ from torch import Tensor
 
 from flashlin.guards.tensors import check_floats, check_qkv, need_tensor
 from flashlin.kernels.recurrent.inputs import Inputs
-from flashlin.ops._common import delta
 from flashlin.ops._common.chunked import CHUNK_SIZES, Request, by_chunks, check_options
-from flashlin.ops._common.delta import run_delta
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, decay_of_gate, exact
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
+from flashlin.ops.delta_rule import FAMILY, run_delta
 from flashlin.ops.simple_gla import v_first
 
 
@@ -210,7 +209,7 @@ def gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log, dt_bias=dt_bias)
-    if by_chunks(delta.FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g, None), initial_state,
+    if by_chunks(FAMILY, "gated_delta_rule", mode, (q, k, v, beta, g, None), initial_state,
                          A_log, dt_bias):
         return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens_cpu=cu_seqlens_cpu, **shared)
     return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **shared)

@@ -10,8 +10,7 @@ from flashlin import dispatch
 from flashlin.compat.target import parse
 from flashlin.guards import checks
 from flashlin.kernels.families import PUBLIC
-from flashlin.ops import dplr_delta_rule, gla, simple_gla
-from flashlin.ops._common import delta
+from flashlin.ops import delta_rule, dplr_delta_rule, gla, simple_gla
 from flashlin.policy import Policy
 
 SHARED = [name for name, op in PUBLIC.items() if op.takes_ranks]
@@ -52,7 +51,8 @@ def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, polic
 
 
 def test_the_families_with_a_matrix_are_those_that_give_no_decays() -> None:
-    assert {one.FAMILY.name for one in (simple_gla, delta, gla, dplr_delta_rule) if one.FAMILY.decays is None} == set(checks.TRANSFERRED)
+    families = [module.FAMILY for module in (simple_gla, delta_rule, gla, dplr_delta_rule)]
+    assert {family.name for family in families if family.decays is None} == set(checks.TRANSFERRED)
 
 
 @pytest.mark.parametrize("option", checks.UNSHARED)

@@ -81,8 +81,8 @@ class Outputs(NamedTuple):
 def flags_of(*always: str, bound: float | None = None, **options: bool) -> tuple[str, ...]:
     """The flags (kernels/recurrent/inputs.py) that an op always has, those of its public options, which are
     checked here, that are set, and a gate's lower bound."""
-    bounded = () if bound is None else (f"bound:{bound}",)
-    return (*always, *bounded, *[OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)])
+    chosen = [OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)]
+    return (*always, *[f"bound:{bound}"] * (bound is not None), *chosen)
 
 
 def run_recurrent(
