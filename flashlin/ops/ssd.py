@@ -95,58 +95,46 @@ def mamba_chunk_scan_combined(
     if not rounded and (out_dtype is not torch.float32 or x.dtype is torch.float64):
         others = "" if x.dtype is torch.float64 else " or torch.float32"
         raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype}{others}")
+    shared, bounds = {"cp_context": cp_context, "process_group": process_group}, None
     if cp_context is not None or process_group is not None:
-        return _over_ranks(op, given, limits, dt_softplus, rounded, cu_seqlens, return_final_states,
-                           return_varlen_states, cp_context=cp_context, process_group=process_group)
-    if not return_varlen_states:
-        y, final = _scan(op, given, limits, dt_softplus, return_final_states, rounded=rounded)
-        return y if final is None else (y, final)
-    if cu_seqlens is None:
-        raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the sequences, "
-                         "[n + 1]")
-    bounds = check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
-    n = bounds.shape[0] - 1
-    if n == 0:
-        raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
-    if initial_states is not None:
-        given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, n - 1)))
-    y, states = _scan(op, given, limits, dt_softplus, True, bounds, rounded)
-    assert states is not None  # for the type checker
+        _check_over_ranks(seq_idx, cu_seqlens, return_final_states, return_varlen_states, **shared)
+        bounds = cu_seqlens
+    elif return_varlen_states:
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens: got None with return_varlen_states, need the edges of the "
+                             "sequences, [n + 1]")
+        bounds = check_cu_seqlens(cu_seqlens, None, x.shape, x.device, policy.current().debug, "x")
+        if bounds.shape[0] == 1:
+            raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
+    if bounds is not None and initial_states is not None:
+        behind = bounds.shape[0] - 2
+        given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
+    y, states = _scan(op, given, limits, dt_softplus, return_final_states or return_varlen_states, bounds,
+                      rounded, **shared)
+    if states is None:
+        return y
+    if bounds is None:
+        return y, states
     of_sequences = states.to(C.dtype)
     if not return_final_states:
         return y, of_sequences
+    n = bounds.shape[0] - 1
     last = (torch.arange(n, device=x.device) * (bounds.diff() > 0)).max()  # the last sequence with a token
     return y, states.index_select(0, last[None]), of_sequences
 
 
-def _over_ranks(
-    op: str,
-    given: Scan,
-    limits: tuple[float, float],
-    softplus: bool,
-    rounded: bool,
-    cu_seqlens: Tensor | None,
-    final: bool,
-    varlen: bool,
-    **shared: Any,
-) -> Tensor | tuple[Tensor, ...]:
-    """The scan where ranks share the sequences: shared is a cp_context or a process_group."""
+def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: bool, varlen: bool,
+                      **shared: Any) -> None:
+    """Check what is asked of ranks that share the sequences by a cp_context or a process_group."""
     from flashlin.ops._common import ranks
     ranks.check_ranks(**shared)
-    if given.seq_idx is not None:
+    if seq_idx is not None:
         raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
                          "of all")
     if (varlen and cu_seqlens is None) or (final and cu_seqlens is not None):
         name = "return_varlen_states" if varlen else "return_final_states"
         raise ValueError(f"{name}: got True where ranks share the sequences, need return_varlen_states with "
                          "cu_seqlens, and return_final_states without")
-    if given.initial_states is not None and cu_seqlens is not None:
-        behind = cu_seqlens.shape[0] - 2
-        given = given._replace(initial_states=F.pad(given.initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
-    y, states = _scan(op, given, limits, softplus, final or varlen, cu_seqlens, rounded, **shared)
-    if states is None:
-        return y
-    return y, states.to(given.C.dtype) if varlen else states
 
 
 @linear_entry
