@@ -65,11 +65,12 @@ def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | Non
     H, K = g.shape[-2:]
     A_log = None if A_log is None else parameter("A_log", A_log, (H, 1), "H", g)
     dt_bias = None if dt_bias is None else parameter("dt_bias", dt_bias, (H, K), "H * K", g)
-    y, = run_pointwise("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=bound_of(lower_bound))
+    bound = checked_bound(lower_bound)
+    y, = run_pointwise("fused_kda_gate", H, K, output_dtype, g, A_log, dt_bias, bound=bound)
     return y
 
 
-def bound_of(lower_bound: float | None) -> float | None:
+def checked_bound(lower_bound: float | None) -> float | None:
     """Return a gate's lower bound, checked to be below 0, or None."""
     return None if lower_bound is None else scalars.number(
         "lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")

@@ -20,7 +20,7 @@ from flashlin.ops._common.entry import entry
 from flashlin.ops._common.preprocess import beta_of_logits, check_gates, exact, wide
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.dplr_delta_rule import FAMILY
-from flashlin.ops.gates import bound_of, fused_kda_gate, parameter
+from flashlin.ops.gates import checked_bound, fused_kda_gate, parameter
 from flashlin.ops.norm import l2norm
 from flashlin.ops.simple_gla import v_first
 
@@ -244,7 +244,7 @@ def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | Non
     """Return the checked parameters of a gate that is applied ``inside``: A_log [HV], zeros for None, dt_bias
     [HV, K] or None, and the lower bound or None. Return three times None if g has decays. safe: the option
     safe_gate."""
-    bound = bound_of(lower_bound)
+    bound = checked_bound(lower_bound)
     if not inside:
         return None, None, None
     if safe and (bound is None or bound < -5):

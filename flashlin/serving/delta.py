@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.guards import scalars
-from flashlin.guards.plan_types import Plan, Problem
+from flashlin.guards.plan_types import Plan
 from flashlin.guards.tensors import (
     check_cu_seqlens,
     check_dense,
@@ -27,7 +27,6 @@ from flashlin.guards.tensors import (
 from flashlin.kernels.recurrent import pool_torch
 from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.ops._common.casting import (
-    as_planned,
     can_write,
     common_dtype,
     count_of,
@@ -36,16 +35,15 @@ from flashlin.ops._common.casting import (
 )
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.operator import Overwriting, kernels
-from flashlin.ops._common.pipeline import problem_of_heads, traced_over_heads
+from flashlin.ops._common.pipeline import traced_over_heads
 from flashlin.ops._common.preprocess import check_gates
-from flashlin.ops._common.recurrent import flags_of
+from flashlin.ops._common.recurrent import flags_of, loadable, problem_of
 from flashlin.ops.gated_delta_rule import chunk_gated_delta_rule
-from flashlin.ops.gates import bound_of
+from flashlin.ops.gates import checked_bound
 from flashlin.ops.kda import chunk_kda, gate_of
 from flashlin.serving.conv import check_has
 
 MODES = ("chunk", "fused_recurrent")
-PARAMETERS = ("beta", "g", "gk", "A_log", "dt_bias")
 
 
 @entry
@@ -100,12 +98,10 @@ def decode(
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
         UnsupportedError: this machine cannot run the call.
     """
-    return _on_pool(dict(  # not locals(), which torch 2.11 cannot compile
-        q=q, k=k, v=v, g=g, beta=beta, states=states, indices=indices, cu_seqlens=cu_seqlens,
-        num_accepted_tokens=num_accepted_tokens,
-        scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval))
+    given = Inputs(q, k, v, beta, g, A_log=A_log, dt_bias=dt_bias, bounds=cu_seqlens)
+    options = dict(use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                   use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
+    return _on_pool(given, states, indices, num_accepted_tokens, scale, lower_bound, options)
 
 
 @entry
@@ -148,13 +144,10 @@ def prefill(
     scalars.choice("mode", mode, MODES)
     if isinstance(indices, Tensor) and indices.ndim != 1:
         raise ValueError(f"indices: got shape {shown(indices.shape)}, need [N]")
-    given = dict(
-        q=q, k=k, v=v, g=g, beta=beta, states=states, indices=indices, cu_seqlens=cu_seqlens,
-        has_initial_state=has_initial_state,
-        scale=scale, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
-    return _on_pool(given, mode == "chunk")
+    given = Inputs(q, k, v, beta, g, A_log=A_log, dt_bias=dt_bias, bounds=cu_seqlens)
+    options = dict(use_gate_in_kernel=use_gate_in_kernel, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                   use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
+    return _on_pool(given, states, indices, has_initial_state, scale, lower_bound, options, mode)
 
 
 class Beside(NamedTuple):
@@ -168,16 +161,16 @@ class Beside(NamedTuple):
     call: str
 
 
-def _on_pool(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
-    """A call of ``decode`` or, with has_initial_state, of ``prefill``, by its arguments."""
-    x, flags = _checked(given)
-    pool, indices, N = given["states"], given["indices"], count_of(x.v, x.bounds)
-    of_prefill = "has_initial_state" in given
-    name = "has_initial_state" if of_prefill else "num_accepted_tokens"
-    accepted = given[name]
+def _on_pool(given: Inputs, pool: Tensor, indices: Tensor, accepted: Any, scale: float | None,
+             lower_bound: float | None, options: dict[str, bool], mode: str = "") -> Tensor:
+    """A call of ``decode`` or, with a mode, of ``prefill``, of which ``accepted`` is the has_initial_state.
+    options: those of the kernel, by name."""
+    x, flags = _checked(given, pool, indices, lower_bound, options, bool(mode))
+    N = count_of(x.v, x.bounds)
+    name = "has_initial_state" if mode else "num_accepted_tokens"
     check_integers("indices", indices, (N,) if indices.ndim < 2 else (N, None), "[N] or [N, 1 + drafts]",
                    x.q.device, "q")
-    if of_prefill:
+    if mode:
         check_has(name, accepted, N, x.q.device)
     elif accepted is not None:
         check_integers(name, accepted, (N,), "[N]", x.q.device, "q")
@@ -186,24 +179,19 @@ def _on_pool(given: dict[str, Any], by_chunks: bool = False) -> Tensor:
         raise ValueError("indices: got no columns, need [N] or [N, 1 + drafts]")
     if policy.current().debug:
         _check_slots(table, accepted, len(pool), name)
-    scale = given["scale"]
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
     if wants_grad(*x, pool):
         raise ValueError("states: got tensors that require gradients, need torch.no_grad() or "
                          "inference_mode() around a call that overwrites states")
-    if by_chunks:
-        return _chunked(x, given, pool, indices, accepted, scale)
+    if mode == "chunk":
+        return _chunked(x, pool, indices, accepted, scale, lower_bound, options)
+    planned_as = ("fused_recurrent_kda" if x.gk is not None else "fused_recurrent_delta_rule" if x.g is None
+                  else "fused_recurrent_gated_delta_rule")
     common = common_dtype(x.v, x.q, x.k)
-    beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, _op(x))
+    beside = Beside(pool, table, accepted, scale, " ".join(flags), x.v.dtype, planned_as)
     x = x._replace(q=x.q.to(common), k=x.k.to(common), v=x.v.to(common))
     o: Tensor = DECODE.run_planned(x, beside)
     return o
-
-
-def _op(x: Inputs) -> str:
-    """What the call is planned as."""
-    return ("fused_recurrent_kda" if x.gk is not None else "fused_recurrent_delta_rule" if x.g is None
-            else "fused_recurrent_gated_delta_rule")
 
 
 def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:
@@ -211,31 +199,23 @@ def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:
     flags, dot = tuple(words.split()), plan.problem.dot
     if not can_write(plan, pool, x.q.dtype):
         return pool_torch.compute(x, pool, indices, accepted, flags, scale).to(out_dtype)
-    x = as_planned(x, dot)
     bounds = None if x.bounds is None else x.bounds.to(indices.dtype)
-    x = x._replace(**{name: (y if y.dtype in (x.q.dtype, torch.float32) else y.float()).contiguous()
-                      for name in PARAMETERS if (y := getattr(x, name)) is not None})
     accepted = None if accepted is None else accepted.to(indices.dtype)
     o: Tensor = kernels("recurrent", "pool").launch_pool(
-        plan, x._replace(bounds=bounds), pool, indices.contiguous(), accepted, flags, scale,
+        plan, loadable(x, dot)._replace(bounds=bounds), pool, indices.contiguous(), accepted, flags, scale,
         dtype_as_planned(out_dtype, dot))
     return o.to(out_dtype)
 
 
-def problem_of(x: Inputs, beside: Beside) -> Problem:
-    given = [name for name in ("beta", "g", "gk", "A_log") if getattr(x, name) is not None]
-    return problem_of_heads(beside.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds, False,
-                            ("delta", "pool", "v_first", *beside.flags.split(), *given))
-
-
 DECODE = Overwriting(
-    "serving_decode", Inputs, Beside, "pool", family="recurrent", problem=problem_of,
+    "serving_decode", Inputs, Beside, "pool", family="recurrent",
+    problem=lambda x, how: problem_of(x, how, "delta", "pool", "v_first"),
     while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent", ("v_first",)),
     launch=_token_by_token, empty=lambda x, how: x.v.new_empty(x.v.shape, dtype=how.out_dtype))
 
 
-def _chunked(x: Inputs, given: dict[str, Any], pool: Tensor, indices: Tensor, has: Tensor,
-             scale: float) -> Tensor:
+def _chunked(x: Inputs, pool: Tensor, indices: Tensor, has: Tensor, scale: float, lower_bound: float | None,
+             options: dict[str, bool]) -> Tensor:
     """o; chunk by chunk from gathered states, which are then scattered."""
     q, k, v, bounds = x.q, x.k, x.v, x.bounds
     assert bounds is not None
@@ -244,27 +224,25 @@ def _chunked(x: Inputs, given: dict[str, Any], pool: Tensor, indices: Tensor, ha
     there = (slots >= 0) & (slots < len(pool))
     h0 = pool_torch.states_of(pool, slots, there & has)
     shared: dict[str, Any] = dict(
-        scale=scale, initial_state=h0, output_final_state=True, state_v_first=True, cu_seqlens=bounds,
-        use_qk_l2norm_in_kernel=given["use_qk_l2norm_in_kernel"])
-    gates = {name: given[name] for name in (
-        "use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")}
+        options, scale=scale, initial_state=h0, output_final_state=True, state_v_first=True,
+        cu_seqlens=bounds, A_log=x.A_log, dt_bias=x.dt_bias)
     if x.gk is not None:
-        o, ht = chunk_kda(q, k, v, x.gk, beta, lower_bound=given["lower_bound"], **shared, **gates)
+        o, ht = chunk_kda(q, k, v, x.gk, beta, lower_bound=lower_bound, **shared)
     else:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32) if x.g is None else x.g
-        o, ht = chunk_gated_delta_rule(q, k, v, g, beta, **shared, **gates)
+        o, ht = chunk_gated_delta_rule(q, k, v, g, beta, **shared)
     pool_torch.put(pool, slots, ht, there & (bounds[1:] > bounds[:-1]))
     return pool_torch.rows_of(o, bounds, there)
 
 
-def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
+def _checked(given: Any, pool: Tensor, indices: Tensor, lower_bound: float | None,
+             options: dict[str, bool], packed: bool) -> tuple[Inputs, tuple[str, ...]]:
     """The inputs, and what the kernel has to do to them."""
-    q, k, v, g, beta, bounds = (given[name] for name in ("q", "k", "v", "g", "beta", "cu_seqlens"))
-    check_qkv(q, k, v, grouped=True)
+    q, v, g, beta, A_log, dt_bias = given.q, given.v, given.g, given.beta, given.A_log, given.dt_bias
+    check_qkv(q, given.k, v, grouped=True)
     (B, T, HV, V), K, device = v.shape, q.shape[3], q.device
-    gated, A_log, dt_bias = given["use_gate_in_kernel"], given["A_log"], given["dt_bias"]
-    sigmoid, l2norm = given["use_beta_sigmoid_in_kernel"], given["use_qk_l2norm_in_kernel"]
-    check_gates("flashlin.serving", gated, A_log, dt_bias, sigmoid, given["allow_neg_eigval"])
+    gated, sigmoid = options["use_gate_in_kernel"], options["use_beta_sigmoid_in_kernel"]
+    check_gates("flashlin.serving", gated, A_log, dt_bias, sigmoid, options["allow_neg_eigval"])
     if beta is not None or sigmoid:
         need_tensor("beta", beta, (B, T, HV), "[B, T, HV]", device)
     by_channel = isinstance(g, Tensor) and g.ndim == 4
@@ -272,7 +250,7 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
         check_floats("g", g, "[B, T, HV] or [B, T, HV, K]")
         need_tensor("g", g, (B, T, HV, K) if by_channel else (B, T, HV),
                     "[B, T, HV, K]" if by_channel else "[B, T, HV] or [B, T, HV, K]", device)
-    bound = bound_of(given["lower_bound"])
+    bound = checked_bound(lower_bound)
     if bound is not None and not (by_channel and gated):
         raise ValueError(f"lower_bound: got {bound}, need None but for a g [B, T, HV, K] with "
                          "use_gate_in_kernel")
@@ -282,15 +260,16 @@ def _checked(given: dict[str, Any]) -> tuple[Inputs, tuple[str, ...]]:
         need_tensor("A_log", A_log, (HV,), "[HV]", device)
         if dt_bias is not None:
             need_tensor("dt_bias", dt_bias, (HV,), "[HV]", device)
-    if bounds is not None or "has_initial_state" in given:
+    bounds = given.bounds
+    if bounds is not None or packed:
         bounds = check_cu_seqlens(bounds, None, q.shape, device, policy.current().debug)
         check_values("cu_seqlens", bounds)
-    check_pool("states", given["states"], None, HV, K, V, True, device, "flashlin.serving")
-    check_dense("indices", given["indices"], "an int32 or int64 tensor of shape [N] or [N, 1 + drafts]")
-    x = Inputs(q, k, v, beta, g=None if by_channel else g, gk=g if by_channel else None, A_log=A_log,
-               dt_bias=dt_bias, bounds=bounds)
-    return x, flags_of(bound=bound, use_qk_l2norm_in_kernel=l2norm, use_beta_sigmoid_in_kernel=sigmoid,
-                       allow_neg_eigval=given["allow_neg_eigval"])
+    check_pool("states", pool, None, HV, K, V, True, device, "flashlin.serving")
+    check_dense("indices", indices, "an int32 or int64 tensor of shape [N] or [N, 1 + drafts]")
+    x: Inputs = given._replace(g=None if by_channel else g, gk=g if by_channel else None, A_log=A_log,
+                               dt_bias=dt_bias, bounds=bounds)
+    return x, flags_of(bound=bound, use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+                       use_beta_sigmoid_in_kernel=sigmoid, allow_neg_eigval=options["allow_neg_eigval"])
 
 
 def _check_slots(table: Tensor, accepted: Tensor | None, slots: int, name: str) -> None:

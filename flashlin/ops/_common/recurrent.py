@@ -223,11 +223,14 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
     return x
 
 
-def problem_of(x: Inputs, how: Scalars | InPlace) -> Problem:
+def problem_of(x: Inputs, how: Any, *options: str) -> Problem:
+    """Return the problem of a call with the scalars of any operator here. options: its own beside its
+    flags."""
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
     return problem_of_heads(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
-                            isinstance(how, Scalars) and how.needs_grad, (*how.flags.split(), *given))
+                            isinstance(how, Scalars) and how.needs_grad,
+                            (*options, *how.flags.split(), *given))
 
 
 def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
@@ -253,23 +256,21 @@ def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
     if how.needs_grad:
         x, how = prepared(x, how)
     out_dtype = dtype_as_planned(how.out_dtype, dot)
-    return _loadable(x, dot, how.needs_grad), Scalars(how.scale, how.has_ht, out_dtype, how.flags,
+    return loadable(x, dot, how.needs_grad), Scalars(how.scale, how.has_ht, out_dtype, how.flags,
                                                       how.needs_grad, how.call)
 
 
-def _loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
+def loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
     """Return tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except
     that without gradients tokens of q, k and v may lie apart."""
-    x = as_planned(x, dot)
-    dtypes = (x.q.dtype, torch.float32)
-    strided = () if needs_grad or torch.compiler.is_compiling() else ("q", "k", "v")
-    loadable: dict[str, Any] = {}
-    for name, y in x._asdict().items():
-        if y is not None and name != "bounds":
+    operands: list[Any] = list(as_planned(x, dot))
+    dtypes = (operands[0].dtype, torch.float32)
+    apart = 0 if needs_grad or torch.compiler.is_compiling() else 3
+    for at, y in enumerate(operands[:-1]):  # bounds stay
+        if y is not None:
             y = y if y.dtype in dtypes else y.float()
-            y = y if name in strided else y.contiguous()
-        loadable[name] = y
-    return x._replace(**loadable)
+            operands[at] = y if at < apart else y.contiguous()
+    return Inputs(*operands)
 
 
 def _forward(plan: Plan, x: Inputs, how: Scalars, call: Call | None = None) -> Any:
@@ -320,7 +321,7 @@ def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
     dot = plan.problem.dot
     o: Tensor
     o, _, _ = kernels("recurrent", "forward").launch_forward(
-        plan, _loadable(x, dot)._replace(h0=how.pool), tuple(how.flags.split()), how.scale, False,
+        plan, loadable(x, dot)._replace(h0=how.pool), tuple(how.flags.split()), how.scale, False,
         dtype_as_planned(how.out_dtype, dot), True, how.indices)
     return o.to(how.out_dtype)
 
