@@ -11,13 +11,11 @@ from collections.abc import Mapping
 
 from flashlin.compat.lazy_imports import attach
 
-_WHERE = {"decode": "flashlin.serving.delta", "prefill": "flashlin.serving.delta",
-          "causal_conv1d_prefill": "flashlin.serving.conv",
-          "causal_conv1d_update": "flashlin.ops.causal_conv1d"}
-
 
 def _where() -> Mapping[str, str]:
-    return _WHERE
+    return {"decode": "flashlin.serving.delta", "prefill": "flashlin.serving.delta",
+            "causal_conv1d_prefill": "flashlin.serving.conv",
+            "causal_conv1d_update": "flashlin.ops.causal_conv1d"}
 
 
 __getattr__, __dir__ = attach(__name__, _where)
