@@ -24,21 +24,16 @@ from flashlin.ops.norm import l2norm
 
 @entry
 def chunk_comba(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     p: Tensor | None,
     g: Tensor,
     beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``. Runs the gated delta rule's kernels,
@@ -94,16 +89,13 @@ def chunk_comba(
 
 @entry
 def fused_recurrent_comba(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor, k: Tensor,
     p: Tensor | None,
-    v: Tensor,
-    g: Tensor,
+    v: Tensor, g: Tensor,
     beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:

@@ -30,15 +30,11 @@ BACKENDS = ("triton", "mix", "cuda")
 @entry
 def causal_conv1d(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    activation: str | None = None,
-    backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    activation: str | None = None, backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     cp_context: Any = None,
     *,

@@ -91,13 +91,10 @@ def cross_entropy_loss(
 
 @linear_entry
 def fused_linear_cross_entropy_loss(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor,
+    x: Tensor, target: Tensor, weight: Tensor,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0, logit_scale: float = 1.0,
     logit_softcapping: float | None = None,
     num_chunks: int = 8,
     reduction: str = "mean",

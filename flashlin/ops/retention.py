@@ -18,18 +18,14 @@ from flashlin.ops.simple_gla import run_simple_gla
 
 @entry
 def chunk_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     *,
-    cp_context: Any = None,
-    process_group: Any = None,
+    cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
@@ -60,9 +56,7 @@ def fused_recurrent_retention(
 
 @entry
 def fused_chunk_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor, k: Tensor, v: Tensor,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,

@@ -20,17 +20,11 @@ from flashlin.ops.dplr_delta_rule import FAMILY
 
 @entry
 def chunk_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     scale: float | None = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     safe_gate: bool = False,
     chunk_size: int | None = None,
     disable_recompute: bool = False,

@@ -167,10 +167,8 @@ def shard_of(
     op: str,
     x: Tensor,
     sizes: Sequence[int],
-    cp_context: Any,
-    process_group: Any,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any, process_group: Any,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     **states: bool,
 ) -> Shard:
     """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is
