@@ -9,20 +9,14 @@ from flashlin.kernels.families import PUBLIC
 
 # Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.
 OF_FLA = (
-    "comba.chunk", "comba.fused_recurrent", "delta_rule.chunk", "delta_rule.fused_recurrent",
-    "gated_delta_product.chunk", "gated_delta_rule.chunk",
-    "gated_delta_rule.fused_recurrent", "gated_delta_rule.gate", "gdn2.chunk", "gdn2.fused_recurrent",
-    "generalized_delta_rule",
-    "generalized_delta_rule.dplr", "generalized_delta_rule.dplr.chunk",
-    "generalized_delta_rule.dplr.fused_recurrent", "generalized_delta_rule.iplr",
-    "generalized_delta_rule.iplr.chunk", "generalized_delta_rule.iplr.fused_recurrent", "gla.chunk",
-    "gla.fused_recurrent", "hgrn.chunk", "hgrn.fused_recurrent", "kda.chunk", "kda.fused_recurrent",
-    "kda.gate", "lightning_attn.chunk", "lightning_attn.fused_recurrent", "linear_attn.chunk",
-    "linear_attn.fused_chunk", "linear_attn.fused_recurrent", "retention.chunk", "retention.fused_chunk",
-    "retention.fused_recurrent", "retention.parallel", "rwkv6.chunk", "rwkv6.fused_recurrent",
-    "rwkv7.chunk", "rwkv7.fused_addcmul", "rwkv7.fused_k_update", "rwkv7.fused_recurrent",
-    "rwkv7.gate_output_correction", "simple_gla.chunk", "simple_gla.fused_chunk",
-    "simple_gla.fused_recurrent", "simple_gla.parallel")
+    *(f"{module}.{mode}" for mode in ("chunk", "fused_recurrent") for module in (
+        "comba", "delta_rule", "gated_delta_rule", "gdn2", "generalized_delta_rule.dplr",
+        "generalized_delta_rule.iplr", "gla", "hgrn", "kda", "lightning_attn", "linear_attn", "retention",
+        "rwkv6", "rwkv7", "simple_gla")),
+    "gated_delta_product.chunk", "gated_delta_rule.gate", "generalized_delta_rule",
+    "generalized_delta_rule.dplr", "generalized_delta_rule.iplr", "kda.gate", "linear_attn.fused_chunk",
+    "retention.fused_chunk", "retention.parallel", "rwkv7.fused_addcmul", "rwkv7.fused_k_update",
+    "rwkv7.gate_output_correction", "simple_gla.fused_chunk", "simple_gla.parallel")
 stand_in(__name__, OF_FLA)
 
 
