@@ -93,7 +93,7 @@ def causal_conv1d(
     else:
         bounds, N = check_packed(x, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
-        _check_state("initial_state", initial_state, N, x, weight)
+        need_tensor("initial_state", initial_state, (N, *weight.shape), "[N, D, W]", x.device, "x")
     if shard is not None:
         x, residual = shard.there(x), shard.there(residual)
         initial_state = shard.window(x, weight.shape[1], initial_state)
@@ -136,7 +136,7 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
     weight = check_filters(x, D, weight, bias)
     check_optional("x", x, [("residual", residual, x.shape, "x's shape")])
     N = x.numel() // D
-    _check_state("cache", cache, N, x, weight)
+    need_tensor("cache", cache, (N, *weight.shape), "[N, D, W]", x.device, "x")
     check_written("cache", cache, "causal_conv1d_update",
                   "updated in place. causal_conv1d with initial_state=cache has the gradient")
     given = Token(x.reshape(N, D), weight, bias, None if residual is None else residual.reshape(N, D), cache)
@@ -160,10 +160,6 @@ def check_filters(x: Tensor, D: int, weight: Any, bias: Any,
     if bias is not None:
         need_tensor(names[1], bias, (D,), "[D]", x.device, names[2])
     return cast(Tensor, weight)
-
-
-def _check_state(name: str, state: Any, N: int, x: Tensor, weight: Tensor) -> None:
-    need_tensor(name, state, (N, x.shape[-1], weight.shape[1]), "[N, D, W]", x.device, "x")
 
 
 def convolve(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
