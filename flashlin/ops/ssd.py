@@ -19,9 +19,10 @@ from flashlin.guards import scalars
 from flashlin.guards.tensors import check_cu_seqlens, check_floats, need_tensor, shareable, shown
 from flashlin.kernels.norm.recipe import RMS
 from flashlin.kernels.pointwise.nonfinite import contained, released, spread
+from flashlin.kernels.sequences import widest
 from flashlin.ops import simple_gla
 from flashlin.ops._common.arguments import check_linear, check_optional, check_rows, linear
-from flashlin.ops._common.casting import linear_dtype
+from flashlin.ops._common.casting import common_dtype, linear_dtype
 from flashlin.ops._common.chunked import Request, run_chunked
 from flashlin.ops._common.entry import entry, linear_entry, without_autocast
 from flashlin.ops._common.pointwise import scaled, skipped
@@ -290,10 +291,7 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
     after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
     limits: of dt. shared: ranks that share the sequences, see ops/_common/ranks.py."""
     x, dt, A, B, C, D, z, dt_bias, h0, seq_idx = given
-    compute = torch.float32
-    if any(t.dtype == torch.float64 for t in given if t is not None):
-        compute = torch.float64
-    dtype = torch.promote_types(torch.promote_types(x.dtype, B.dtype), C.dtype)
+    compute, dtype = widest(*given), common_dtype(x, B, C)
     step = dt.to(compute)
     step = step if dt_bias is None else step + dt_bias.to(compute)
     step = F.softplus(step) if softplus else step
