@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashlin.kernels.rotation import backward, torch_path
 from flashlin.kernels.rotation.inputs import Inputs, Outputs
-from flashlin.ops._common.rotation import turned
+from flashlin.ops.mamba3 import turned
 
 OP, R, H = "mamba3_siso_combined", 3, 2
 
