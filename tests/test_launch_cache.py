@@ -193,6 +193,12 @@ def test_a_changed_source_is_compiled_again(card: Driver, theirs: list[Any]) -> 
     assert card.started[-1].compiled is not card.started[0].compiled
 
 
+def test_constants_of_our_kernels_never_change(card: Driver, theirs: list[Any],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(with_a_global.fn.__globals__, "__name__", "flashlin.kernels.selective.forward")
+    assert repeated(card, theirs, Kernel(with_a_global), (X, 3, 16)) == 1
+
+
 def test_a_changed_global_is_tritons_error(card: Driver, theirs: list[Any],
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, values = Kernel(with_a_global), (X, 3, 16)

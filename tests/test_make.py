@@ -1,4 +1,4 @@
-"""``make test``: every step runs, whatever the others find, and the end says how each went."""
+"""``make test`` and ``make quick``: every step runs, whatever the others find, and the end says how each went."""
 from __future__ import annotations
 
 import os
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = {"ruff": "-m ruff check .", "mypy": "-m mypy", "tests": "-m pytest tests --ignore=tests/interpret",
-         "interpreter": "-m pytest tests/interpret"}
+BEFORE = {"ruff": "-m ruff check .", "mypy": "-m mypy"}
+STEPS = {"test": {**BEFORE, "tests": "-m pytest tests --ignore=tests/interpret",
+                  "interpreter": "-m pytest tests/interpret"},
+         "quick": {**BEFORE, "tests": "-m pytest tests/plan/", "interpreter": "-m pytest tests/interpret/"}}
 # The suite itself runs under make.
 CLEAN = {name: value for name, value in os.environ.items()
          if name != "TRITON_INTERPRET" and not name.startswith("MAKE")}
@@ -24,24 +26,40 @@ case "$*" in {failing}) exit 7;; esac
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
-@pytest.mark.parametrize("failing", [(), ("ruff",), ("mypy",), ("tests",), ("interpreter",),
-                                     ("ruff", "tests", "interpreter")], ids="-".join)
+FAILING = [(), ("ruff",), ("mypy",), ("tests",), ("interpreter",), ("ruff", "tests", "interpreter")]
+
+
+@pytest.mark.parametrize("failing", FAILING, ids="-".join)
 def test_every_step_runs_and_is_reported(failing: tuple[str, ...], tmp_path: Path) -> None:
-    log, stub = tmp_path / "log", tmp_path / "python"
-    patterns = "|".join(f'"{STEPS[step]}"*' for step in failing) or "nothing"
+    steps_run("test", failing, tmp_path)
+
+
+def test_quick_takes_a_few_files_of_each_step(tmp_path: Path) -> None:
+    for failing in ((), ("mypy", "tests")):
+        steps_run("quick", failing, tmp_path)
+    files = re.findall(r"tests/\S+\.py", (ROOT / "Makefile").read_text())
+    assert len(files) == len(set(files)) > 10 and all((ROOT / file).is_file() for file in files)
+
+
+def steps_run(target: str, failing: tuple[str, ...], tmp_path: Path) -> None:
+    """Every step of this target runs, in order, and the end says which failed."""
+    log, stub, steps = tmp_path / "log", tmp_path / "python", STEPS[target]
+    patterns = "|".join(f'"{steps[step]}"*' for step in failing) or "nothing"
     stub.write_text(STUB.format(log=log, failing=patterns))
     stub.chmod(0o755)
-    ran = subprocess.run(["make", "test", "PYTHON=true", f"RUN={stub}"], cwd=ROOT, capture_output=True,
+    log.unlink(missing_ok=True)
+    ran = subprocess.run(["make", target, "PYTHON=true", f"RUN={stub}"], cwd=ROOT, capture_output=True,
                          text=True, check=False, timeout=60, env=CLEAN)
     assert (ran.returncode != 0) == bool(failing), ran.stdout + ran.stderr
     asked = log.read_text().splitlines()
-    assert len(asked) == len(STEPS)
-    for line, (step, words) in zip(asked, STEPS.items(), strict=True):
+    assert len(asked) == len(steps)
+    for line, (step, words) in zip(asked, steps.items(), strict=True):
         interpret = "1" if step == "interpreter" else ""
         assert line.startswith(f"interpret={interpret} threads=1 {words}"), line
+    assert f"make {target}" in ran.stdout
     told = dict(re.findall(r"^  (\w+) +(passed|FAILED, exit status 7)$", ran.stdout, re.M))
     assert told == {step: "FAILED, exit status 7" if step in failing else "passed"
-                    for step in STEPS}, ran.stdout
+                    for step in steps}, ran.stdout
 
 
 def test_nothing_runs_without_an_environment(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ need 64 bits, constexprs, warps and stages, debug and instrumentation, the devic
 call the compiled kernel's launcher at once. How kernels are compiled is none of this file's business.
 
 What is not plain goes Triton's way each time: launches that hooks watch, arguments of other types than
-``PLAIN`` (subclasses of tensors), kernels that read global values, the interpreter's, and releases of which
-``Release.direct`` does not say that both ways have been compared.
+``PLAIN`` (subclasses of tensors), kernels that read global values, unless these are constants of
+flashlin.kernels, which never change, the interpreter's, and releases of which ``Release.direct`` does not say
+that both ways have been compared.
 """
 from __future__ import annotations
 
