@@ -16,7 +16,7 @@ run test quick: export OMP_NUM_THREADS = 1
 QUICK = tests/plan/test_plan.py tests/plan/test_policy.py tests/test_house.py tests/test_imports.py tests/test_promise.py tests/test_stubs.py \
 	tests/test_readme.py tests/test_cli.py tests/test_launch.py tests/test_launch_cache.py tests/test_family.py \
 	tests/ops/test_simple_gla.py tests/ops/test_families.py tests/ops/test_token_ops.py tests/ops/test_replay.py
-QUICK_KERNELS = tests/interpret/test_simple_gla.py tests/interpret/test_modules.py
+QUICK_KERNELS = tests/interpret/test_by_chunk.py tests/interpret/test_modules.py
 
 # Every step runs, whatever the others find. END says how each went; its exit status is 1 if one failed.
 STEP = trap 'exit 130' INT; failed=0; lines=; \
