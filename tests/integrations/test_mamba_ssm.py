@@ -199,7 +199,7 @@ def eager_mamba2(layer: Any, u: Tensor) -> Tensor:
     xBC = convolved(xBC.transpose(1, 2), layer.conv1d).transpose(1, 2)
     x, B, C = xBC.split([inner, G * N, G * N], -1)
     y, _, _ = reference.scan(x.unflatten(-1, (H, -1)), dt, -layer.A_log.exp(), B.unflatten(-1, (G, N)),
-                             C.unflatten(-1, (G, N)), layer.D, None, layer.dt_bias, softplus=True)
+                             C.unflatten(-1, (G, N)), layer.D, None, layer.dt_bias, dt_softplus=True)
     gated = (y.flatten(2) * reference.silu(z)).unflatten(-1, (G, -1))
     normed = gated / (gated.pow(2).mean(-1, keepdim=True) + layer.norm.eps).sqrt()
     return normed.flatten(2) * layer.norm.weight @ layer.out_proj.weight.T

@@ -64,7 +64,7 @@ def test_rows_outside_the_sequences_hold_the_residual_and_pass_no_gradient() -> 
     y, ht = torch.compile(call, fullgraph=True, backend="aot_eager")(**tensors)
     inside = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
     rows = {**inside, **{name: inside[name][:, 3:18] for name in ("x", "residual")}}
-    expected, state = convolve(**rows, silu=True, cu_seqlens=torch.tensor([0, 2, 2, 15]))
+    expected, state = convolve(**rows, activation="silu", cu_seqlens=torch.tensor([0, 2, 2, 15]))
     assert judge("y", y[:, 3:18], expected, 1e-4).ok and judge("ht", ht, state, 1e-4).ok
     for outside in (slice(0, 3), slice(18, T)):
         assert (y[:, outside] == tensors["residual"][:, outside]).all()
@@ -87,7 +87,7 @@ def test_gradients_of_one_output_alone(which: str) -> None:
         assert ht is not None
         got = torch.autograd.grad((y if which == "y" else ht).sin().sum(), list(tensors.values()),
                                   allow_unused=True)
-    expected = dict(zip(("y", "ht"), convolve(**exact, silu=True, cu_seqlens=bounds), strict=True))
+    expected = dict(zip(("y", "ht"), convolve(**exact, activation="silu", cu_seqlens=bounds), strict=True))
     wanted = torch.autograd.grad(expected[which].sin().sum(), list(exact.values()), allow_unused=True)
     for name, one, other in zip(tensors, got, wanted, strict=True):
         other = torch.zeros_like(exact[name]) if other is None else other

@@ -158,7 +158,7 @@ def test_rows_of_no_sequence_are_zero(edges: tuple[int, ...], back: bool) -> Non
     plan = planned(problem(x, cos, sin, True, True), CPU)
     with poisoned():
         y = forward.launch_forward(plan, x, cos, sin, 0, None, torch.tensor(edges), False, back, False)
-    expected = rotate(x, cos, -sin if back else sin, bounds=list(edges))
+    expected = rotate(x, cos, -sin if back else sin, cu_seqlens=torch.tensor(edges))
     assert judge("y", y, expected, 1e-6).ok
 
 
@@ -173,7 +173,7 @@ def test_places_past_the_tables_are_nan_and_read_nothing(packed: bool) -> None:
     lost = y[:, 4:, :, :4] if packed else torch.cat([y[:1, 5:, :, :4].flatten(), y[1:, ..., :4].flatten()])
     assert lost.isnan().all()
     fine = y[0, :4] if packed else y[0, :5]
-    assert judge("y", fine, rotate(x, *tables(99, 2), offsets=[2, 2])[0, :len(fine)], 1e-6).ok or packed
+    assert judge("y", fine, rotate(x, *tables(99, 2), seqlen_offsets=2)[0, :len(fine)], 1e-6).ok or packed
     assert bool(fine.isfinite().all()) and torch.equal(y[..., 4:], x[..., 4:])
 
 
@@ -194,7 +194,7 @@ def test_tensors_of_any_strides(view: Any, interleaved: bool) -> None:
     cos, sin = tables(40, 2)
     dy = randn(*reversed(seen.shape)).permute(3, 2, 1, 0)
     y = flashlin.rotary_embedding(seen, cos, sin, interleaved, seqlen_offsets=torch.tensor([3, 5]))
-    expected = rotate(view(x.double()), cos, sin, interleaved, [3, 5])
+    expected = rotate(view(x.double()), cos, sin, interleaved, torch.tensor([3, 5]))
     assert judge("y", y, expected, 1e-6).ok
     assert judge("dx", *(torch.autograd.grad(z, x, dy.to(z.dtype))[0] for z in (y, expected)), 1e-6).ok
 

@@ -14,9 +14,9 @@ import flashlin
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.ops._common.pipeline import planned
-from flashlin.testing.cases import CASES, WITHOUT_CASES
+from flashlin.testing.cases import CASES
 from flashlin.testing.cases.inputs import Draw, Input, Maker
-from flashlin.testing.cases.op import Op, options_of
+from flashlin.testing.cases.op import WITHOUT_EFFECT, Op, options_of
 from flashlin.testing.compare import Case, Tensors, check, judge, poisoned, results
 
 CPU = torch.device("cpu")
@@ -81,12 +81,12 @@ def test_every_number_and_flag_is_chosen_by_a_case() -> None:
     chosen: dict[str, set[str]] = {}
     for case in CASES:
         chosen.setdefault(case.op, set()).update(options_of(case))
-    scalars = {(op, one.name) for op in chosen if hasattr(flashlin, op)
-               for one in inspect.signature(getattr(flashlin, op)).parameters.values()
-               if isinstance(one.default, (bool, float))}
+    every = {(op, one.name): one.default for op in chosen if hasattr(flashlin, op)
+             for one in inspect.signature(getattr(flashlin, op)).parameters.values()}
+    scalars = {called for called, default in every.items() if isinstance(default, (bool, float))}
     assert {(op, name) for op, name in scalars if name not in chosen[op]} == {
-        (op, name) for op, name in scalars if name in WITHOUT_CASES - chosen[op]}
-    assert WITHOUT_CASES <= {name for _, name in scalars}
+        (op, name) for op, name in scalars if name in WITHOUT_EFFECT - chosen[op]}
+    assert WITHOUT_EFFECT <= {name for _, name in every}
     assert {"chunk_rwkv7-scale=2.0", "chunk_simple_gla-state_v_first=True"} <= {str(case) for case in CASES}
 
 

@@ -44,7 +44,7 @@ def test_B_and_C_without_tokens_are_those_of_all_tokens(fixed: str) -> None:
     leaves = {name: x.requires_grad_() for name, x in given.items()}
     y, last = flashlin.selective_scan_fn(**leaves, delta_bias=bias, delta_softplus=True,
                                          return_last_state=True)
-    wanted, after = reference.selective(**leaves, bias=bias, softplus=True)
+    wanted, after = reference.selective(**leaves, delta_bias=bias, delta_softplus=True)
     assert judge("y", y, wanted, 1e-11).ok and judge("last", last, after, 1e-11).ok
     for name, got, right in zip(leaves,
                                 *(torch.autograd.grad((out.sin().sum() + state.sum()), list(leaves.values()))

@@ -13,7 +13,7 @@ def convolve(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     initial_state: Tensor | None = None,
-    silu: bool = False,
+    activation: str | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (y [B, T, D], final state [N, D, W]), differentiable. x, residual [B, T, D], weight [D, W], bias
@@ -25,7 +25,7 @@ def convolve(
     def step(window: Tensor, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat([window[:, 1:], x[:, None]], 1)
         z = (window * weight).sum(-1) + (0 if bias is None else bias.double())
-        return window, (z / (1 + (-z).exp()) if silu else z) + residual
+        return window, (z / (1 + (-z).exp()) if activation else z) + residual
     x, weight = x.double(), weight.double()
     tokens = {"x": x, "residual": torch.zeros_like(x) if residual is None else residual.double()}
     return token_by_token(step, tokens, _initial(initial_state, x, cu_seqlens, weight.shape), cu_seqlens)

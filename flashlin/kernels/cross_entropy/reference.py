@@ -10,7 +10,7 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
                   lse_square_scale: float = 0.0, logit_softcapping: float | None = None,
                   ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """(loss, z_loss), each [N] in float64: what the softmax of the logits says of a target that is smoothed
-    towards all V columns, plus z_loss."""
+    towards all V columns, plus z_loss, which has no gradient of its own."""
     V = logits.shape[1]
     losses, z_losses = [], []
     for x, t in zip(logits.double(), target.tolist(), strict=True):
@@ -27,7 +27,7 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
         wanted[t] += 1 - label_smoothing
         z = lse_square_scale * (highest + size.log()) ** 2
         losses.append(-(wanted * torch.where(wanted > 0, x - highest - size.log(), 0)).sum() + z)
-        z_losses.append(z)
+        z_losses.append(z.detach())
     if not losses:
-        return logits.double().sum(1), logits.double().sum(1)
+        return logits.double().sum(1), logits.double().sum(1).detach()
     return torch.stack(losses), torch.stack(z_losses)

@@ -3,7 +3,6 @@ the mathematics. Everything else, ``kernels/selective`` too, is checked against 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,21 +56,22 @@ def scan(
     D: Tensor | None = None,
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    h0: Tensor | None = None,
+    initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    edges: list[int] | None = None,
-    softplus: bool = False,
-    limit: tuple[float, float] = (0.0, math.inf),
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_varlen_states: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y [b, T, H, P], the state after each row [b, H, P, N], and with edges that at the end of each packed
-    sequence [n, H, P, N]): Mamba2's scan, a step for each token.
+    """(y [b, T, H, P], the state after each row [b, H, P, N], and with return_varlen_states that at the end of
+    each packed sequence [n, H, P, N]): Mamba2's scan, a step for each token.
 
-    x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], h0 [b, H, P, N]. The
-    state is zero before a token whose seq_idx [b, T] is not that of the token before it, and before each of
-    the edges but the first.
+    x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], initial_states [b, H,
+    P, N]. The state is zero before a token whose seq_idx [b, T] is not that of the token before it, and before
+    each packed sequence but the first.
     """
     b, T, H, P = x.shape
-    dt = step_size(dt, dt_bias, softplus, limit)[..., None]
+    dt = step_size(dt, dt_bias, dt_softplus, dt_limit)[..., None]
     begins = torch.zeros(b, T, dtype=torch.bool, device=x.device)
     if seq_idx is not None:
         begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -80,15 +80,16 @@ def scan(
     def numbered(state: Tensor, begins: Tensor, **token: Any) -> tuple[Tensor, Tensor]:
         y, state = step(torch.where(begins, 0, state), A=A[:, None, None], D=D, **token)
         return state, y
-    n = b if edges is None else len(edges) - 1
+    n = b if cu_seqlens is None else len(cu_seqlens) - 1
     states = x.new_zeros(n, H, P, B.shape[3])
-    states = states if h0 is None else torch.cat([h0, states[b:]])
-    y, ends = token_by_token(numbered, {"x": x, "dt": dt, "B": B, "C": C, "begins": begins}, states, edges)
+    states = states if initial_states is None else torch.cat([initial_states, states[b:]])
+    tokens = {"x": x, "dt": dt, "B": B, "C": C, "begins": begins}
+    y, ends = token_by_token(numbered, tokens, states, cu_seqlens)
     y = y if z is None else y * silu(z)
-    if edges is None:
+    if cu_seqlens is None:
         return y, ends, None
-    last = max((n for n, (first, end) in enumerate(pairwise(edges)) if end > first), default=0)
-    return y, ends[last:last + 1], ends
+    last = max(cu_seqlens.diff().nonzero().flatten().tolist(), default=0)  # the last with any tokens
+    return y, ends[last:last + 1], ends if return_varlen_states else None
 
 
 def selective(
@@ -99,16 +100,16 @@ def selective(
     C: Tensor,
     D: Tensor | None = None,
     z: Tensor | None = None,
-    bias: Tensor | None = None,
-    softplus: bool = False,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: a step for each token, a channel being a head
     of one.
 
-    u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, bias [D].
+    u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, delta_bias [D].
     """
     b, channels, T = u.shape
-    dt = step_size(delta, None if bias is None else bias[:, None], softplus)
+    dt = step_size(delta, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def grouped(m: Tensor) -> Tensor:
         """B or C as [b, G, N, T]: one of [D, N] has a group for each channel."""
@@ -124,18 +125,18 @@ def selective(
 
 
 def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
-           seqlens: Tensor | None = None, activated: bool = False) -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], state [b, D, L]) after T tokens of the convolution; activated: with silu. A sequence's
-    state is its last L tokens, the newest last; with seqlens [b] a ring, in which token t of the whole
-    sequence has slot t mod L."""
+           cache_seqlens: Tensor | None = None, activation: str | None = "silu") -> tuple[Tensor, Tensor]:
+    """(y [b, D, T], state [b, D, L]) after T tokens of the convolution. A sequence's state is its last L
+    tokens, the newest last; with cache_seqlens [b] a ring, in which token t of the whole sequence has slot t
+    mod L."""
     T, (L, W) = x.shape[2], (state.shape[2], weight.shape[1])
     y, after = torch.zeros_like(x), state.clone()
-    for i, turns in enumerate([0] * len(x) if seqlens is None else seqlens.tolist()):
+    for i, turns in enumerate([0] * len(x) if cache_seqlens is None else cache_seqlens.tolist()):
         tokens = torch.cat([state[i].roll(-turns, 1), x[i]], 1)  # oldest first
         windows = tokens.unfold(1, W, 1)[:, L - W + 1:]  # [D, T, W]
         y[i] = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
-        after[i] = tokens[:, T:].roll(0 if seqlens is None else turns + T, 1)
-    return silu(y) if activated else y, after
+        after[i] = tokens[:, T:].roll(0 if cache_seqlens is None else turns + T, 1)
+    return silu(y) if activation else y, after
 
 
 def trapezoid(

@@ -8,12 +8,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 import flashlin
-from flashlin.testing.cases.op import facts_of, op_of, options_of
+from flashlin.testing.cases.op import WITHOUT_EFFECT, facts_of, op_of, options_of
 from flashlin.testing.compare import Case
-
-# Options that change no numbers: they are there for compatibility, or choose what is returned and where.
-WITHOUT_CASES = {"safe_gate", "disable_recompute", "use_graph", "return_intermediate_states", "inplace_state",
-                 "output_cache", "residual_in_fp32", "accumulate_grad_in_fp32"}
 
 
 def _of_scalars(cases: list[Case]) -> Iterator[Case]:
@@ -21,7 +17,7 @@ def _of_scalars(cases: list[Case]) -> Iterator[Case]:
     twice the number, or with the other flag."""
     chosen: dict[str, set[str]] = {}
     for case in cases:
-        chosen.setdefault(case.op, set(WITHOUT_CASES)).update(options_of(case))
+        chosen.setdefault(case.op, set(WITHOUT_EFFECT)).update(options_of(case))
     for case in {case.op: case for case in reversed(cases) if hasattr(flashlin, case.op)}.values():
         for name, parameter in inspect.signature(getattr(flashlin, case.op)).parameters.items():
             usual = parameter.default

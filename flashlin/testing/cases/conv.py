@@ -2,6 +2,8 @@
 filter."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +28,8 @@ _make_update = Maker({"x": Input("B C*of"), "weight": Input("C W", dtype="others
 _make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others", when="given")}, FACTS)
 
 
-def call(x: Tensor, weight: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-    return flashlin.causal_conv1d(x[..., :len(weight)], weight, **given)
-
-
-def reference(x: Tensor, weight: Tensor, activation: str | None = None,
-              **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    return convolve(x[..., :len(weight)], weight, **tensors, silu=activation is not None)
+def of_first_part(function: Callable[..., Any], x: Tensor, weight: Tensor, **given: Any) -> Any:
+    return function(x[..., :len(weight)], weight, **given)
 
 
 def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
@@ -48,29 +45,21 @@ def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
 def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None = None,
                      residual: Tensor | None = None, activation: str | None = None) -> tuple[Tensor, ...]:
     y, after = convolve(x[:, None], weight, bias, None if residual is None else residual[:, None], cache,
-                        activation is not None)
+                        activation)
     return y[:, 0], y[:, 0].detach(), after.detach(), after.detach()
 
 
-def call_shift(x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
-    return flashlin.token_shift(_shifted(x, cache), cache=cache, **given, output_cache=True)
+def of_shifted(function: Callable[..., Any], x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
+    """The function of what lies first in x's rows, as wide as the cache."""
+    return function(x if cache is None else x[..., :cache.shape[-1]], cache=cache, **given)
 
 
-def shift_reference(x: Tensor, cache: Tensor | None = None, **given: Any) -> tuple[Tensor, Tensor]:
-    return shift(_shifted(x, cache), cache, **given)
-
-
-def _shifted(x: Tensor, cache: Tensor | None) -> Tensor:
-    """What lies first in x's rows, as wide as the cache."""
-    return x if cache is None else x[..., :cache.shape[-1]]
-
-
-_conv = Op("causal_conv1d", _make, reference, TOLERANCES,
-           {"y": "B T C", "ht": "N C W"}, call=call)
+_conv = Op("causal_conv1d", _make, partial(of_first_part, convolve), TOLERANCES,
+           {"y": "B T C", "ht": "N C W"}, call=partial(of_first_part, flashlin.causal_conv1d))
 _update = Op("causal_conv1d_update", _make_update, update_reference, TOLERANCES,
              ("y", "y_of_the_kernel", "cache", "cache_too"), {}, call_update, ("cache",))
-_shift = Op("token_shift", _make_shift, shift_reference, TOLERANCES, {"y": "B T C", "last": "N C"}, {},
-            call_shift)
+_shift = Op("token_shift", _make_shift, partial(of_shifted, shift), TOLERANCES,
+            {"y": "B T C", "last": "N C"}, {"output_cache": True}, partial(of_shifted, flashlin.token_shift))
 SILU = {"activation": "silu"}
 # empty ones, ones shorter than any filter, ones of several blocks
 PACKED = (0, 1, 1, 3, 40, 41, 105, 107, 150)

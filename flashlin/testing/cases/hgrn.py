@@ -2,10 +2,6 @@
 around a block."""
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from flashlin.kernels.hgrn.reference import recurrence
 from flashlin.testing.cases.inputs import FLOAT32, Input, Maker, decays
 from flashlin.testing.cases.op import Op
@@ -18,14 +14,7 @@ TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 _make = Maker({"g": Input("B T C", decays(), "own"), "x": Input("B T C"),
                "initial_state": Input("N C", dtype=FLOAT32, when="state")},
               {"B": 2, "T": 37, "C": 24, "gate": "random", "own": "same", "state": True})
-
-
-def reference(initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-              **given: Any) -> tuple[Tensor, Tensor]:
-    return recurrence(h0=initial_state, bounds=cu_seqlens, **given)
-
-
-_chunk, _token = (Op(name, _make, reference, TOLERANCES, {"o": "B T C", "ht": "N C"})
+_chunk, _token = (Op(name, _make, recurrence, TOLERANCES, {"o": "B T C", "ht": "N C"})
                   for name in ("chunk_hgrn", "fused_recurrent_hgrn"))
 CASES: list[Case] = [
     _chunk("random", quick=True), _chunk("no-state", state=False, B=1), _chunk("g=0", gate="0"),

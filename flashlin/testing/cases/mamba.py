@@ -2,7 +2,6 @@
 steps in place, gated norms."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -78,20 +77,6 @@ make_scan = Maker(
      "initial_states": Input("B H V K", dtype=FLOAT32, when="given"), "seq_idx": SEQ_IDX},
     {"B": 2, "T": 150, "H": 4, "V": 32, "G": 2, "K": 64, "of_D": None, "step": "usual", "seq": (),
      "others": FLOAT32})
-
-
-def scan_reference(
-    initial_states: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_varlen_states: bool = False,
-    **tensors: Tensor,
-) -> tuple[Tensor | None, ...]:
-    return scan(**tensors, h0=initial_states, edges=cu_seqlens.tolist() if cu_seqlens is not None else None,
-                softplus=dt_softplus, limit=dt_limit)
-
-
 # G = None: B and C without groups. others: dtype of what belongs to channels. last: channels last.
 make_selective = Maker(
     {"u": Input("B D T"), "delta": Input("B D T", steps), "A": Input("D N", rates, "others"),
@@ -100,11 +85,6 @@ make_selective = Maker(
      "C": Input("B G N T", divided("N"))},
     {"B": 2, "D": 40, "T": 75, "N": 16, "G": None, "step": "usual", "others": FLOAT32, "last": False},
     finish=channels_last("u", "z", "B"))
-
-
-def selective_reference(delta_bias: Tensor | None = None, delta_softplus: bool = True,
-                        **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    return selective(**tensors, bias=delta_bias, softplus=delta_softplus)
 
 
 def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,10 +130,11 @@ def layer_reference(
     states = len(conv1d_weight) - dim  # columns of B and C
     M = (zxbcdt.shape[2] - 2 * dim - states - heads) // 2
     gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, dim, dim + states, heads], 2)
-    xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, activation is not None)
+    xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, activation)
     x, B, C = torch.split(xBC, [dim, states // 2, states // 2], 2)
     x, B, C = (m.reshape(*m.shape[:2], n, -1) for m, n in ((x, heads), (B, G), (C, G)))
-    y, ht, _ = scan(x, dt, A, B, C, D=D, dt_bias=dt_bias, h0=initial_states, seq_idx=seq_idx, softplus=True)
+    y, ht, _ = scan(x, dt, A, B, C, D=D, dt_bias=dt_bias, initial_states=initial_states, seq_idx=seq_idx,
+                    dt_softplus=True)
     y = y.flatten(2)
     y = y * silu(z) if rmsnorm_weight is None else norm_reference(
         y, rmsnorm_weight, z=z, group_size=dim // G, eps=rmsnorm_eps, norm_before_gate=norm_before_gate,
@@ -163,7 +144,7 @@ def layer_reference(
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, seq_idx: Tensor | None,
-              silu_: bool) -> Tensor:
+              activation: str | None) -> Tensor:
     """y [b, T, D] of x [b, T, D], sequence by sequence; state [b, D, W - 1]; zeros where seq_idx is
     negative."""
     T, rows = x.shape[1], []
@@ -172,7 +153,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | No
         edges = torch.tensor([0, *(changes.nonzero().flatten() + 1).tolist(), T])
         # of the first sequence, with a slot more, and zeros for the others
         h0 = None if state is None else F.pad(state[i:i + 1], (1, 0, 0, 0, 0, len(edges) - 2))
-        y, _ = convolve(row, weight, bias, None, h0, silu_, edges)
+        y, _ = convolve(row, weight, bias, None, h0, activation, edges)
         rows.append(y if seq_idx is None else y * (seq_idx[i] >= 0)[:, None])
     return torch.cat(rows)
 
@@ -196,7 +177,7 @@ def fn_reference(
     activation: str | None = "silu",
     return_final_states: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation is not None).mT
+    y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation).mT
     before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
     return y, torch.cat([before, x], 2)[:, :, x.shape[2]:] if return_final_states else None
 
@@ -248,17 +229,9 @@ def call_window(x: Tensor, conv_state: Tensor, **given: Any) -> tuple[Tensor, ..
     return in_place(partial(flashlin.mamba_causal_conv1d_update, x), conv_state, **given)
 
 
-def window_reference(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    activation: str | None = "silu",
-) -> tuple[Tensor, ...]:
-    return stepped(conv_state, conv_state_indices,
-                   lambda state: window(x, state, weight, bias, cache_seqlens, activation is not None))
+def window_reference(x: Tensor, conv_state: Tensor, conv_state_indices: Tensor | None = None,
+                     **given: Any) -> tuple[Tensor, ...]:
+    return stepped(conv_state, conv_state_indices, lambda state: window(x, state, **given))
 
 
 def tied(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -330,10 +303,10 @@ def norm_reference(
     return normalise("rms" if is_rms_norm else kind, x, None, weight, bias, eps, groups, z)[0]
 
 
-_scan = Op("mamba_chunk_scan_combined", make_scan, scan_reference, SCAN, ("y", "ht", "states"),
+_scan = Op("mamba_chunk_scan_combined", make_scan, partial(scan, dt_softplus=True), SCAN, ("y", "ht", "states"),
            {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
-_selective = Op("selective_scan_fn", make_selective.having(last=True), selective_reference, SCAN,
-                ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
+_selective = Op("selective_scan_fn", make_selective.having(last=True), partial(selective, delta_softplus=True),
+                SCAN, ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
 _SIZES: dict[str, Any] = {"headdim": 16, "ngroups": 2, "rmsnorm_eps": 1e-5}
 _layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_reference, **_SIZES), LAYER,
             ("y", "ht"), {**_SIZES, "conv1d_bias": None, "chunk_size": 64, "return_final_states": True})

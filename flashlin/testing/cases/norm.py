@@ -65,9 +65,8 @@ def reference(
     activation: str = "swish",
     is_rms_norm: bool = False,
     prenorm: bool = False,
-    **dtypes: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """kind, eps: the op's. dtypes: options that float64 has no use for."""
+    """kind, eps: the op's."""
     y, total = normalise("rms" if is_rms_norm else kind, x, residual, weight, bias, eps, num_groups, g,
                          activation)
     return (y, total) if prenorm else y

@@ -35,15 +35,7 @@ def call(x: Tensor, **given: Any) -> Tensor:
     return flashlin.rotary_embedding(x * 1 if given.get("inplace") else x, **given)
 
 
-def reference(x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
-              cu_seqlens: Tensor | None = None, inplace: bool = False, **options: Any) -> Tensor:
-    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
-    N = x.shape[0] if bounds is None else len(bounds) - 1
-    offsets = [seqlen_offsets] * N if isinstance(seqlen_offsets, int) else seqlen_offsets.tolist()
-    return rotate(x, cos, sin, offsets=offsets, bounds=bounds, **options)
-
-
-_rotary = Op("rotary_embedding", _make, reference, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
+_rotary = Op("rotary_embedding", _make, rotate, TOLERANCES, ("y",), {}, call, ("cos", "sin"))
 PAIRS = {"interleaved": True}
 CASES: list[Case] = [
     _rotary("random", quick=True), _rotary("interleaved", PAIRS), _rotary("partial", D=40, R=12),

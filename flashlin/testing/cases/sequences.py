@@ -37,7 +37,6 @@ def outputs(
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    inplace_state: bool = False,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """(o, final states) of an op, in float64: its options, by nothing that the op itself uses, around its
