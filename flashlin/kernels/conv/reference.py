@@ -8,13 +8,9 @@ from flashlin.kernels.oracle import token_by_token
 
 
 def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, weight: Tensor,
+    bias: Tensor | None = None, residual: Tensor | None = None, initial_state: Tensor | None = None,
+    activation: str | None = None, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (y [B, T, D], final state [N, D, W]), differentiable. x, residual [B, T, D], weight [D, W], bias
     [D], initial_state [N, D, W]. Tokens of no sequence are zero.

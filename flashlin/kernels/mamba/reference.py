@@ -23,15 +23,8 @@ def step_size(dt: Tensor, bias: Tensor | None, softplus: bool,
 
 
 def step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (y [..., H, P], state [..., H, P, N]) after one token: h = e^{dt A} h + dt x B^T,  y = (h C + D x) silu(z).
@@ -48,19 +41,10 @@ def step(
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     return_varlen_states: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(y [b, T, H, P], the state after each row [b, H, P, N], and with return_varlen_states that at the end of
@@ -93,14 +77,8 @@ def scan(
 
 
 def selective(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: a step for each token, a channel being a head
@@ -140,17 +118,9 @@ def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
 
 
 def trapezoid(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ADT: Tensor,
-    DT: Tensor,
-    Trap: Tensor,
-    Q_bias: Tensor,
-    K_bias: Tensor,
-    Angles: Tensor,
-    D: Tensor | None = None,
-    Z: Tensor | None = None,
+    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor,
+    Q_bias: Tensor, K_bias: Tensor, Angles: Tensor,
+    D: Tensor | None = None, Z: Tensor | None = None,
     states: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -8,13 +8,9 @@ from torch import Tensor
 def normalise(
     kind: str,
     x: Tensor,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    groups: int = 1,
-    gate: Tensor | None = None,
-    activation: str = "swish",
+    residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, groups: int = 1,
+    gate: Tensor | None = None, activation: str = "swish",
 ) -> tuple[Tensor, Tensor]:
     """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D],
     weight and bias [D].

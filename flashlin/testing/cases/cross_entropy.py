@@ -56,14 +56,10 @@ def call(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor
 
 
 def linear_reference(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None,
     *,
     reduction: str = "mean",
-    use_l2warp: bool = False,
-    l2_penalty_factor: float = 1e-4,
+    use_l2warp: bool = False, l2_penalty_factor: float = 1e-4,
     ignore_index: int = -100,
     **terms: Any,
 ) -> Tensor:

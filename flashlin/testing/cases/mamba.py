@@ -108,22 +108,13 @@ make_layer = Maker(
 
 
 def layer_reference(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    conv1d_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
+    zxbcdt: Tensor, conv1d_weight: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
+    conv1d_bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
     rmsnorm_weight: Tensor | None = None,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
+    outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None,
     *,
-    headdim: int,
-    ngroups: int,
-    rmsnorm_eps: float,
-    activation: str | None = "silu",
+    headdim: int, ngroups: int,
+    rmsnorm_eps: float, activation: str | None = "silu",
     norm_before_gate: bool = True,
 ) -> tuple[Tensor, Tensor]:
     dim, G, heads = len(D) * (D.shape[1] if D.ndim == 2 else headdim), ngroups, len(D)
@@ -169,13 +160,9 @@ make_fn = Maker(
 
 
 def fn_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    activation: str | None = "silu",
-    return_final_states: bool = True,
+    x: Tensor, weight: Tensor,
+    bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    activation: str | None = "silu", return_final_states: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation).mT
     before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
@@ -285,16 +272,10 @@ _make_norm = Maker({"x": Input("rows D"), "weight": Input("D", dtype="others"),
 
 
 def norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    z: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, z: Tensor | None = None,
     *,
-    kind: str,
-    is_rms_norm: bool = False,
-    group_size: int | None = None,
-    eps: float = 1e-6,
-    norm_before_gate: bool = True,
+    kind: str, is_rms_norm: bool = False, group_size: int | None = None,
+    eps: float = 1e-6, norm_before_gate: bool = True,
 ) -> Tensor:
     """kind: the op's."""
     if z is not None and not norm_before_gate:

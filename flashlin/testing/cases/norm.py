@@ -53,17 +53,11 @@ make = Maker({"x": Input("rows D"), "residual": Input("rows D", dtype="residual"
 
 
 def reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    g: Tensor | None = None,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    residual: Tensor | None = None, g: Tensor | None = None,
     *,
-    kind: str,
-    eps: float,
-    num_groups: int = 1,
-    activation: str = "swish",
-    is_rms_norm: bool = False,
+    kind: str, eps: float,
+    num_groups: int = 1, activation: str = "swish", is_rms_norm: bool = False,
     prenorm: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """kind, eps: the op's."""

@@ -27,10 +27,8 @@ _make = norm.make.but(
 
 
 def reference(
-    linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
+    linear_weight: Tensor, linear_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
     prenorm: bool = False,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
