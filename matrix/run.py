@@ -26,8 +26,9 @@ from flashlin.guards import launch_table
 from flashlin.kernels.configs import is_hopper
 from flashlin.policy import Policy, settings
 from flashlin.testing.compile import NOT_TRIED, Job, Result, compiling
-from flashlin.testing.environments import torch_environment, triton_environment
+from flashlin.testing.environments import triton_environment
 from flashlin.testing.record import Recorded, source_of
+from matrix.environments import torch_environment
 from matrix.results import (
     Card,
     Cell,

@@ -19,6 +19,7 @@ from flashlin.testing import environments
 from flashlin.testing.compile import NOT_TRIED, Job, Result
 from flashlin.testing.record import Recorded
 from matrix import cells, picture, results, seeds, spilling, support, workload
+from matrix import environments as others
 from matrix import run as matrix
 from matrix.results import Card, Cell, CellResult, Compiled, Figures, Matrix, Tried, load_result
 from matrix.status import STATUSES, CellState, Outcome, Planned, Square, gpu_records, squares
@@ -271,8 +272,9 @@ def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatc
                                                                                     "compile"} & set(
                                                                                         cell.layers)
     assert cell not in WHOLE.tritons and len(WHOLE.tritons) == len(WHOLE.cell) - 1
-    monkeypatch.setattr(environments, "installed",
-                        lambda requirements, name, *rest, **options: Path(f"/{name}"))
+    for module in (environments, others):
+        monkeypatch.setattr(module, "installed",
+                            lambda requirements, name, *rest, **options: Path(f"/{name}"))
     assert matrix.environment(cell)["PYTHONPATH"].split(":")[:2] == ["/torch-2.4.1", "/triton-3.0.0"]
 
 

@@ -19,6 +19,7 @@ from flashlin.compat.subprocesses import python
 from flashlin.guards import local_results
 from flashlin.testing import environments
 from flashlin.testing.environments import NotInstallable, cache_folder, installed
+from matrix import environments as others
 from tests.machines import CLEAN, ROOT, package
 from tools import first_aid, peers, setup_env
 
@@ -95,11 +96,12 @@ def test_pip_of_the_environment_is_pip(trap: Path) -> None:
 
 
 def test_no_pythonpath_of_ours_has_an_empty_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environments, "installed", lambda wanted, name, *rest, **options: tmp_path / name)
+    for module in (environments, others):
+        monkeypatch.setattr(module, "installed", lambda wanted, name, *rest, **options: tmp_path / name)
     for given in ("", ":", "/one:", ":/one::/two:"):
         monkeypatch.setenv("PYTHONPATH", given)
-        for found in (environments.triton_environment("3.2.0"), environments.stack_environment(fla="0.6.0"),
-                      environments.torch_environment("2.6.0", "3.2.0")):
+        for found in (environments.triton_environment("3.2.0"), others.stack_environment(fla="0.6.0"),
+                      others.torch_environment("2.6.0", "3.2.0")):
             entries = found["PYTHONPATH"].split(os.pathsep)
             assert all(entries) and [one for one in entries if one in ("/one", "/two")] == [
                 one for one in given.split(":") if one], (given, found)

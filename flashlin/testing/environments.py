@@ -104,31 +104,8 @@ def place(cache: Path | None = None) -> tuple[Path | None, str]:
     return (None, why) if why else (folder, "")
 
 
-def torch_environment(torch: str, triton: str) -> dict[str, str]:
-    """The same for an older torch and the Triton that goes with it. With all that torch needs: 5 GB."""
-    wanted = [f"torch=={torch}", f"numpy{nearest(triton).numpy}"]
-    home = installed(wanted, f"torch-{torch}", dependencies=True)
-    return {"PYTHONPATH": os.pathsep.join([str(home), triton_environment(triton)["PYTHONPATH"]])}
-
-
-# How a package of other programs is installed: requirements, with a place for the version. fla and kernels
-# would bring a torch of their own; so mamba_ssm, of which its Python files are wanted, without the extension.
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "transformers": ("transformers=={}",), "fla": ("fla-core=={}", "flash-linear-attention=={}", "einops"),
-    "kernels": ("kernels=={}",), "mamba_ssm": ("mamba_ssm=={}",), "causal_conv1d": ("causal_conv1d=={}",)}
 NO_CUDA = {f"{package}_{what}_BUILD": "TRUE" for package in ("MAMBA", "CAUSAL_CONV1D")
            for what in ("SKIP_CUDA", "FORCE")}  # FORCE: it asks for no wheel of its own first
-SOURCES = ("mamba_ssm", "causal_conv1d")  # no wheels
-
-
-def stack_environment(cache: Path | None = None, **versions: str) -> dict[str, str]:
-    """Environment variables under which a child of this Python imports these versions of other packages,
-    such as ``transformers="5.23.0", fla="0.6.0"``; installs them at the first call, beside the torch there
-    is. 5 to 150 MB each. Raises NotInstallable, which quotes pip."""
-    folders = [installed([one.format(version) for one in PACKAGES[package]], f"{package}-{version}", cache,
-                         dependencies=package == "transformers", source=package in SOURCES)
-               for package, version in versions.items()]
-    return searched(*folders)
 
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from flashlin.testing.environments import stack_environment
+from matrix.environments import stack_environment
 from matrix.stacks.models import MODELS, Model
 
 # What a program may find beside the packages that a stack names. It must not: fla alone turns the torch path

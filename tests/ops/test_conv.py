@@ -93,7 +93,8 @@ def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
     from flashlin.kernels.conv import torch_path
     x, weight, bias, residual = torch.randn(1, 9, 4), torch.randn(4, 3), torch.randn(4), torch.randn(1, 9, 4)
     y, ht = torch_path.compute(x, weight, bias, residual, None, torch.tensor([2, 5, 7]), True)
-    expected, state = convolve(x[:, 2:7], weight, bias, residual[:, 2:7], None, "silu", torch.tensor([0, 3, 5]))
+    expected, state = convolve(x[:, 2:7], weight, bias, residual[:, 2:7], None, "silu",
+                               torch.tensor([0, 3, 5]))
     torch.testing.assert_close(y[:, 2:7], expected.float())
     torch.testing.assert_close(ht, state.float())
     assert (y[:, :2] == residual[:, :2]).all() and (y[:, 7:] == residual[:, 7:]).all()

@@ -14,8 +14,9 @@ def step(h: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def recurrence(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
                cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (all h [B, T, D], final states [N, D]). x, g [B, T, D], initial_state [N, D] or zeros. Tokens of no
-    sequence are zero."""
+    """Return (all h [B, T, D], final states [N, D]). x, g [B, T, D], initial_state [N, D] or zeros.
+
+    Tokens of no sequence are zero."""
     N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     h0 = x.new_zeros(N, x.shape[2]) if initial_state is None else initial_state
     return token_by_token(step, {"x": x.double(), "g": g.double()}, h0.double(), cu_seqlens)

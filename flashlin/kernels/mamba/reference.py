@@ -47,12 +47,12 @@ def scan(
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     return_varlen_states: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y [b, T, H, P], the state after each row [b, H, P, N], and with return_varlen_states that at the end of
-    each packed sequence [n, H, P, N]): Mamba2's scan, a step for each token.
+    """Return (y [b, T, H, P], states after rows [b, H, P, N], states after packed sequences [n, H, P, N]) of
+    Mamba2's scan, a step for each token. Without return_varlen_states the last of these is None.
 
-    x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], initial_states [b, H,
-    P, N]. The state is zero before a token whose seq_idx [b, T] is not that of the token before it, and before
-    each packed sequence but the first.
+    x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], initial_states
+    [b, H, P, N]. The state is zero before a token whose seq_idx [b, T] is not that of the token before it,
+    and before each packed sequence but the first.
     """
     b, T, H, P = x.shape
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)[..., None]

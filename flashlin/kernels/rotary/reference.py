@@ -13,9 +13,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqle
     """y [B, T, H, D] in float64, differentiable: each pair of channels is a complex number, and is multiplied
     by cos + i sin of its token.
 
-    cos, sin: [TR, R]. seqlen_offsets: the row of the first token of all sequences, or of each [N]. cu_seqlens:
-    where sequences begin and end in a packed batch. Tokens of no sequence are zero, and pairs of tokens before
-    row 0.
+    cos, sin: [TR, R]. seqlen_offsets: the row of the first token of all sequences, or of each [N].
+    cu_seqlens: where sequences begin and end in a packed batch. Tokens of no sequence are zero, and pairs of
+    tokens before row 0.
     """
     B, T = x.shape[:2]
     R = cos.shape[1]
