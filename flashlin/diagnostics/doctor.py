@@ -65,7 +65,10 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
              import_all: bool = False) -> Report:
     """``doctor``; import_all: also try, in child processes, whether packages that are not loaded can be
     imported, as the command line does."""
-    layers = _layers(model) if model is not None else None
+    # imported late: only a caller with a model is sure to have torch
+    layers = None if model is None else import_module("flashlin.diagnostics.layers")
+    if layers:
+        layers.check(model)
     op = op and calls.known(op)
     ops = tuple(OPS) if op is None else (op,)
     if target is not None and run:
@@ -103,20 +106,14 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
             checks.append(unchecked("packages", error))
         else:
             known, imports = beside[0]._asdict(), beside[1]
-    if layers is not None:
-        known["layers"] = tuple(layers.report(None if target is None else _named(target), machine.policy,
-                                              imports))
+    if layers:
+        named = None if target is None else _named(target)
+        known["layers"] = tuple(layers.report(model, named, machine.policy, imports))
     advice, error = attempt(advise, machine, ops, checks)
     if error:
         checks.append(unchecked("advice", error))
     return Report(version=flashlin.__version__, devices=tuple(shown), checks=tuple(checks), advice=advice,
                   plans=_merged(rows), issues=tuple(issues), ran=tuple(ran), **known)
-
-
-def _layers(model: Any) -> Any:
-    """Imported late: only whoever has a model has torch."""
-    from flashlin.diagnostics.layers import Layers
-    return Layers(model)
 
 
 def described(target: Target) -> Machine:

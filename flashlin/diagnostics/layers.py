@@ -155,27 +155,26 @@ def weights(layer: nn.Module) -> Weights:
     return Weights(device, dtype, "")
 
 
-class Layers:
-    """The layers of ``model`` that call kernels. Raises ValueError where it is no model."""
+def check(model: Any) -> None:
+    """Raise ValueError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got {type(model).__name__}, need a torch.nn.Module (or None)")
 
-    def __init__(self, model: Any) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model: got {type(model).__name__}, need a torch.nn.Module (or None)")
-        self.model = model
 
-    def report(self, target: Target | None, policy: Policy, imports: Mapping[str, Tried]) -> Iterator[Layer]:
-        """A line for each function of each layer; those that are alike in one. target: plan for this machine
-        instead of where the weights are. imports: of packages that somebody has tried."""
-        alike: dict[Layer, list[str]] = {}
-        for name, layer in self.model.named_modules():
-            found, error = attempt(_rows, layer, target, policy, imports)
-            rows = found if not error else [Layer(
-                layers="", kind=_kind(layer), function="", implementation="", on="", path="",
-                verdict="could not check", because=f"could not be read: {error}")]
-            for row in rows:
-                alike.setdefault(row, []).append(_plain(name, self.model))
-        for row, names in alike.items():
-            yield row.model_copy(update={"layers": together(names)})
+def report(model: nn.Module, target: Target | None, policy: Policy,
+           imports: Mapping[str, Tried]) -> Iterator[Layer]:
+    """Yield a line for each function that layers of the model call; layers that are alike share one. target:
+    plan for this machine instead of the one of the weights. imports: of packages that have been tried."""
+    alike: dict[Layer, list[str]] = {}
+    for name, layer in model.named_modules():
+        found, error = attempt(_rows, layer, target, policy, imports)
+        rows = found if not error else [Layer(
+            layers="", kind=_kind(layer), function="", implementation="", on="", path="",
+            verdict="could not check", because=f"could not be read: {error}")]
+        for row in rows:
+            alike.setdefault(row, []).append(_plain(name, model))
+    for row, names in alike.items():
+        yield row.model_copy(update={"layers": together(names)})
 
 
 def _rows(layer: nn.Module, target: Target | None, policy: Policy,
