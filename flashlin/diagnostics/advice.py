@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -212,53 +212,46 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
 
 
 def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
-    tool = _tool(machine)
+    install = partial(_installing, machine)
     commands = [f"pip uninstall -y {' '.join(machine.mixed)}"] if machine.mixed else []
     same = machine.torch is not None and release(pair.torch) == (*release(here.torch), 0)[:3]
     wanted = releases.triton_for(pair.torch) or pair.triton
     exact = f"triton~={wanted}.0" if wanted.count(".") == 1 else f"triton=={wanted}" if wanted else "triton"
     broken = machine.triton_error not in ("", "not installed")
     installed = next((one.version for one in machine.dists if one.name == "triton"), "")
-    again = tool.install(exact, again=broken or bool(machine.mixed), alone=broken or bool(machine.mixed))
-    if machine.other_build:
-        return [*commands, tool.install(f"torch=={pair.torch}", again=True,
-                                        index=INDEX + _tag(releases.wheels(pair.torch).cuda)),
-                *([again] if broken else [])]
-    if same:
+    again = install(exact, again=broken or bool(machine.mixed), alone=broken or bool(machine.mixed))
+    if same and not machine.other_build:
         return [*commands, again]
-    if machine.torch is None and release(pair.torch) == release(here.torch):
+    how: dict[str, Any] = {"again": True}
+    if machine.other_build:
+        how["index"], left = _index(pair), broken
+    elif machine.torch is None and release(pair.torch) == release(here.torch):
         # what it cannot load is one of its own files, or one of the packages that it comes with
         missing = "cannot open shared object file" in machine.torch_error
         local = here.torch.partition("+")[2]
         other = local == "cpu" and bool(machine.known_cards)  # another build
-        local = _tag(releases.wheels(pair.torch).cuda) if other else local
+        how["index"] = _index(pair) if other else INDEX + local if local else ""
+        how["alone"] = not (missing or other)
         left = broken or (not missing and not other and not releases.is_that(installed, wanted)
                           and bool(installed or machine.known_cards))
-        return [*commands, tool.install(f"torch=={pair.torch}", again=True, alone=not (missing or other),
-                                        index=INDEX + local if local else ""), *([again] if left else [])]
-    left = broken and releases.is_that(installed, wanted)  # pip sees nothing to do
-    return [*commands, tool.install(f"torch=={pair.torch}", again=machine.torch is None and bool(here.torch)),
-            *([again] if left else [])]
+    else:
+        how["again"] = machine.torch is None and bool(here.torch)
+        left = broken and releases.is_that(installed, wanted)  # pip sees nothing to do
+    return [*commands, install(f"torch=={pair.torch}", **how), *[again] * left]
 
 
-def _tag(cuda: str) -> str:
-    return "cu" + "".join(map(str, release(cuda)[:2]))
+def _index(pair: Pair) -> str:
+    """Return the index that has the build of a torch for its CUDA."""
+    return INDEX + "cu" + "".join(map(str, release(releases.wheels(pair.torch).cuda)[:2]))
 
 
-class Tool(NamedTuple):
-    """What installs packages here: ``pip``, ``uv`` or ``conda``, by what installed torch."""
-    name: str
-
-    def install(self, what: str, again: bool = False, alone: bool = False, index: str = "") -> str:
-        if self.name == "conda":
-            flag = " --force-reinstall" if again else ""
-            return f'conda install{flag} "{what.replace("torch==", "pytorch==")}"'
-        flags = [*(["--reinstall" if self.name == "uv" else "--force-reinstall"] if again else []),
-                 *(["--no-deps"] if alone else [])]
-        start = "uv pip install" if self.name == "uv" else "pip install"
-        return " ".join([start, *flags, f'"{what}"', *([f"--index-url {index}"] if index else [])])
-
-
-def _tool(machine: Machine) -> Tool:
-    by = {one.installer for one in machine.dists if one.name in ("torch", *TRITON_NAMES)}
-    return Tool(next((name for name in ("conda", "uv") if name in by), "pip"))
+def _installing(machine: Machine, what: str, again: bool = False, alone: bool = False, index: str = "") -> str:
+    """Return the command that installs a package, with the tool that has installed torch or Triton."""
+    tools = {one.installer for one in machine.dists if one.name in ("torch", *TRITON_NAMES)}
+    if "conda" in tools:
+        flag = " --force-reinstall" if again else ""
+        return f'conda install{flag} "{what.replace("torch==", "pytorch==")}"'
+    start, flag = (("uv pip install", "--reinstall") if "uv" in tools else
+                   ("pip install", "--force-reinstall"))
+    return " ".join([start, *[flag] * again, *["--no-deps"] * alone, f'"{what}"',
+                     *[f"--index-url {index}"] * bool(index)])
