@@ -346,7 +346,7 @@ def _piece_of(symptom: str, first: int, last: int) -> str:
     piece = symptom[places[first][0]:places[last][1]]
     telling = _special(piece)
     enough = len(WORD.findall(piece)) >= ENOUGH or any(map(CODE.match, telling))
-    return piece if telling and enough and 2 * _letters(telling) >= _letters(_special(symptom)) else ""
+    return piece if telling and enough and 2 * len("".join(telling)) >= len("".join(_special(symptom))) else ""
 
 
 def _special(text: str) -> list[str]:
@@ -355,10 +355,6 @@ def _special(text: str) -> list[str]:
 
 def _is_special(word: str) -> bool:
     return not VAGUE.match(word.strip("_").casefold())
-
-
-def _letters(words: list[str]) -> int:
-    return sum(map(len, words))
 
 
 def _words(line: str) -> list[Match]:

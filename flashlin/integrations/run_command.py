@@ -63,14 +63,11 @@ def begin(names: Sequence[str]) -> None:
 def _once(name: str) -> None:
     def arrived(module: ModuleType) -> None:
         # The package itself, which is whole; or a part of one that was not imported, but put there
-        if module.__name__ == name or not _is_being_imported(name):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if module.__name__ == name or not getattr(spec, "_initializing", False):
             end()
             patch(name)
     end = watch([name], arrived)
-
-
-def _is_being_imported(package: str) -> bool:
-    return bool(getattr(getattr(sys.modules.get(package), "__spec__", None), "_initializing", False))
 
 
 class Before:
