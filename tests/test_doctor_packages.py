@@ -22,7 +22,7 @@ from flashlin.diagnostics.importing import Tried
 from flashlin.diagnostics.layers import op_of, over_heads, spans, together
 from flashlin.diagnostics.packages import PACKAGES, Section, section
 from flashlin.diagnostics.report import Flaw, Layer, Report
-from flashlin.integrations import patching, probing
+from flashlin.integrations import patching, probing, transformers
 from flashlin.integrations.bindings import Bindings, Replaced, named_like
 from matrix.stacks import models as programs
 from tests.machines import H200, installed, made, package, read, run
@@ -575,7 +575,7 @@ def test_a_stand_in_is_seen_where_it_is_bound(qwen: Any) -> None:
     before = probing.bound_in(modeling)
 
     def ours() -> None: ...
-    mine = Bindings("transformers")
+    mine = Bindings()
     mine.stands_for(ours, modeling.torch_chunk_gated_delta_rule)
     mine.put(modeling, "torch_chunk_gated_delta_rule", ours, "flashlin.chunk_gated_delta_rule")
     assert ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "flashlin", "") in probing.bound_in(
@@ -691,12 +691,12 @@ def test_functions_that_a_layer_keeps(world: World) -> None:
 
 def test_the_names_of_kernels_are_those_of_the_installed_transformers(qwen: Any) -> None:
     from transformers.integrations import hub_kernels
-    homes = {name: home.partition(".")[2] for name, home in probing.HOMES.items()}
+    homes = {name: home.partition(".")[2] for name, home in transformers.HOMES.items()}
     asked = hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS
     assert {name: homes.get(name) for name in asked} == asked
     folder = Path(hub_kernels.__file__).parents[1] / "models"
     files = {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
-    wanted = re.compile(rf'use_kernel_func_from_hub_with_fallback\(\s*"({"|".join(probing.HOMES)})"')
+    wanted = re.compile(rf'use_kernel_func_from_hub_with_fallback\(\s*"({"|".join(transformers.HOMES)})"')
     assert {name for name, text in files.items() if wanted.search(text)} == set(MODELS)
     assert set(UNPATCHED) <= files.keys() - set(MODELS)
 

@@ -24,7 +24,8 @@ from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Binding, Flaw, Package, Status
 from flashlin.integrations import patching
 from flashlin.integrations.patching import CARRIERS, carried, found, some
-from flashlin.integrations.probing import HOMES, OURS, TORCH, Bound, bound_in
+from flashlin.integrations.probing import OURS, TORCH, Bound, bound_in
+from flashlin.integrations.transformers import HOMES
 from flashlin.kernels.families import PUBLIC
 
 
@@ -77,7 +78,8 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
         broken=frozenset(name for name in versions if broken(name, imports)),
         gpu=gpu,
         issues=frozenset(issue.id for target in machine.targets.values() for issue in issues_here(target)),
-        models={_model(where): frozenset((one.kernel, one.implementation) for one in ones)
+        # transformers.models.qwen3_next.modeling_qwen3_next -> qwen3_next
+        models={re.sub(r"^.*(modeling|modular|unsloth_compiled_module)_", "", where): frozenset((one.kernel, one.implementation) for one in ones)
                 for where, ones in calls.items() if FILES.fullmatch(where)},
         patched=frozenset(patching._in_force))
     found_out = Section(tuple(_package(name, version, imports, calls, machine.torch is not None)
@@ -172,11 +174,6 @@ def _patch(name: str, calls: Mapping[str, list[Bound]]) -> str:
                  if ("transformers" if FILES.fullmatch(where) else where.partition(".")[0]) == name)
     return (f'flashlin.patch("{name}") would put flashlin in {places} places of what is loaded' if places
             else f'flashlin.patch("{name}") would put flashlin into what is imported')
-
-
-def _model(where: str) -> str:
-    """``transformers.models.qwen3_next.modeling_qwen3_next`` -> ``qwen3_next``."""
-    return re.sub(r"^.*(modeling|modular|unsloth_compiled_module)_", "", where)
 
 
 def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],

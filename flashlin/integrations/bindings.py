@@ -37,8 +37,7 @@ class Undo(NamedTuple):
 class Bindings:
     """What one patch has put where. ``replaced`` and ``left`` (with the reason) are for the user."""
 
-    def __init__(self, package: str) -> None:
-        self.package = package
+    def __init__(self) -> None:
         self.replaced: list[Replaced] = []
         self.left: dict[str, str] = {}
         self._swaps: dict[int, tuple[Any, Any, str]] = {}  # id of the original -> it, its stand-in, its name

@@ -29,14 +29,12 @@ from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
 
-# Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
-NOT_FLA = frozenset({"causal_conv1d_fn", "mamba_causal_conv1d_update", "selective_scan_fn",
-                     "selective_state_update", "mamba_chunk_scan_combined",
-                     "mamba_split_conv1d_scan_combined", "mamba3_siso_combined"})
 # What fla's Mamba layers take of mamba_ssm and causal_conv1d, None where those are missing.
 BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", "mamba_chunk_scan_combined",
             "mamba_inner_fn", "mamba_split_conv1d_scan_combined", "selective_scan_fn",
             "selective_state_update")
+# Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
+NOT_FLA = {*BORROWED, "mamba_causal_conv1d_update"} - {"causal_conv1d_update"}
 # Models that take cu_seqlens and mix the documents all the same, and why.
 _UNTOLD = "its layers do not know them"
 MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,

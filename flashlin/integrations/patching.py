@@ -32,7 +32,7 @@ class Patch:
     watched: Sequence[str] = ()  # packages whose modules may bring more when they are imported
 
     def __init__(self) -> None:
-        self.bindings = Bindings(self.package)
+        self.bindings = Bindings()
 
     def begin(self) -> None:
         """Patch what is loaded. ImportError where there is nothing to patch, and never will be."""

@@ -16,22 +16,9 @@ from typing import Any, NamedTuple
 
 from flashlin.integrations.bindings import free_variables, is_stand_in
 from flashlin.integrations.patching import found
-from flashlin.integrations.transformers import DISPATCHES, KERNEL, dispatching
+from flashlin.integrations.transformers import DISPATCHES, HOMES, KERNEL, dispatching
 from flashlin.kernels.families import PUBLIC
 
-# The modules in which programs look for a kernel; where one is found twice, transformers asks the first.
-HOMES = {
-    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",  # as 5.15 asks, which is nowhere
-    "chunk_kda": "fla.ops.kda", "fused_recurrent_kda": "fla.ops.kda",
-    "mamba_split_conv1d_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
-    "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
-    "mamba3_siso_combined": "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
-    "selective_state_update": "mamba_ssm.ops.triton.selective_state_update",
-    "selective_scan_fn": "mamba_ssm.ops.selective_scan_interface",
-    "mamba_inner_fn": "mamba_ssm.ops.selective_scan_interface",
-    "causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d"}
 # Under which other names models of transformers bind them; 5.15 to 5.18 say nowhere else what they are.
 CALLED = {"torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn",
           **{name: kernel for name, kernel in KERNEL.items() if name != kernel}}

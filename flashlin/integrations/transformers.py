@@ -63,9 +63,19 @@ MAKE_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
-INSIDE = {"selective_state_update": "ops.triton.selective_state_update",  # where mamba_ssm has what its root
-          "mamba_chunk_scan_combined": "ops.triton.ssd_combined",         # has not
-          "mamba_split_conv1d_scan_combined": "ops.triton.ssd_combined"}
+# The modules in which programs look for a kernel; where one is found twice, transformers asks the first.
+HOMES = {
+    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",  # as 5.15 asks, which is nowhere
+    "chunk_kda": "fla.ops.kda", "fused_recurrent_kda": "fla.ops.kda",
+    "mamba_split_conv1d_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
+    "mamba3_siso_combined": "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined",
+    "selective_state_update": "mamba_ssm.ops.triton.selective_state_update",
+    "selective_scan_fn": "mamba_ssm.ops.selective_scan_interface",
+    "mamba_inner_fn": "mamba_ssm.ops.selective_scan_interface",
+    "causal_conv1d_fn": "causal_conv1d", "causal_conv1d_update": "causal_conv1d"}
 
 
 class Decorated(NamedTuple):
@@ -73,9 +83,7 @@ class Decorated(NamedTuple):
     name: str
     kernel: str
     owner: Any
-    implementation: Any
     torch: Any
-    package: str
 
 
 def decorated(module: ModuleType) -> Iterator[Decorated]:
@@ -84,8 +92,7 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
         free = free_variables(function)
         kernel = KERNEL.get(free.get("func_name", ""), KERNEL.get(name, ""))
         if kernel and DISPATCHES <= free.keys():
-            yield Decorated(name, kernel, owner, free["implementation"],
-                            getattr(function, "__wrapped__", None), free.get("package", ""))
+            yield Decorated(name, kernel, owner, getattr(function, "__wrapped__", None))
 
 
 def dispatching(value: Any) -> Any:
@@ -338,6 +345,6 @@ def _part(package: Any, name: str) -> Any:
     found = getattr(package, name, None)
     if callable(found) and not isinstance(found, ModuleType):
         return found
-    for step in (*INSIDE.get(name, "").split("."), name):
+    for step in (*HOMES.get(name, "").split(".")[1:], name):
         package = getattr(package, step, None)
     return package

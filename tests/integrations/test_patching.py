@@ -152,7 +152,7 @@ def test_two_patches_of_one_place_end_in_any_order(first: int) -> None:
     vars(module)["f"] = original
     sys.modules["shared_place"] = module
     try:
-        one, two = Bindings("one"), Bindings("two")
+        one, two = Bindings(), Bindings()
 
         def stand_in() -> str:
             return "stand-in"
@@ -227,7 +227,7 @@ def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
     def ours(x: int, *, scale: float = 2.0) -> tuple[int, float]:
         return x, scale
     toy.g = None
-    bindings = Bindings("toy")
+    bindings = Bindings()
     bindings.fill(toy, "g", ours, "ours")
     bindings.fill(toy, "f", ours, "it has its own")
     assert toy.g(3) == (3, 2.0) and toy.f() == "theirs"
