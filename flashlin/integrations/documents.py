@@ -129,20 +129,6 @@ def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str
     return given
 
 
-def mixing(forward: Callable[..., Any], model: str, why: str, said: set[str]) -> Callable[..., Any]:
-    """``forward`` of a model of fla that mixes the documents of a row whatever it is told: given cu_seqlens,
-    one warning for all classes of the ``model``."""
-    warn = once(said)
-
-    @functools.wraps(forward)
-    def call(self: Any, *args: Any, **given: Any) -> Any:
-        if given.get("cu_seqlens") is not None:
-            warn(model, f"{type(self).__name__} got cu_seqlens, and {why}: documents of one row run into "
-                        f"each other. {APART}")
-        return forward(self, *args, **given)
-    return call
-
-
 def _marks(given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: given[name] for name in MARKS if given.get(name) is not None}
 

@@ -23,8 +23,7 @@ import flashlin
 import flashlin.mamba
 from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
-from flashlin.integrations.documents import mixing
-from flashlin.integrations.model_fixes import looking_ahead, mend
+from flashlin.integrations.model_fixes import mend, warning
 from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch, comes
 from flashlin.kernels.families import PUBLIC
@@ -137,10 +136,9 @@ class FlaPatch(Patch):
                 does.append("runs on any device")
             if name == FORWARD and kind.__name__ in MODEL_OF:
                 model = MODEL_OF[kind.__name__]
-                stand_in, of = ((mixing(stand_in, model, MIXES[model], self._said), "packed rows")
-                                if model in MIXES else
-                                (looking_ahead(stand_in, AHEAD[model], self._said), "training"))
-                does.append(f"warns of {of}")
+                stand_in = warning(stand_in, model, self._said, mixes=MIXES.get(model, ""),
+                                   ahead=AHEAD.get(model, ""))
+                does.append(f"warns of {'packed rows' if model in MIXES else 'training'}")
             if name == PREPARE and takes(method, COUNTED_BY) and not takes(method, NEW) and prepares_by(NEW):
                 stand_in = counting(stand_in)
                 does.append("counts the new tokens")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from flashlin.integrations.bindings import Bindings, named_like
-from flashlin.integrations.documents import once
+from flashlin.integrations.documents import APART, once
 
 
 def mend(module: ModuleType, bindings: Bindings) -> None:
@@ -60,13 +60,21 @@ def reorder_cache(self: Any, beam_idx: Tensor) -> None:
     self.state = tree_map(chosen, self.state)
 
 
-def looking_ahead(forward: Callable[..., Any], why: str, said: set[str]) -> Callable[..., Any]:
-    """``forward`` of a model in which, in training, tokens see later ones, with one warning of that."""
+def warning(forward: Callable[..., Any], model: str, said: set[str], *, mixes: str = "",
+            ahead: str = "") -> Callable[..., Any]:
+    """Return ``forward`` of a model of fla with one warning for all classes of the ``model``.
+
+    mixes: why the model mixes the documents of a row whatever it is told, for a call with cu_seqlens. ahead:
+    why tokens see later ones, for a call in training.
+    """
     warn = once(said)
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **given: Any) -> Any:
-        if self.training:
-            warn(why, f"{type(self).__name__}: {why}. It is so with every kernel.")
+        if mixes and given.get("cu_seqlens") is not None:
+            warn(model, f"{type(self).__name__} got cu_seqlens, and {mixes}: documents of one row run into "
+                        f"each other. {APART}")
+        if ahead and self.training:
+            warn(model, f"{type(self).__name__}: {ahead}. It is so with every kernel.")
         return forward(self, *args, **given)
     return call

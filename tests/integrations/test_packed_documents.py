@@ -13,8 +13,8 @@ from torch import Tensor
 
 import flashlin
 from flashlin.integrations import patching
-from flashlin.integrations.documents import _beginnings, masking, mixing, watched
-from flashlin.integrations.model_fixes import looking_ahead
+from flashlin.integrations.documents import _beginnings, masking, watched
+from flashlin.integrations.model_fixes import warning
 from matrix.__main__ import RESULTS
 from matrix.stacks import documents
 from matrix.stacks.documents import block_mask, numbers, positions
@@ -236,8 +236,8 @@ class Fla(torch.nn.Module):
         return 2 * x
 
 
-@pytest.mark.parametrize("wrapped", [lambda said: mixing(Fla.forward, "Fla", "it does", said),
-                                     lambda said: looking_ahead(Fla.forward, "it does", said)])
+@pytest.mark.parametrize("wrapped", [lambda said: warning(Fla.forward, "Fla", said, mixes="it does"),
+                                     lambda said: warning(Fla.forward, "Fla", said, ahead="it does")])
 def test_a_compiled_model_of_fla_warns_too(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fla, "forward", wrapped(set()))
     compiled = torch.compile(Fla(), fullgraph=True, backend="eager")
