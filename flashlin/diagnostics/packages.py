@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,10 +94,8 @@ def distributions() -> dict[str, str]:
     found = {}
     for known in PACKAGES.values():
         for name in known.distributions:
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
     return found
 
 

@@ -8,7 +8,7 @@ function's arguments and those, and drops other keywords of the model. ``ADAPTER
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -25,15 +25,6 @@ IN_KERNELS = (None, "silu", "swish")  # activations that the convolution has its
 # speaks to other parts of it (use_cache, output_router_logits, max_length_q, position_embeddings, ...).
 NOT_SERVED = {"cp_context": "only chunked ops and the convolution run over several ranks",
               "state_dtype": "states are float32"}
-
-
-def _check(function: str, of_the_model: dict[str, Any], own: Collection[str]) -> None:
-    for name, why in NOT_SERVED.items():
-        if name not in own and of_the_model.get(name) is not None:
-            raise NotImplementedError(f"{function}: {name}: got {type(of_the_model[name]).__name__}, need "
-                                      f"None in flashlin: {why}")
-
-
 Own = dict[str, Any]  # arguments of flashlin's function, by name
 
 
@@ -43,11 +34,15 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
     own = {name: one for name, one in inspect.signature(ours).parameters.items()
            if one.kind is not one.VAR_KEYWORD}
     order, required = tuple(own), [name for name, one in own.items() if one.default is one.empty]
+    refused = {name: why for name, why in NOT_SERVED.items() if name not in own}
     unmarked: list[Any] = [None] * len(marks)
 
     def made(adapt: Callable[..., Any]) -> Callable[..., Any]:
         def adapter(*args: Any, **options: Any) -> Any:
-            _check(ours.__name__, options, own)
+            for name, why in refused.items():
+                if options.get(name) is not None:
+                    raise NotImplementedError(f"{ours.__name__}: {name}: got {type(options[name]).__name__}, "
+                                              f"need None in flashlin: {why}")
             marked = unmarked
             if not own.keys() >= options.keys():
                 marked = [options.get(mark) for mark in marks]

@@ -13,7 +13,7 @@ REFUSED = frozenset({"process_group"})
 _told: set[tuple[str, str]] = set()
 
 
-def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: str = "") -> Any:
+def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
     """``ours`` under the name and signature of ``original``, for callers of that.
 
     Positions are those of the original, whose order differs between releases. What only the original knows
@@ -50,7 +50,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any], *, module: s
         if unknown:
             tell(name, ", ".join(unknown), "which the package's own function ignores, too")
         return ours(**{key: value for key, value in given.items() if key in served})
-    stand_in = named_like(call, original, module=module, signature=theirs)
+    stand_in = named_like(call, original, signature=theirs)
     stand_in.__wrapped__ = original  # registries that know the original find it: fla.backends.register
     return stand_in
 

@@ -90,7 +90,8 @@ def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
     if DISPATCHES <= cells.keys():
         own = getattr(dispatching(value), "__wrapped__", None)
         kernel = CALLED.get(attribute) or str(cells.get("func_name") or attribute)
-        whose = (_whose(value) if _replaced(value) else TORCH if cells["implementation"] is own
+        replaced = _ours(value) or (hasattr(value, "kernel_layer_name") and "forward" in vars(value))
+        whose = (_whose(value) if replaced else TORCH if cells["implementation"] is own
                  else _whose(cells["implementation"]))
     elif (attribute in HOMES or (attribute in CALLED and _ours(value))) and (
             value is None or isinstance(value, FunctionType)):
@@ -110,11 +111,6 @@ def _origin(value: Any) -> tuple[str, str]:
     """The name and the module of what a function wraps, which may be anything that can be called."""
     inner = inspect.unwrap(value)
     return str(getattr(inner, "__name__", "")), str(getattr(inner, "__module__", ""))
-
-
-def _replaced(value: Any) -> bool:
-    """Whether something else is called in place of the decorated function."""
-    return _ours(value) or (hasattr(value, "kernel_layer_name") and "forward" in vars(value))
 
 
 def _ours(value: Any) -> bool:
