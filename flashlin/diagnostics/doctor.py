@@ -22,7 +22,7 @@ from flashlin.diagnostics import calls, self_test, typical_plans
 from flashlin.diagnostics.advice import advise
 from flashlin.diagnostics.checks import CHECKS, check_policy, checkup, unchecked
 from flashlin.diagnostics.machine import Machine, attempt, examine
-from flashlin.diagnostics.packages import section
+from flashlin.diagnostics.packages import Section, section
 from flashlin.diagnostics.report import Device, OpPlan, Ran, Report
 from flashlin.dispatch import OPS
 from flashlin.guards.plan_types import Plan, Problem, advice, dtype_name
@@ -74,7 +74,8 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     if target is not None and run:
         raise ValueError(f"run: got True with target {target}, need no target: only this machine can run "
                          "anything")
-    machine = examine() if target is None else described(_named(target))
+    named = None if target is None else _named(target)
+    machine = examine() if named is None else described(named)
     checks = checkup(machine, CHECKS if target is None else (check_policy,))
     # a machine that cannot be asked is planned for as if it had no GPU
     devices = {", ".join(names): card for card, names in machine.names.items()} or {
@@ -95,19 +96,14 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
         checks += typical_plans.unknown(where, card)
         if run and not machine.stops_everything:
             ran += self_test.watch(where.split(", ")[0], op, machine.policy)
-    shown = [Device(where=where, sm=card.sm, **{name: getattr(card, name) for name in Device.model_fields
-                                                if name not in ("where", "sm")})
+    shown = [Device(where=where, **{name: getattr(card, name) for name in Device.model_fields if name != "where"})
              for where, card in devices.items()]
-    known: dict[str, Any] = {}
-    imports: dict[str, Any] = {}
-    if target is None and op is None:
-        beside, error = attempt(section, machine, import_all)
-        if error:
-            checks.append(unchecked("packages", error))
-        else:
-            known, imports = beside[0]._asdict(), beside[1]
+    beside, error = attempt(section, machine, import_all) if target is None and op is None else (None, "")
+    if error:
+        checks.append(unchecked("packages", error))
+    found, imports = beside or (Section(), {})
+    known = found._asdict()
     if layers:
-        named = None if target is None else _named(target)
         known["layers"] = tuple(layers.report(model, named, machine.policy, imports))
     advice, error = attempt(advise, machine, ops, checks)
     if error:

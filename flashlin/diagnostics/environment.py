@@ -148,8 +148,9 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
     near = existing(folder)
+    free = shutil.disk_usage(near).free >> 20
     wrong = ("cannot be written" if not can_write(folder)
-             else f"has {_free(near)} MiB left" if _free(near) < ROOM
+             else f"has {free} MiB left" if free < ROOM
              else "does not let libraries be loaded (mounted noexec)"
              if hasattr(os, "statvfs") and os.statvfs(near).f_flag & getattr(os, "ST_NOEXEC", 0) else "")
     if not wrong:
@@ -176,10 +177,6 @@ def can_write(folder: Path) -> bool:
     """Whether the folder may be written, or made."""
     near = existing(folder)
     return near.is_dir() and os.access(near, os.W_OK | os.X_OK)
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free >> 20
 
 
 def check_variables(machine: Machine) -> Iterator[Check]:

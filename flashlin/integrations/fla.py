@@ -51,10 +51,6 @@ NEW, COUNTED_BY = "next_sequence_length", "cache_position"
 OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
 
 
-def swish(x: Tensor) -> Tensor:
-    return F.silu(x)
-
-
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     return (F.silu(x.float()) * y.float()).to(x.dtype)
 
@@ -68,7 +64,7 @@ def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 # What models need besides on a machine without a GPU; elsewhere fla's own run.
-ON_CPU: dict[str, Callable[..., Any]] = {"swish": swish, "swiglu": swiglu, "swiglu_linear": swiglu_linear,
+ON_CPU: dict[str, Callable[..., Any]] = {"swish": F.silu, "swiglu": swiglu, "swiglu_linear": swiglu_linear,
                                          "sigmoid": torch.sigmoid, "logsigmoid": logsigmoid}
 
 
