@@ -83,13 +83,13 @@ try:
     raise SystemExit("no error of a token")
 except ValueError as error:
     assert "7" in str(error)
-from flashlin.guards import verdicts
+from flashlin.guards import local_results
 from flashlin.guards.local_results import Table, Verdict
 from flashlin.compat.target import parse
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    verdicts.keep(Table({"a": Verdict("ran", 1.0, "x")}, {}), parse("H100,triton=3.6.0"))
-kept = "a" in verdicts.local(parse("H100,triton=3.6.0")).kernels
+    local_results.keep(Table({"a": Verdict("ran", 1.0, "x")}, {}), parse("H100,triton=3.6.0"))
+kept = "a" in local_results.local(parse("H100,triton=3.6.0")).kernels
 found = flashlin.doctor()
 print(json.dumps({"missing": missing, "no_triton": no_triton, "kept": kept,
                   "told": [str(one.message) for one in told], "verdict": found.verdict,

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlin import policy, tokens
 from flashlin.guards import deferred_checks
-from flashlin.tokens import check_tokens, embedding, first_bad, guard_embeddings, keep_first, masked_embedding, out_of_range, synchronize
+from flashlin.guards.tokens import first_bad, keep_first, out_of_range
+from flashlin.tokens import check_tokens, embedding, guard_embeddings, masked_embedding, synchronize
 
 HERE = __file__
 
@@ -427,12 +428,12 @@ def test_importing_loads_no_compiler_and_without_a_gpu_nothing_is_owed():
         import sys, torch
         loaded = set(sys.modules)
         from flashlin import tokens
-        from flashlin.guards import pending
+        from flashlin.guards import deferred_checks
         print({"triton", "torch._dynamo", "torch._inductor"} & set(sys.modules) - loaded)
         tokens.check_tokens(torch.tensor([1]), 2)
-        pending.poll()
+        deferred_checks.poll()
         tokens.synchronize()
-        print(pending._flags, pending.owed)
+        print(deferred_checks._flags, deferred_checks.owed)
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
                           timeout=120, check=False,
