@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from flashlin.compat.locks import ThreadLock
@@ -162,8 +161,7 @@ class settings:
         self._own.base = None
         return current()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         # a generator may be closed by another thread
         own = _thread.own if self in _thread.own.blocks else self._own
         if own is not None and self in own.blocks:

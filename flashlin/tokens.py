@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,6 @@ from flashlin.guards import deferred_checks, scalars
 from flashlin.guards.deferred_checks import synchronize as synchronize
 from flashlin.guards.tensors import shown
 from flashlin.guards.tokens import Call, call_of, check, check_dtype, mode, out_of_range, readable, report, traced_place
-from flashlin.guards.tokens import first_bad as first_bad
-from flashlin.guards.tokens import keep_first as keep_first
 from flashlin.ops._common.entry import without_autocast
 
 
@@ -125,8 +123,7 @@ class guard_embeddings:
             self._modules.append(module)
         if self.unguarded:
             warnings.warn(f"guard_embeddings: {', '.join(self.unguarded)} with a forward of their own stay "
-                          "unguarded; "
-                          "flashlin.check_tokens can look at their input", stacklevel=2)
+                          "unguarded; flashlin.check_tokens can look at their input", stacklevel=2)
 
     def remove(self) -> None:
         """Give the modules their own forward back. Again is fine."""
@@ -138,8 +135,7 @@ class guard_embeddings:
     def __enter__(self) -> guard_embeddings:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -253,5 +249,3 @@ def _bad_op(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
 @_bad_op.register_fake
 def _(tokens: Tensor, vocab_size: int, op: str, place: str) -> Tensor:
     return torch.empty_like(tokens, dtype=torch.bool)
-
-

@@ -12,25 +12,21 @@ from typing import Literal
 
 Kind = Literal["kernel", "memory", "surroundings"]
 
-MEMORY = re.compile(r"out of memory|cannot allocate "
-                    r"memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED|failed with error code -9\b",
-                    re.I)
+MEMORY = re.compile(r"out of memory|cannot allocate memory|bad_alloc|MemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+                    r"|failed with error code -9\b", re.I)
 SURROUNDINGS = re.compile(
-    r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output "
-    r"error|stale file handle|too many open files"
-    r"|resource temporarily unavailable|can't start new thread|busy or unavailable|devices? (?:is|are) "
-    r"busy|device is lost|fallen off the bus"
+    r"no space left on device|disk quota exceeded|read-only file system|permission denied|input/output error"
+    r"|stale file handle|too many open files|resource temporarily unavailable|can't start new thread"
+    r"|busy or unavailable|devices? (?:is|are) busy|device is lost|fallen off the bus"
     r"|no (?:cuda|hip) gpus are available|no (?:cuda|rocm)-capable device|cuda driver version"
-    r"|found no nvidia driver|driver shutting down"
-    r"|system not (?:yet )?initialized|uncorrectable ecc|0 active drivers|failed to find c compiler|cannot "
-    r"find ptxas"
-    r"|linker \S+ not found|failed with error code -15\b|cannot open shared object file", re.I)
+    r"|found no nvidia driver|driver shutting down|system not (?:yet )?initialized|uncorrectable ecc"
+    r"|0 active drivers|failed to find c compiler|cannot find ptxas|linker \S+ not found"
+    r"|failed with error code -15\b|cannot open shared object file", re.I)
 # What a device says of a kernel that broke it. The context is lost with it.
-ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal "
-                     r"instruction|unspecified launch failure|launch failure"
-                     r"|device-side assert|invalid program counter|hardware stack error|invalid address "
-                     r"space|memory access fault by GPU|memory_aperture_violation|hipErrorIllegalAddress",
-                     re.I)
+ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction"
+                     r"|launch failure|device-side assert|invalid program counter|hardware stack error"
+                     r"|invalid address space|memory access fault by GPU|memory_aperture_violation"
+                     r"|hipErrorIllegalAddress", re.I)
 STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
 # Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
 # a full disk behind a mapped file makes.

@@ -15,6 +15,7 @@ from flashlin.compat.versions import affected, between
 PRE_VOLTA, END = (0, 0), (99, 0)  # bounds of compute capabilities
 FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 TRITON = "https://github.com/triton-lang/triton/issues/"
+EVERYWHERE = "every card, every Triton"
 ILLEGAL = "an illegal memory access was encountered"
 CONFIDENCE = {"compiled": "compiled in our tests, where it fails so", "ran": "seen in our own runs",
               "thread": "from the thread; nobody here has run it", "documented": "documented"}
@@ -43,7 +44,7 @@ class Known:
     since: str | None = None
     fixed_in: str | None = None
     general: bool = False
-    cards: str = ""
+    cards: str = EVERYWHERE
     handled: str = ""
 
     @property

@@ -5,9 +5,8 @@ tuple.
 """
 from __future__ import annotations
 
-from flashlin.compat.known import FLA, ILLEGAL, TRITON, Known
+from flashlin.compat.known import EVERYWHERE, FLA, ILLEGAL, TRITON, Known
 
-_EVERYWHERE = "every card, every Triton"
 _TUNER = "triton/runtime/autotuner.py"
 
 KNOWN_FAILURES: tuple[Known, ...] = (
@@ -16,7 +15,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="a launch has more than 65,535 programs on the second or third axis of its grid: in fla "
                "batch times heads, sequences times heads, or chunks",
         symptoms=("Triton Error [CUDA]: invalid argument",),
-        cards=_EVERYWHERE,
         handled="its ops run: its grids are flat, or its launches are split by batch; "
                 "flashlin.shield(kernel, batch=..., batch_axis=...) does that for a kernel of yours",
         need="call it for parts of the batch, each with B * H up to 65,535: sequences do not depend on "
@@ -32,7 +30,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
                   "Triton Error [CUDA]: device-side assert triggered",
                   "Assertion `srcIndex < srcSelectDimSize` failed",
                   'Assertion `-sizes[i] <= index && index < sizes[i] && "index out of bounds"` failed'),
-        cards=_EVERYWHERE,
         handled="flashlin.embedding, flashlin.guard_embeddings(model) and flashlin.check_tokens(tokens, "
                 "vocab_size) make it a ValueError with position and value, and the context lives",
         need="compare tokens.min() and tokens.max() with the vocabulary on the CPU, with the "
@@ -55,7 +52,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="a kernel counts elements in 32 bits, and a tensor has more than 2^31 of them: what is read "
                "or written is elsewhere. It may also end in numbers that are wrong and finite",
         symptoms=(ILLEGAL,),
-        cards=_EVERYWHERE + "; fla before 0.6.0, mamba_ssm (there strides count)",
+        cards=EVERYWHERE + "; fla before 0.6.0, mamba_ssm (there strides count)",
         handled="its kernels count such tensors in 64 bits, or the call runs in plain torch; a kernel under "
                 "flashlin.shield is launched in parts, or refused",
         need="fla 0.6.0 or newer; fewer sequences in a call, so that batch times tokens times heads "
@@ -67,7 +64,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="cu_seqlens has the same number twice, which is a sequence without tokens, or ends elsewhere "
                "than the tokens do; kernels of fla read or leave out what is beside it",
         symptoms=(ILLEGAL,),
-        cards=_EVERYWHERE,
         handled="its ops take empty sequences, and an edge out of order cannot make them read elsewhere "
                 "(FLASHLIN_DEBUG=1 makes it an error)",
         need="drop the empty ones; let cu_seqlens end at the number of tokens",
@@ -109,7 +105,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         id="tensor-elsewhere",
         effect="a Triton kernel was given a tensor on the CPU, or on another GPU than the current one",
         symptoms=("cannot be accessed from Triton (cpu tensor?)",),
-        cards=_EVERYWHERE,
         handled="its ops run on the device of their tensors, a CPU included, and so does a kernel under "
                 "flashlin.shield on a GPU",
         need="with torch.cuda.device(x.device): around the call; model.to(device) for what was left "
@@ -121,7 +116,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="two threads call the same autotuned kernel for the first time",
         symptoms=("TypeError: 'NoneType' object is not a mapping",),
         seen_in=_TUNER,
-        cards=_EVERYWHERE + "; serving, DataParallel",
+        cards=EVERYWHERE + "; serving, DataParallel",
         handled="flashlin's own kernels are not tuned",
         need="one call of each shape before the threads start, or a lock around the first",
         proof=TRITON + "11494"),
@@ -137,7 +132,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         id="small-heads",
         effect="a product of matrices has a side shorter than 16: a head, a block or a chunk is too small",
         symptoms=("must be >= 16!", "Input shapes should have M >= 1, N >= 1 and K >= 16"),
-        cards=_EVERYWHERE,
         handled="its ops take heads of any size up to 512",
         need="pad heads to 16",
         url=FLA + "88",
@@ -147,7 +141,6 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="the operands of a product have different dtypes, often q and k after autocast beside a v or "
                "a state that it did not touch",
         symptoms=("Both operands must be same dtype",),
-        cards=_EVERYWHERE,
         handled="it names the tensors and their dtypes before anything is started",
         need="cast all of them to one dtype before the call",
         url=FLA + "1264",

@@ -39,15 +39,11 @@ def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
 
     An empty ``version`` (the part is not installed) is never affected.
     """
-    if not version:
+    here = _padded(version)
+    if not version or (since is not None and here < _padded(since)):
         return False
-    here = _padded(release(version))
-    if since is not None and here < _padded(release(since)):
-        return False
-    if fixed_in is None:
-        return True
-    fix = _padded(release(fixed_in))
-    return here < fix or (here == fix and is_unreleased(version))
+    return (fixed_in is None or here < _padded(fixed_in)
+            or (here == _padded(fixed_in) and is_unreleased(version)))
 
 
 def between(what: str, since: str | None, fixed_in: str | None) -> str:
@@ -57,5 +53,5 @@ def between(what: str, since: str | None, fixed_in: str | None) -> str:
     return f"{what} {since} and newer, before {fixed_in}" if since else f"{what} before {fixed_in}"
 
 
-def _padded(parts: tuple[int, ...]) -> tuple[int, ...]:
-    return (*parts, 0, 0, 0)[:3]
+def _padded(version: str) -> tuple[int, ...]:
+    return (*release(version), 0, 0, 0)[:3]
