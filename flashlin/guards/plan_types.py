@@ -201,9 +201,8 @@ class UnsupportedError(NotImplementedError):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         because = "\n           ".join(str(reason) for reason in plan.refused)
-        super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n  target   "
-                         f"{plan.target}\n"
-                         f"  because  {because}\n  do       {advice(plan)}")
+        super().__init__(f"{plan.asked.op} cannot run here.\n  call     {plan.asked}\n"
+                         f"  target   {plan.target}\n  because  {because}\n  do       {advice(plan)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without it an exception is made again from its message, which __init__ does not take: a Pool waits

@@ -19,7 +19,7 @@ from flashlin.compat.suggestions import need_one_of
 from flashlin.compat.target import Target, probe
 from flashlin.guards.checks import OFFSET_LIMIT
 from flashlin.kernels.shield import source
-from flashlin.kernels.shield.problem import Declared, batch_of, problem_of
+from flashlin.kernels.shield.problem import Declared, batch_of, problem_of, tensors_of
 from flashlin.kernels.shield.views import fp32_copies, part_of
 from flashlin.ops._common.pipeline import planned
 from flashlin.policy import Policy
@@ -70,8 +70,7 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
             names = list(inspect.signature(kernel).parameters)
         except ValueError:
             raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton "
-                            "kernel or a Python function that "
-                            "launches some") from None
+                            "kernel or a Python function that launches some") from None
         _checked("batch_size", [] if batch_size is None else [batch_size], names)
         return ShieldedFunction(kernel, _batch(batch, names), batch_size, shield)
     names = list(kernel.arg_names)
@@ -106,11 +105,9 @@ class Launcher:
         self.arg_names: list[str] = list(kernel.arg_names)
         self._start = start or kernel.run
         parameters = inspect.signature(kernel.fn).parameters
-        self._defaults = {name: parameter.default
-                          for name, parameter in parameters.items()
+        self._defaults = {name: parameter.default for name, parameter in parameters.items()
                           if parameter.default is not parameter.empty}
-        self._constants = [name
-                           for name, parameter in parameters.items()
+        self._constants = [name for name, parameter in parameters.items()
                            if "constexpr" in str(parameter.annotation)]
         self._kept = (*self._constants, *OPTIONS)
         self._kept_at = [at for at, name in enumerate(self.arg_names) if name in self._constants]
@@ -179,8 +176,7 @@ class Launcher:
             named["num_warps"] = decision.warps
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         if decision.fp32:
-            copies = fp32_copies({name: value
-                                  for name, value in named.items() if isinstance(value, torch.Tensor)})
+            copies = fp32_copies(tensors_of(named))
             written = [(named[name], copies[name]) for name in self.declared.outputs if name in copies]
             named.update(copies)
         result = None
@@ -209,8 +205,7 @@ class Launcher:
             yield {**named, **views}, (*grid[:axis], grid[axis] // whole * count, *grid[axis + 1:])
 
     def _decide(self, named: dict[str, Any], grid: tuple[int, ...]) -> Decision:
-        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        device = self._device(tensors)
+        device = self._device(named)
         text = self._source = self._source or source.of(self.kernel)
         self._wide = text.wide
         asked = problem_of(_name(self.kernel), text, self.declared, {**self._defaults, **named},
@@ -226,14 +221,14 @@ class Launcher:
 
     def check_device(self, named: dict[str, Any]) -> None:
         """Raises UnsupportedError where these arguments are on a device that runs no Triton kernel."""
-        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        if self._device(tensors).type == "cpu":
+        if self._device(named).type == "cpu":
             grid = named.pop("grid")
             self._decide(named, tuple(grid({**self._defaults, **named}) if callable(grid) else grid))
 
-    def _device(self, tensors: dict[str, torch.Tensor]) -> torch.device:
-        """The one device of the tensors. Pinned host memory, which a GPU reads too, may stand beside it."""
-        devices = {tensor.device: name for name, tensor in reversed(tensors.items())
+    def _device(self, named: dict[str, Any]) -> torch.device:
+        """Return the one device of the tensors. Pinned host memory, which a GPU reads too, may be among
+        them."""
+        devices = {tensor.device: name for name, tensor in reversed(tensors_of(named).items())
                    if tensor.device.type != "cpu" or not tensor.is_pinned()}
         if len(devices) > 1:
             shown = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -25,7 +25,7 @@ def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, A
                grid: tuple[int, ...]) -> Problem:
     """read: what the kernel's source tells. named: every argument and option of the launch; constants: which
     of them are constexpr."""
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    tensors = tensors_of(named)
     dtypes = frozenset(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
     half = read.half or any(str(named.get(name)) in ("bf16", "fp16") for name in constants)
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
@@ -43,6 +43,11 @@ def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, A
     return Problem(
         op=kernel, family="shield", mode="", B=size, T=1, H=1, K=0, V=0, N=max(size, 1), dtype=dtype,
         max_warps=launch.num_warps, given=given)
+
+
+def tensors_of(named: dict[str, Any]) -> dict[str, Tensor]:
+    """Return those of a launch's arguments that are tensors."""
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def batch_of(declared: Declared, named: dict[str, Any]) -> int:
@@ -75,20 +80,17 @@ def lengths(batch: dict[str, int | None], named: dict[str, Any]) -> dict[str, in
 def _whole(declared: Declared, tensors: dict[str, Tensor], grid: tuple[int, ...], size: int) -> str:
     """Why the batch cannot be split, ``""`` if it can."""
     if not declared.batch:
-        axis = next((str(axis)
-                     for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False))
+        axis = next((str(axis) for axis, (programs, limit) in enumerate(zip(grid, AXIS_LIMITS, strict=False))
                      if programs > limit), "AXIS")
         return (f'shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, batch_size="argument") '
-                f'says what the batch is: '
-                "then it can run in parts")
+                f'says what the batch is: then it can run in parts')
     if all(declared.batch.get(name) is None for name in tensors):  # every part would be the first one again
         return (f"none of {', '.join(declared.batch)} is a tensor with the batch in this call: batch={{...}} "
                 f"names one")
     programs = grid[declared.axis] if declared.axis < len(grid) else 1
     if size < 1 or programs % size:
         return (f"batch_axis={declared.axis} has {programs} programs, which is no multiple of the batch of "
-                f"{size}: "
-                "name the axis that counts the batch")
+                f"{size}: name the axis that counts the batch")
     for name, tensor in tensors.items():
         dimension = declared.batch.get(name)
         at = next((at for at, length in enumerate(tensor.shape) if size > 1 and length
