@@ -39,7 +39,7 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         if problem.path == "torch":  # none of the limits of a kernel applies
             return Plan(asked, problem, target, (), tuple(steps))
         draft = Draft(problem, family, family.launches(problem, target), target, policy)
-        reason = next(filter(None, (check(draft) for check in CHECKS)), None)
+        reason = next((reason for check in CHECKS for reason in check(draft)), None)
         if reason is None:
             return Plan(asked, problem, target, draft.launches, tuple(steps))
         remedy = _remedy(reason, draft)

@@ -1,12 +1,12 @@
-"""The checks. Each looks at the launches it is handed and answers with the first Reason against them, or
-None.
+"""The checks. Each yields the Reasons against the launches that it is given. Planning takes the first Reason
+of the first check that has one.
 
 They know no kernel and no family by name: what a family's kernels cannot take stands in its record.
 Adding one is a function in CHECKS.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from flashlin.compat.known import KnownIssue
@@ -29,7 +29,7 @@ class Draft(NamedTuple):
     policy: Policy
 
 
-Check = Callable[[Draft], "Reason | None"]
+Check = Callable[[Draft], Iterator[Reason]]
 
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
@@ -48,10 +48,10 @@ UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
 TRANSFERRED = ("delta", "dplr")
 
 
-def check_ranks(draft: Draft) -> Reason | None:
+def check_ranks(draft: Draft) -> Iterator[Reason]:
     problem = draft.problem
     if problem.ranks == 1 or problem.over:
-        return None
+        return
     got = f"each sequence on {problem.ranks} ranks, {problem.T} tokens on each, and "
     whys = {**{why: option in problem.options for option, why in UNSHARED.items()},
             f"{problem.H} heads, which {problem.ranks} does not divide": problem.H % problem.ranks,
@@ -60,122 +60,111 @@ def check_ranks(draft: Draft) -> Reason | None:
             "no rank between two others": problem.ranks == 2 and not forced_over}
     for why, holds in whys.items():
         if holds:
-            return Reason("ranks", got + why, "states carried from rank to rank", ("carry_states",),
-                          forced=False)
-    return Reason("ranks", f"{got}{problem.H} heads, which {problem.ranks} divides",
-                  f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
-                  forced=False)
+            yield Reason("ranks", got + why, "states carried from rank to rank", ("carry_states",),
+                         forced=False)
+    yield Reason("ranks", f"{got}{problem.H} heads, which {problem.ranks} divides",
+                 f"whole sequences of {problem.H // problem.ranks} heads on each", ("share_heads",),
+                 forced=False)
 
 
-def check_path(draft: Draft) -> Reason | None:
+def check_path(draft: Draft) -> Iterator[Reason]:
     # a user's kernel has no other path: the setting is not about it
     if draft.policy.path == "torch" and draft.problem.given is None:
-        return Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",),
-                      forced=False)
-    return None
+        yield Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",),
+                     forced=False)
 
 
-def check_backend(draft: Draft) -> Reason | None:
-    if draft.target.backend == "cpu":
-        return Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
-                      ("torch_path",), forced=False)
-    if draft.target.backend in GPUS and draft.target.backend not in ("cuda", "hip"):
-        return Reason("backend", GPUS[draft.target.backend], "an NVIDIA GPU for the Triton kernels",
-                      ("torch_path",))
-    built_for = draft.target.other_build
-    if built_for:
-        return Reason("backend", f"torch {draft.target.torch}, a build for {built_for}",
-                      f"a build of torch for {GPUS[draft.target.backend]}", ("torch_path",))
-    if not draft.target.triton or release(draft.target.triton)[:2] < (3, 0):
-        version = draft.target.triton
-        return Reason("triton", f"Triton {version} is too old" if version else "Triton not usable",
-                      "Triton 3.0 or newer", ("torch_path",))
-    return None
+def check_backend(draft: Draft) -> Iterator[Reason]:
+    target = draft.target
+    if target.backend == "cpu":
+        yield Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
+                     ("torch_path",), forced=False)
+    if target.backend in GPUS and target.backend not in ("cuda", "hip"):
+        yield Reason("backend", GPUS[target.backend], "an NVIDIA GPU for the Triton kernels", ("torch_path",))
+    if target.other_build:
+        yield Reason("backend", f"torch {target.torch}, a build for {target.other_build}",
+                     f"a build of torch for {GPUS[target.backend]}", ("torch_path",))
+    if not target.triton or release(target.triton)[:2] < (3, 0):
+        got = f"Triton {target.triton} is too old" if target.triton else "Triton not usable"
+        yield Reason("triton", got, "Triton 3.0 or newer", ("torch_path",))
 
 
-def check_mode(draft: Draft) -> Reason | None:
-    if draft.problem.mode != "auto":
-        return None
-    if draft.problem.needs_grad:
-        return Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway",
-                      ("chunk_mode",), forced=False)
-    if draft.problem.T <= FEW_TOKENS:
-        return Reason("mode", f"mode=auto and T={draft.problem.T}",
-                      f"fused_recurrent for T <= {FEW_TOKENS} without gradients", ("recurrent_mode",),
-                      forced=False)
-    if draft.target.backend == "cuda" and draft.target.capability < (8, 0):
-        return Reason("mode", f"mode=auto on {draft.target.sm}",
-                      "fused_recurrent below sm80: Triton has no tensor cores there "
-                      "(users measured 9 s against 22 s chunked on a V100)", ("recurrent_mode",),
-                      "https://github.com/fla-org/flash-linear-attention/issues/458", forced=False)
-    return Reason("mode", f"mode=auto and T={draft.problem.T}", f"chunk for T > {FEW_TOKENS}",
-                  ("chunk_mode",), forced=False)
+def check_mode(draft: Draft) -> Iterator[Reason]:
+    problem, target = draft.problem, draft.target
+    if problem.mode != "auto":
+        return
+    if problem.needs_grad:
+        yield Reason("mode", "mode=auto with gradients", "chunk, whose matmuls backward needs anyway",
+                     ("chunk_mode",), forced=False)
+    if problem.T <= FEW_TOKENS:
+        yield Reason("mode", f"mode=auto and T={problem.T}",
+                     f"fused_recurrent for T <= {FEW_TOKENS} without gradients", ("recurrent_mode",),
+                     forced=False)
+    if target.backend == "cuda" and target.capability < (8, 0):
+        yield Reason("mode", f"mode=auto on {target.sm}",
+                     "fused_recurrent below sm80: Triton has no tensor cores there "
+                     "(users measured 9 s against 22 s chunked on a V100)", ("recurrent_mode",),
+                     "https://github.com/fla-org/flash-linear-attention/issues/458", forced=False)
+    yield Reason("mode", f"mode=auto and T={problem.T}", f"chunk for T > {FEW_TOKENS}", ("chunk_mode",),
+                 forced=False)
 
 
-def check_dtype(draft: Draft) -> Reason | None:
+def check_dtype(draft: Draft) -> Iterator[Reason]:
     if draft.problem.dtype not in ("float16", "bfloat16", "float32"):
-        return Reason("dtype", draft.problem.dtype, "float16, bfloat16 or float32 for the kernels",
-                      ("torch_path",))
+        yield Reason("dtype", draft.problem.dtype, "float16, bfloat16 or float32 for the kernels",
+                     ("torch_path",))
     if draft.target.backend == "interpreter" and any("bf16" in launch.traits for launch in draft.launches):
-        return Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits",
-                      "fp32 operands", ("via_fp32",))
-    return None
+        yield Reason("interpreter-bf16", "bf16 in Triton's interpreter, which multiplies the raw bits",
+                     "fp32 operands", ("via_fp32",))
 
 
-def check_head_dim(draft: Draft) -> Reason | None:
+def check_head_dim(draft: Draft) -> Iterator[Reason]:
     if draft.family.head_dim and max(draft.problem.K, draft.problem.V) > MAX_HEAD_DIM:
-        return Reason("head-dim", f"K={draft.problem.K} V={draft.problem.V}",
-                      f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
-    return None
+        yield Reason("head-dim", f"K={draft.problem.K} V={draft.problem.V}",
+                     f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
 
 
-def check_family(draft: Draft) -> Reason | None:
+def check_family(draft: Draft) -> Iterator[Reason]:
     for option, got, need in draft.family.unsupported:
         if option in draft.problem.options:
-            return Reason(option, got, f"{need} for the kernels", ("torch_path",))
+            yield Reason(option, got, f"{need} for the kernels", ("torch_path",))
     for axis, most, got in draft.family.limits:
         size = getattr(draft.problem, axis)
         if size > most:
-            return Reason("width", got.format(size), f"up to {most} for the kernels", ("torch_path",))
-    return None
+            yield Reason("width", got.format(size), f"up to {most} for the kernels", ("torch_path",))
 
 
-def check_grid(draft: Draft) -> Reason | None:
+def check_grid(draft: Draft) -> Iterator[Reason]:
     for launch in draft.launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
-                return Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}",
-                              f"at most {limit}", ("chunk_batch", "torch_path"))
-    return None
+                yield Reason("grid", f"{launch.kernel} starts {size} programs on grid axis {axis}",
+                             f"at most {limit}", ("chunk_batch", "torch_path"))
 
 
-def check_offsets(draft: Draft) -> Reason | None:
+def check_offsets(draft: Draft) -> Iterator[Reason]:
+    remedies = ("torch_path",) if draft.problem.given is None else ("chunk_batch",)
     for launch in draft.launches:
         if launch.span > OFFSET_LIMIT:
-            remedies = ("torch_path",) if draft.problem.given is None else ("chunk_batch",)
-            return Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets",
-                          f"at most {OFFSET_LIMIT}", remedies)
-    return None
+            yield Reason("offset", f"{launch.kernel} reaches element {launch.span} with 32-bit offsets",
+                         f"at most {OFFSET_LIMIT}", remedies)
 
 
-def check_shared(draft: Draft) -> Reason | None:
+def check_shared(draft: Draft) -> Iterator[Reason]:
     for launch in draft.launches:
         if launch.shared > draft.target.shared:
-            return Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block",
-                          f"at most {draft.target.shared} on {draft.target.sm}", ("torch_path",))
-    return None
+            yield Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block",
+                         f"at most {draft.target.shared} on {draft.target.sm}", ("torch_path",))
 
 
-def check_known_issues(draft: Draft) -> Reason | None:
+def check_known_issues(draft: Draft) -> Iterator[Reason]:
     if draft.policy.policy == "off":
-        return None
+        return
     for issue in issues_here(draft.target):
-        if not issue.remedies or issue.id in draft.policy.ignore:
-            continue
-        for launch in draft.launches:
-            if issue.hits(launch.traits, launch.num_warps, launch.num_stages):
-                return _known(issue, launch, draft)
-    return None
+        if issue.remedies and issue.id not in draft.policy.ignore:
+            for launch in draft.launches:
+                if issue.hits(launch.traits, launch.num_warps, launch.num_stages):
+                    yield _known(issue, launch, draft)
 
 
 def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
@@ -189,30 +178,28 @@ def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
     return Reason(issue.id, got, issue.need, issue.remedies, issue.url, forced=not facts, avoid=facts)
 
 
-def check_launch_table(draft: Draft) -> Reason | None:
+def check_launch_table(draft: Draft) -> Iterator[Reason]:
     if draft.problem.given is not None or draft.policy.policy == "off":  # the table is about our own kernels
-        return None
+        return
     for launch in draft.launches:
         if trust(launch.config, draft.target) == "failed":
             # sequences that are not split need fewer kernels
             facts = frozenset({PARTS}) if launch.part else frozenset()
-            return Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
-                          ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
-    return None
+            yield Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
+                         ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
 
 
-def check_has_run(draft: Draft) -> Reason | None:
+def check_has_run(draft: Draft) -> Iterator[Reason]:
     """On AMD only what is known to have run is started, since a kernel that hangs may take the desktop with
     it. Whether a user's own kernel runs there is for its author to say."""
     problem, target = draft.problem, draft.target
     if (target.backend != "hip" or problem.given is not None or draft.policy.policy == "off"
             or draft.policy.canary == "trial"):
-        return None
+        return
     ops = (problem.op, f"{problem.mode}_{problem.op}")  # the second of an op that chooses its mode
-    if all(has_run(launch.config, ops, problem.dtype, target) for launch in draft.launches):
-        return None
-    return Reason("backend", "an AMD GPU on which these kernels have not run (flashlin warmup tries them)",
-                  "an NVIDIA GPU, or flashlin warmup: see its --help first", ("torch_path",))
+    if not all(has_run(launch.config, ops, problem.dtype, target) for launch in draft.launches):
+        yield Reason("backend", "an AMD GPU on which these kernels have not run (flashlin warmup tries them)",
+                     "an NVIDIA GPU, or flashlin warmup: see its --help first", ("torch_path",))
 
 
 CHECKS: tuple[Check, ...] = (

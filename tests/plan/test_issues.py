@@ -198,8 +198,8 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
         "no plan meets what triggers it: another issue, earlier in KNOWN_ISSUES, hits the same launches")
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
-    found = checks.check_known_issues(checks.Draft(asked, family, (trigger(issue),), on, AUTO))
-    assert found is not None and found.remedies  # whoever launches it
+    draft = checks.Draft(asked, family, (trigger(issue),), on, AUTO)
+    assert next(checks.check_known_issues(draft)).remedies  # whoever launches it
 
 
 def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:
