@@ -62,9 +62,7 @@ class ThreadLock:
 
 class _Forking(threading.local):
     """The locks that this thread holds while it forks."""
-
-    def __init__(self) -> None:
-        self.held: list[ThreadLock] = []
+    held: tuple[ThreadLock, ...] = ()
 
 
 _LOCKS: weakref.WeakSet[ThreadLock] = weakref.WeakSet()
@@ -73,11 +71,11 @@ _forking = _Forking()
 
 
 def _before_fork() -> None:
-    _forking.held = [one for one in tuple(_WAITED) if one._lock.acquire(timeout=one.wait)]
+    _forking.held = tuple([one for one in tuple(_WAITED) if one._lock.acquire(timeout=one.wait)])
 
 
 def _after_fork() -> None:
-    held, _forking.held = _forking.held, []
+    held, _forking.held = _forking.held, ()
     for one in held:
         one._lock.release()
 

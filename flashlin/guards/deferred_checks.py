@@ -20,8 +20,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class Flags(NamedTuple):
     calls: dict[Verdict, int]
 
 
+Made = TypeVar("Made")
 Owed: TypeAlias = deque[tuple[Slot, Verdict]]
 owed: Owed = deque()
 _shared: Owed = deque()     # answers that each rank of a group has
@@ -99,7 +101,7 @@ def take(device: torch.device) -> Slot:
     another is made, so that nobody waits for a slot."""
     with _lock:
         if not _free[device]:
-            apart(lambda: _free[device].extend(_slots(device)))
+            _free[device] += apart(partial(_slots, device))
         return _free[device].pop()
 
 
@@ -141,7 +143,7 @@ def prime(device: torch.device) -> bool:
     with _lock:
         if device in _flags:
             return False
-        apart(lambda: _install(device, torch.full((FLAGS, 2), -1, dtype=torch.int64, device=device)))
+        _install(device, apart(partial(torch.full, (FLAGS, 2), -1, dtype=torch.int64, device=device)))
     return True
 
 
@@ -166,12 +168,12 @@ def _slots(device: torch.device) -> list[Slot]:
             for pair, host in zip(pairs.unbind(), hosts.unbind(), strict=True)]
 
 
-def apart(make: Callable[[], None]) -> None:
-    """Make tensors that outlive the call in a thread of their own. Inference mode, fake tensors, func
-    transforms and the memory pool of torch.compile's graphs are all of the caller's thread, and would turn
-    them into tensors that die or cannot be written to."""
+def apart(make: Callable[[], Made]) -> Made:
+    """Call ``make`` in a thread of its own and return what it returns: tensors that outlive the call.
+    Inference mode, fake tensors, func transforms and the memory pool of torch.compile's graphs belong to the
+    caller's thread, and would turn them into tensors that die or cannot be written to."""
     with ThreadPoolExecutor(1, "flashlin-pending") as pool:
-        pool.submit(make).result()
+        return pool.submit(make).result()
 
 
 def _arrived(owed: Owed, behind: int = 0) -> list[str]:

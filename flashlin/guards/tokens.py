@@ -4,8 +4,10 @@ the same.
 """
 from __future__ import annotations
 
+import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -107,16 +109,8 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
 
 # torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result
 # to use, so its operator claims to write to a tensor, or the compiler would drop it.
-_ANCHOR: Tensor
-
-
-def _make_anchor() -> None:
-    global _ANCHOR
-    _ANCHOR = torch.zeros(1, dtype=torch.int8, device="cpu")
-
-
-# this module may be first imported in inference mode or under FakeTensorMode
-deferred_checks.apart(_make_anchor)
+# This module may be first imported in inference mode or under FakeTensorMode, hence ``apart``.
+_ANCHOR: Tensor = deferred_checks.apart(partial(torch.zeros, 1, dtype=torch.int8, device="cpu"))
 
 
 @torch.library.custom_op(
@@ -185,10 +179,5 @@ _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent,
 
 def _unravelled(position: int, shape: tuple[int, ...]) -> str:
     """133 in [4, 64] -> `` = [2, 5]``; nothing where position says it all."""
-    if len(shape) < 2:
-        return ""
-    where: list[int] = []
-    for size in reversed(shape):
-        position, last = divmod(position, size)
-        where.insert(0, last)
-    return f" = {shown(where)}"
+    where = [position // math.prod(shape[axis + 1:]) % size for axis, size in enumerate(shape)]
+    return f" = {shown(where)}" if len(where) > 1 else ""

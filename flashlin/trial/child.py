@@ -32,21 +32,19 @@ def main(argv: list[str] | None = None) -> None:
     say = channel()
     _no_core_dump()
     struck: list[BaseException] = []
+    kind = None
     try:
         verdict, detail = attempt(given, say, struck)
     except Exception as error:  # of any kind: it is this child's result
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        kind = failure_kind.of_error(error)
+        kind, name = failure_kind.of_error(error), type(error).__name__
         if not struck or kind != "kernel":  # outside a launch nothing speaks of a kernel
             # what follows are torch's hints for whoever debugs kernels
-            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-            say(verdict="not tried", detail=first_line, memory=kind == "memory")
+            verdict, detail = "not tried", f"{name}: {error}".partition("\n")[0]
         else:
-            word = ("abort or illegal access" if failure_kind.ILLEGAL.search(text) else
-                    "hang" if failure_kind.STOPPED.search(text) else "compiler error")
-            say(verdict=word, detail=text, memory=False)
-    else:
-        say(verdict=verdict, detail=detail, memory=False)
+            detail = f"{name}: {' '.join(str(error).split())}"
+            verdict = ("abort or illegal access" if failure_kind.ILLEGAL.search(detail) else
+                       "hang" if failure_kind.STOPPED.search(detail) else "compiler error")
+    say(verdict=verdict, detail=detail, memory=kind == "memory")
 
 
 def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) -> tuple[str, str]:

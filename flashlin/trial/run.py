@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from flashlin import dispatch
-from flashlin.compat.subprocesses import Ended, python, run_to_end
+from flashlin.compat.subprocesses import python, run_to_end
 from flashlin.compat.target import Target
 from flashlin.guards import launch_table, local_results
 from flashlin.guards.local_results import BAD, Table, Verdict, Word
@@ -123,17 +123,13 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
 
 
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
-    """Run one trial in a child process."""
+    """Run one trial in a child process, and judge how it ended."""
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
     known = local_results.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
                     *(["--known"] if known else []))
     ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)
-    return _judged(trial, ended)._replace(seconds=round(ended.seconds, 1))
-
-
-def _judged(trial: Trial, ended: Ended) -> Tried:
-    """Return the verdict on a trial whose child has ended."""
+    seconds = round(ended.seconds, 1)
     configs: list[str] = []
     struck, result = "", None
     for message in ended.messages:
@@ -142,10 +138,12 @@ def _judged(trial: Trial, ended: Ended) -> Tried:
         result = message if "verdict" in message else result
     launched = tuple(dict.fromkeys(configs))
     if result is not None:
-        return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"])
+        return Tried(trial, result["verdict"], result["detail"][:SAID], launched, struck, result["memory"],
+                     seconds)
     at = f"at {struck}" if struck else f"after {configs[-1]}" if configs else "before any kernel"
     line = f": {ended.line}" if ended.code is not None and ended.line else ""
     blamed: Word = "not tried"
     if struck and ended.kind == "kernel":
         blamed = "hang" if ended.timed_out else "abort or illegal access"
-    return Tried(trial, blamed, f"{ended.how}, {at}{line}"[:SAID], launched, struck, ended.kind == "memory")
+    return Tried(trial, blamed, f"{ended.how}, {at}{line}"[:SAID], launched, struck, ended.kind == "memory",
+                 seconds)

@@ -107,7 +107,8 @@ def _carries_state(loop: ast.For | ast.While) -> bool:
     other names."""
     assigned = _assigned(loop)
     reached = _handed_on(loop) & {name for name, value in assigned
-                                  if any(_scales(part, name) for part in ast.walk(value))}
+                                  if any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
+                                         and name in _names(part) for part in ast.walk(value))}
     while further := {name for name, value in assigned if reached & _names(value)} - reached:
         reached |= further
     return any(reached & _names(operand) for dot in _dots(loop)
@@ -212,10 +213,6 @@ def _handed_on(loop: ast.For | ast.While) -> set[str]:
     for statement in loop.body:
         visit(statement)
     return read
-
-
-def _scales(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and name in _names(node)
 
 
 def _names(node: ast.AST) -> set[str]:
