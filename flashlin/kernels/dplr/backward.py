@@ -29,7 +29,6 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision, zero_forgotten
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
@@ -38,7 +37,7 @@ from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_grads_one
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import rows_beside, summed_before, sums_at, sums_read
-from flashlin.kernels.gla.forward import halves, shares_of_rest
+from flashlin.kernels.gla.forward import halves, start_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import back_by_transfers, by_transfers, own_part
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
@@ -524,16 +523,9 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         back_by_transfers(batch, part, dplr_reverse, reverse, "dy", "dv", "dstates")
         batch.scan(dplr_reverse, dict(reverse, HAS_DHT=part["dht"] is not None,
                                       HAS_DH0=part["dh0"] is not None, ALONE=False), part)
-        if not batch.T or not whole:
-            continue
-        finish = dict(constants, ERASE_RATE=erases(x.a, x.b))
-        if finishing.kernel == "dplr_grads":
-            start(finishing, dplr_grads, part["N"] * part["S"] * HV, dict(finish, GAPS=batch.gaps), part)
-            continue
-        start(finishing, dplr_grads_one, part["N"] * part["S"] * HV, finish, part)
-        shares = shares_of_rest(part)
-        start(plan.launch("dplr_grads_rest"), dplr_grads_rest, part["N"] * shares * HV,
-              dict(finish, shares=shares, GAPS=batch.gaps), part)
+        if whole:
+            start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
+                         dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)
     # one writer, whose gate needs it; a pass over the largest gradient there is, so others do without
     if x.b is None:
         zero_forgotten(grads["dg"], x.g)

@@ -31,7 +31,6 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.chunked import Scalars
@@ -39,7 +38,7 @@ from flashlin.kernels.dplr.inputs import Inputs
 from flashlin.kernels.dplr.one_reference import dplr_prepare_one
 from flashlin.kernels.dplr.parts import dplr_alone
 from flashlin.kernels.gla.decays import sums_at, sums_read
-from flashlin.kernels.gla.forward import halves, may_be_one, shares_of_rest, sums_of_chunks
+from flashlin.kernels.gla.forward import halves, start_chunks, sums_of_chunks
 from flashlin.kernels.gla.parts import sum_of_chunk
 from flashlin.kernels.sequence_split import by_transfers, own_part
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
@@ -326,20 +325,10 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     x.update(q_in=new(K), a_in=new(K, backward), b_out=new(K), k_out=new(K, two), W=new(K), M=new(BT),
              P=new(BT), R=new(BT, two), N_=new(BT, two and backward), T_=new(BT, backward), T_low=new(BT, low))
     x["G"] = sums_of_chunks(plan, x)
-    if T:  # else there is no row to load, not even a chunk's last one
-        scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
-        constants = dict(scratch=scratch, K=K, TWO_WRITES=two, ERASE_RATE=erases(x["a"], x["b"]),
-        BACKWARD=backward,
-                         HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan),
-                         MERGE=merging(plan))
-        if launch.kernel == "dplr_prepare":
-            start(launch, dplr_prepare, x["N"] * x["S"] * HV, constants, x)
-            return
-        x["served"] = torch.empty(x["slots"], HV, dtype=torch.int32, device=q.device)
-        shares = shares_of_rest(x)
-        start(launch, dplr_prepare_one, x["N"] * x["S"] * HV, dict(constants, ONE=may_be_one()), x)
-        start(plan.launch("dplr_prepare_rest"), dplr_prepare_rest, x["N"] * shares * HV,
-              dict(constants, shares=shares), x)
+    scratch = torch.empty(x["slots"], HV, BT, 16, dtype=torch.float32, device=q.device)
+    start_chunks(plan, (dplr_prepare, dplr_prepare_one, dplr_prepare_rest), dict(
+        scratch=scratch, K=K, TWO_WRITES=two, ERASE_RATE=erases(x["a"], x["b"]), BACKWARD=backward,
+        HAS_LOW=low, VARLEN=x["bounds"] is not None, PRECISION=precision(plan), MERGE=merging(plan)), x)
 
 
 def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

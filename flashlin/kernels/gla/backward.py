@@ -31,12 +31,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import Batch, precision
 from flashlin.kernels.chunked import STATE_ALONE, Scalars
 from flashlin.kernels.gla.decays import bonus_of, rows_beside, summed_after, summed_before, sums_at, sums_read
-from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, shares_of_rest
+from flashlin.kernels.gla.forward import decay_to_meeting, halves, prepare, start_chunks
 from flashlin.kernels.gla.inputs import Inputs
 from flashlin.kernels.gla.one_reference import gla_grads_one
 from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
@@ -344,7 +343,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
         part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
         prepare(plan, part)
-        n, slots = part["N"], part["slots"]
+        slots = part["slots"]
         by_decays(batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
         by_decays(batch, part, gla_alone, scanned, ("q_in", "do"), reverse=True, vector=True)
         for name in ("states", "dstates"):
@@ -355,15 +354,9 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
             batch.scan(gla_states, dict(scanned, HAS_H0=part["h0"] is not None), part)
         batch.scan(gla_reverse, dict(scanned, HAS_DHT=part["dht"] is not None,
                                      HAS_DH0=part["dh0"] is not None, GAPS=batch.gaps), part)
-        if batch.T and whole:
-            finish = dict(constants, du=shares, EARLIER=x.u is not None)
-            if finishing.kernel == "gla_grads":
-                start(finishing, gla_grads, n * part["S"] * H, dict(finish, GAPS=batch.gaps), part)
-            else:
-                start(finishing, gla_grads_one, n * part["S"] * H, finish, part)
-                rest = shares_of_rest(part)
-                start(plan.launch("gla_grads_rest"), gla_grads_rest, n * rest * H,
-                      dict(finish, shares=rest, GAPS=batch.gaps), part)
+        if whole:
+            start_chunks(plan, (gla_grads, gla_grads_one, gla_grads_rest),
+                         dict(constants, du=shares, EARLIER=x.u is not None), part, GAPS=batch.gaps)
         if du is not None and shares is not None:
             du += shares.sum(0)
     return {**batch.by_tensor(grads), "u": du}

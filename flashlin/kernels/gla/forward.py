@@ -275,11 +275,6 @@ def gla_scan(
         tl.store(ht + at, h, mask=inside & last)
 
 
-def may_be_one() -> bool:
-    """Whether kernels ask if one reference serves a chunk."""
-    return not halving
-
-
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
     """G [B, T, HV, K], fp32: see gla_sums. x: what the launches of a part share."""
     g, launch = x["g"], plan.launch("gla_sums")
@@ -298,29 +293,37 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
     B, T, H, K = q.shape
     x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
     x["A"] = torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)
-    constants = dict(K=K, EARLIER=x["u"] is not None, VARLEN=x["bounds"] is not None,
-                     PRECISION=precision(plan))
-    if launch.kernel == "gla_scores":
-        x["G"] = sums_of_chunks(plan, x)
-        if T:  # else there is no row to load, not even a chunk's last one
-            start(launch, gla_scores, x["N"] * x["S"] * H, constants, x)
+    # by one reference the first kernel sums decays itself
+    x["G"] = sums_of_chunks(plan, x) if launch.kernel == "gla_scores" else torch.empty_like(x["g"])
+    start_chunks(plan, (gla_scores, gla_scores_one, gla_scores_rest), dict(
+        K=K, EARLIER=x["u"] is not None, VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
+
+
+def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str, Any], x: dict[str, Any],
+                 **last: Any) -> None:
+    """Start the planned ones of three kernels, each with programs for the chunks and heads of a part: the
+    first, which halves every chunk; or the second, for chunks that one decay reference serves, and the third,
+    which halves the others. The second kernel that is started first for a part decides what is ``served``.
+
+    constants: of all three; last: of all but the second. x: what the launches of the part share. Without
+    tokens there is no row to load, not even a chunk's last one, so nothing is started.
+    """
+    whole, one, rest = kernels
+    launch = plan.launch(one.fn.__name__, whole.fn.__name__)
+    if not x["T"]:
         return
-    x.update(G=torch.empty_like(x["g"]),
-             served=torch.empty(x["slots"], H, dtype=torch.int32, device=q.device))
-    if T:
-        shares = shares_of_rest(x)
-        start(launch, gla_scores_one, x["N"] * x["S"] * H, dict(constants, ONE=may_be_one()), x)
-        start(plan.launch("gla_scores_rest"), gla_scores_rest, x["N"] * shares * H,
-              dict(constants, shares=shares), x)
-
-
-def shares_of_rest(x: dict[str, Any]) -> int:
-    """Programs to a sequence for kernels that find most chunks done: as many as keep a card busy; of packed
-    sequences, of which one may be as long as all others, one to a chunk."""
-    if x["bounds"] is not None:
-        return int(x["S"])
-    fewest: int = BUSY // max(1, x["N"] * x["HV"])
-    return max(1, min(int(x["S"]), fewest))
+    if launch.kernel == whole.fn.__name__:
+        start(launch, whole, x["N"] * x["S"] * x["HV"], constants | last, x)
+        return
+    first = {} if "served" in x else {"ONE": not halving}
+    if first:
+        x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
+    start(launch, one, x["N"] * x["S"] * x["HV"], constants | first, x)
+    # most chunks are done: as many programs to a sequence as keep a card busy; of packed sequences, of which
+    # one may be as long as all others, one to a chunk
+    shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
+    start(plan.launch(rest.fn.__name__), rest, x["N"] * shares * x["HV"],
+          dict(constants, shares=shares, **last), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
