@@ -162,6 +162,20 @@ def strides(x: torch.Tensor | None, *names: str) -> dict[str, int]:
     return dict(zip(names, (0,) * len(names) if x is None else x.stride(), strict=False))
 
 
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, T, heads, D] itself if its tokens lie at one distance from each other, as in a slice of a
+    fused projection; else a copy."""
+    B, T, heads, D = x.shape
+    one_distance = B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
+    rows = one_distance and (D <= 1 or x.stride(3) == 1) and (heads <= 1 or x.stride(2) == D)
+    return x if rows else x.contiguous()
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Return the elements from one token of x [B, T, ...] to the next, through the whole batch."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
+
+
 def precision(plan: Plan) -> str:
     """Return how kernels multiply fp32 operands: as three tf32 products (error 1e-5) from sm_80 on, and as
     fp32 before. One tf32 product is used only if torch's setting allows it."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import row_stride
 from flashlin.kernels.conv.forward import (
     before_each,
     convolved,
     filters_of,
     of_tap,
-    row_stride,
     rows_first,
     sequences_of,
     span_of,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import row_stride
 
 
 @triton.jit
@@ -221,11 +222,6 @@ def conv_update(
     tl.debug_barrier()  # other threads load what this one is about to overwrite
     tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
     tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
-
-
-def row_stride(x: Tensor) -> int:
-    """Elements from one row of x [B, T, D] to the next, through the whole batch."""
-    return x.stride(0) if x.shape[1] == 1 else x.stride(1)
 
 
 def rows_first(state: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch
+from flashlin.kernels.batch import Batch, row_stride, with_rows
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.recurrent.recipe import SEGMENT, kept
 from flashlin.kernels.tile_ops import sequence_of, zero_gaps, zero_rows
@@ -305,7 +305,7 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
                      UNDECAYED="undecayed" in flags)
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(launch, o=o, ht=ht, states=by_sequence(states, batch), indices=indices,
-                            scale=scale, q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v),
+                            scale=scale, q_row=row_stride(x.q), k_row=row_stride(x.k), v_row=row_stride(x.v),
                             state_row=state_row):
         if indices is not None:  # a pool is not divided
             part.update(h0=x.h0, ht=ht)
@@ -329,17 +329,3 @@ def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
                 EARLIER="before" in flags, REVERSE="reverse" in flags,
                 PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags,
                 VARLEN=x.bounds is not None)
-
-
-def with_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D] itself if its tokens lie at one distance from each other, as in a slice of a fused
-    projection; else a copy."""
-    B, T, heads, D = x.shape
-    one_distance = B <= 1 or T <= 1 or x.stride(0) == T * x.stride(1)
-    return x if one_distance and (D <= 1 or x.stride(3) == 1) and (heads <= 1
-                                                                   or x.stride(2) == D) else x.contiguous()
-
-
-def row_of(x: torch.Tensor) -> int:
-    """Elements from one token to the next."""
-    return x.stride(1) if x.shape[1] > 1 else x.stride(0)

@@ -11,15 +11,8 @@ import triton.language as tl
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.batch import Batch
-from flashlin.kernels.recurrent.forward import (
-    of_unit_length,
-    row_of,
-    tile_of_state,
-    updated,
-    vector,
-    with_rows,
-)
+from flashlin.kernels.batch import Batch, row_stride, with_rows
+from flashlin.kernels.recurrent.forward import of_unit_length, tile_of_state, updated, vector
 from flashlin.kernels.recurrent.inputs import Inputs, bound_of
 from flashlin.kernels.tile_ops import zero_gaps, zero_rows
 
@@ -130,7 +123,7 @@ def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor
         SIGMOID=sigmoid, BOUND=bound_of(flags), V=V)
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(launch, o=o, indices=indices, accepted=accepted, scale=scale,
-                            q_row=row_of(x.q), k_row=row_of(x.k), v_row=row_of(x.v)):
+                            q_row=row_stride(x.q), k_row=row_stride(x.k), v_row=row_stride(x.v)):
         for name in ("accepted", "bounds"):  # never read where there is none
             part[name] = part["indices"] if part[name] is None else part[name]
         start(launch, recurrent_pool, part["N"] * HV * strips, own, part)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
+from flashlin.kernels.batch import row_stride
 
 
 @triton.jit
@@ -119,15 +120,9 @@ def launch_forward(
     y = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         launch = plan.launches[0]
-        (along_t, along_h), (onto_t, onto_h) = steps_of(x), steps_of(y)
         start(launch, rotary, launch.grid[0], dict(
             x=x, cos=cos, sin=sin, offsets=offsets, bounds=bounds, y=y,
             offset=offset, T=T, N=N, steps=(N + 1).bit_length(), rows=B * T * H, TR=TR,
-            along_t=along_t, along_h=along_h, onto_t=onto_t, onto_h=onto_h,
+            along_t=row_stride(x), along_h=x.stride(2), onto_t=row_stride(y), onto_h=y.stride(2),
             H=H, D=D, R=R, INTERLEAVED=interleaved, BACK=back))
     return y
-
-
-def steps_of(x: Tensor) -> tuple[int, int]:
-    """Elements from one token to the next, through the whole batch, and from one head to the next."""
-    return x.stride(0) if x.shape[1] == 1 else x.stride(1), x.stride(2)

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Plan
-from flashlin.kernels.rotation.forward import (
-    carry,
-    chunks,
-    joined,
-    line,
-    loaded,
-    split,
-    store_line,
-    stored,
-    turns,
-)
+from flashlin.kernels.rotation.forward import carry, joined, line, loaded, split, store_line, stored, turns
 from flashlin.kernels.rotation.inputs import Inputs, Outputs
 from flashlin.kernels.rotation.recipe import SHARED
 from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, tile
@@ -279,28 +269,28 @@ def launch_backward(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs
     which those of q and k are there."""
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device
     new = torch.empty if x.bounds is None else torch.zeros
-    cut, shares = chunks(x, plan.launch("turn_back").block("BT")), -(-H // max(G * SHARED, 1))
+    (S, slots), shares = x.chunks(plan.launch("turn_back").block("BT")), -(-H // max(G * SHARED, 1))
     of_heads = [new(shares, B, T, G, K, dtype=torch.float32, device=device) for _ in range(2)]
     angles, step, weight = (new(y.shape, dtype=torch.float32, device=device)
                             for y in (x.angles, x.step, x.weight))
-    biases = [torch.zeros(cut.slots, H, K, dtype=torch.float32, device=device) for _ in range(2)]
+    biases = [torch.zeros(slots, H, K, dtype=torch.float32, device=device) for _ in range(2)]
     began = None if x.began is None else torch.zeros_like(x.began, dtype=torch.float32)
     if B * T * H * K:
         dtheta = torch.empty(B, T, H, R, dtype=torch.float32, device=device)
-        table = torch.empty(cut.slots, H, R, dtype=torch.float64, device=device)
+        table = torch.empty(slots, H, R, dtype=torch.float64, device=device)
         rest = [launch for launch in plan.launches if launch.kernel == "turn_back_rest"]
         dweight_rest = new(weight.shape if rest else (0,), dtype=torch.float32, device=device)
-        shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S, shares=shares, rows=B * T, angle=angle,
+        shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=S, shares=shares, rows=B * T, angle=angle,
                       dq_turned=dy.q, dk_turned=dy.k, dq_first=dy.q_first, dk_last=dy.k_last, dalike=dy.alike,
                       dangle=dy.angle, dq=of_heads[0], dk=of_heads[1], dweight=weight,
                       dweight_rest=dweight_rest, dtheta=dtheta, dq_bias=biases[0], dk_bias=biases[1],
                       table=table, dangles=angles, dstep=step, dbegan=began)
-        programs, varlen = N * cut.S * G * shares, x.bounds is not None
+        programs, varlen = N * S * G * shares, x.bounds is not None
         start(plan.launch("turn_back"), turn_back, programs, dict(K=K, R=R, VARLEN=varlen), shared)
         for launch in rest:
             start(launch, turn_back_rest, programs, dict(K=K, VARLEN=varlen), shared)
             weight += dweight_rest
         shared["carried"] = carry(plan, x, table, None, back=True)
-        start(plan.launch("turn_finish"), turn_finish, N * cut.S * H, dict(R=R, VARLEN=varlen), shared)
+        start(plan.launch("turn_finish"), turn_finish, N * S * H, dict(R=R, VARLEN=varlen), shared)
     dq, dk = (y[0] if shares == 1 else y.sum(0) for y in of_heads)
     return Inputs(dq, dk, biases[0].sum(0), biases[1].sum(0), angles, step, weight, began)

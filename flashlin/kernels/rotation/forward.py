@@ -10,8 +10,6 @@ then each token's, in 32 bits of a turn, which lose whole turns by themselves. A
 first_slot's.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -312,17 +310,6 @@ def turn(
         tl.store(alike + (first + t0 + rows) * H + i_h, product, mask=t0 + rows < length)
 
 
-class Chunks(NamedTuple):
-    """How a call is cut into chunks of BT tokens: S programs to a sequence, slots of a table."""
-    S: int
-    slots: int
-
-
-def chunks(x: Inputs, BT: int) -> Chunks:
-    rows, N = x.q.shape[0] * x.q.shape[1], max(x.sequences, 1)
-    return Chunks(max(1, -(-rows // (BT * N))), rows // BT + N + 1)
-
-
 def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool) -> Tensor:
     """What chunks begin with, from what each adds."""
     launch, carried = plan.launch("turn_carry"), torch.empty_like(table)
@@ -346,10 +333,9 @@ def launch_forward(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
     y = Outputs(q[1:].view(k.shape), k, q_first, k_last, alike, angle)
     if not k.numel():
         return y
-    cut = chunks(x, plan.launch("turn").block("BT"))
-    shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=cut.S,
-                  table=q.new_empty(cut.slots, H, R, dtype=torch.float64))
-    programs, constants = N * cut.S * H, dict(R=R, VARLEN=x.bounds is not None)
+    S, slots = x.chunks(plan.launch("turn").block("BT"))
+    shared = dict(x._asdict(), T=T, N=N, G=G, H=H, S=S, table=q.new_empty(slots, H, R, dtype=torch.float64))
+    programs, constants = N * S * H, dict(R=R, VARLEN=x.bounds is not None)
     start(plan.launch("turn_totals"), turn_totals, programs, constants, shared)
     shared["carried"] = carry(plan, x, shared["table"], x.began, back=False)
     start(plan.launch("turn"), turn, programs, dict(constants, K=K),

@@ -24,6 +24,11 @@ class Inputs(NamedTuple):
     def sequences(self) -> int:
         return self.q.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
 
+    def chunks(self, BT: int) -> tuple[int, int]:
+        """Return how many programs a sequence has for chunks of BT tokens, and slots of a table of chunks."""
+        rows, N = self.q.shape[0] * self.q.shape[1], max(self.sequences, 1)
+        return max(1, -(-rows // (BT * N))), rows // BT + N + 1
+
 
 class Outputs(NamedTuple):
     """q [B, T, H, K]: that of the next token, turned; zeros for a sequence's last. k [B, T, H, K]: turned,
