@@ -71,9 +71,7 @@ def carry_decayed(
     kept,  # [parts, H] or, with VECTOR, [parts, H, K], fp32, to base 2
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    H,  # heads
-    L,  # tokens of a part
+    T, H, L,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
 ):
@@ -117,9 +115,7 @@ def carry_transferred(
     undivided,  # [N, H], int32
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    H,  # heads
-    L,  # tokens of a part
+    T, H, L,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,13 +204,10 @@ def added(h, left, right, PRECISION: tl.constexpr):
 @triton.jit
 def own_part(
     i_p,  # number of the part
-    i_h,  # the head
+    i_h,
     undivided,  # [N, H], int32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    L,  # tokens of a part
+    T, N, H, L,
     VARLEN: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """As part_of, and the number of the part whose entering state is this program's. A head that is undivided

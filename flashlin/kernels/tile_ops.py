@@ -1,4 +1,17 @@
-"""Functions that the families' kernels share: rows of a sequence, tiles, decays, states."""
+"""Functions that the families' kernels share: rows of a sequence, tiles, decays, states.
+
+These parameters mean the same in all kernels. A kernel comments on one of them only if it means something
+else there.
+
+    T       tokens of a sequence                N       number of sequences
+    H       heads; of q and k if there is HV    HV      heads of v
+    R       elements of a line                  rows    rows in all
+    L       tokens of a part                    S       programs to a sequence
+    n       the chunk's sequence                i_h     the head
+    first   first row of the sequence           length  tokens of the sequence
+    t0      first token of the chunk            last    last row of the chunk
+    d0, k0  first column
+"""
 
 import triton
 import triton.language as tl
@@ -23,11 +36,7 @@ def gate_cumsum(
     g,  # [rows, H]
     G,  # [H, R], fp32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    S,  # programs to a sequence
+    T, N, H, R, S,
     BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence.
@@ -56,11 +65,7 @@ def gate_cumsum(
 def decays(
     G,  # [H, R], fp32, or None
     gamma,  # [H] or None
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    R,  # elements of a line
+    first, t0, length, i_h, R,
     BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
 ):
     """G_i of the chunk's tokens, and G_L, to base 2. Rows past the end add nothing, so they hold G_L."""
@@ -96,13 +101,9 @@ def scaled_decay(D_row, D_column, causal, scale):
 @triton.jit
 def tile(
     x,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD] of a [rows, H, D] tensor, zeros outside."""
@@ -126,13 +127,9 @@ def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
 def put(
     x,  # [rows, H, D]
     value,  # [BT, BD]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store [BT, BD] into a [rows, H, D] tensor."""
@@ -150,10 +147,9 @@ def zero_rows(
     x,  # [rows, H, D]
     first,  # from this row on
     length,  # so many
-    i_h,  # the head
-    H,  # heads
+    i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Zeros into columns d0 .. d0 + BD of ``length`` rows from ``first`` on, of one head."""
@@ -167,11 +163,9 @@ def zero_gaps(
     bounds,  # [N + 1]
     n,  # this sequence
     T,  # rows in all
-    N,  # sequences
-    i_h,  # the head
-    H,  # heads
+    N, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory

@@ -109,7 +109,8 @@ def mamba3_siso_combined(
         raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
     states = _check_others(Q, V, Angles, D, Z, Input_States, n)
 
-    dtype, wide = common_dtype(Q, K, V), widest(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
+    given = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
+    dtype, wide = common_dtype(Q, K, V), widest(*given)
     packed = None if bounds is None else torch_path.packed_of(T, bounds)
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     own = step * trap.sigmoid()

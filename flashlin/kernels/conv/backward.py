@@ -39,8 +39,7 @@ def conv_backward_weights(
     dy, dz,  # [R, D]
     dweight,  # [programs, W, D], fp32
     dbias,  # [programs, D], fp32
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     R,  # rows in all
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
@@ -96,8 +95,7 @@ def conv_backward_x(
     before,  # [R] of packed sequences: how many begin up to each row
     bounds,  # [N + 1] or None
     dx,  # [R, D]
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     R,  # rows in all
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
@@ -131,7 +129,7 @@ def conv_backward_state(
     dht,  # [N, D, W]
     bounds,  # [N + 1] or None
     dh0,  # [N, D, W]
-    T,  # tokens of a sequence
+    T,
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):

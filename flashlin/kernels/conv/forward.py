@@ -117,8 +117,7 @@ def conv_forward(
     before,  # [R] of packed sequences: how many begin up to each row
     bounds,  # [N + 1] or None
     y,  # [R, D]
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     R,  # rows in all
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
@@ -164,7 +163,7 @@ def conv_state(
     h0,  # [N, D, W]
     bounds,  # [N + 1] or None
     ht,  # [N, D, W]
-    T,  # tokens of a sequence
+    T,
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
     VARLEN: tl.constexpr,

@@ -22,7 +22,7 @@ def cross_entropy_backward(
     dlogits,  # [rows, V]
     stride,  # elements from one row of logits to the next
     dstride,  # of dlogits
-    rows,  # rows in all
+    rows,
     scale,  # s
     cap,  # c
     smoothing,  # e

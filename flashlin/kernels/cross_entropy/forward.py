@@ -45,7 +45,7 @@ def cross_entropy_forward(
     logits,  # [rows, V]
     target, loss, z_loss, lse,  # [rows]
     stride,  # elements from one row of logits to the next
-    rows,  # rows in all
+    rows,
     scale,  # s
     cap,  # c
     smoothing,  # e

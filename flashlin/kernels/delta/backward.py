@@ -60,12 +60,7 @@ def delta_reverse(
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, HV, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
@@ -156,14 +151,7 @@ def grads_of_chunk(
     dv,  # [rows, HV, V]
     dbeta, dg,  # [rows, HV], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
+    n, first, t0, length, i_h, H, HV, R,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -291,12 +279,7 @@ def delta_grads(
     dbeta, dg,  # [rows, HV], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    S,  # programs to a sequence
+    T, N, H, HV, R, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,

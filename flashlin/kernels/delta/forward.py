@@ -50,12 +50,7 @@ from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, pr
 def beta_rows(
     beta,  # [rows, HV]
     betas,  # lines [HV, R], fp32
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    HV,  # heads of v
-    R,  # elements of a line
+    first, t0, length, i_h, HV, R,
     BT: tl.constexpr,
 ):
     """[BT] of beta [rows, HV] in float32, copied to the line betas."""
@@ -81,11 +76,9 @@ def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
 def put_both(
     A, A_low,  # [rows, HV, BT]
     X,  # [SIDE, SIDE]
-    first,  # the sequence's first row
+    first,
     t0,  # the tile's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    HV,  # heads of v
+    length, i_h, HV,
     BT: tl.constexpr,
     column: tl.constexpr,  # the tile's first column
     SIDE: tl.constexpr, HAS_LOW: tl.constexpr,
@@ -108,14 +101,7 @@ def inverse_of_chunk(
     A, A_low,  # [rows, HV, BT]
     betas,  # lines [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
+    n, first, t0, length, i_h, H, HV, R,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
@@ -194,12 +180,7 @@ def delta_inverse(
     betas,  # lines [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    S,  # programs to a sequence
+    T, N, H, HV, R, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
@@ -238,12 +219,7 @@ def delta_scan(
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, HV, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -319,12 +295,7 @@ def delta_states(
     states,  # [slots, HV, K, V], one for each chunk
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, HV, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -177,10 +177,7 @@ def delta_overlapped(
     undivided,  # [N, HV], int32, or None
     scale,
     T,  # tokens of a sequence, a multiple of BT
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    L,  # tokens of a part
+    H, HV, R, L,
     rows,  # of the batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,

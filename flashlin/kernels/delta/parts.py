@@ -25,12 +25,7 @@ def delta_alone(
     transfer,  # [parts, HV, K, K], fp32
     undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, HV, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -54,10 +54,7 @@ def dplr_states(
     states,  # [slots, HV, K, V], one for each chunk
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    HV,  # heads of v
-    L,  # tokens of a part
+    T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -108,10 +105,7 @@ def dplr_reverse(
     dstates,  # [slots, HV, K, V], one for each chunk, or None
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    HV,  # heads of v
-    L,  # tokens of a part
+    T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, ALONE: tl.constexpr,
     V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
@@ -201,13 +195,7 @@ def grads_of_chunk(
     dbeta,  # [rows, HV], fp32
     dg,  # [rows, HV, K], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
+    n, first, t0, length, i_h, H, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -397,11 +385,7 @@ def dplr_grads(
     dg,  # [rows, HV, K], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    S,  # programs to a sequence
+    T, N, H, HV, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -461,10 +445,7 @@ def dplr_grads_rest(
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
+    T, N, H, HV,
     shares,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,

@@ -55,13 +55,7 @@ def prepare_chunk(
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
+    n, first, t0, length, i_h, H, HV,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
@@ -174,11 +168,7 @@ def dplr_prepare(
     scratch,  # [slots, HV, BT, 16], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    S,  # programs to a sequence
+    T, N, H, HV, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
@@ -220,10 +210,7 @@ def dplr_prepare_rest(
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
+    T, N, H, HV,
     shares,  # programs to a sequence
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -255,10 +242,7 @@ def dplr_scan(
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    HV,  # heads of v
-    L,  # tokens of a part
+    T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,

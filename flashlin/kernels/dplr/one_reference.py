@@ -34,13 +34,9 @@ from flashlin.kernels.triangular_inverse import inverse, product
 def rate_of(
     a,  # [rows, HV, K]
     b_beta,  # [BT]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    HV,  # heads of v
+    first, t0, length, i_h, HV,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BT: tl.constexpr, BK: tl.constexpr, ERASE_RATE: tl.constexpr,
 ):
     """At which rate what k reads is erased: [BT, BK] or, without ERASE_RATE, [BT, 1], fp32."""
@@ -61,13 +57,7 @@ def prepare_from_reference(
     scratch,  # [slots, HV, BT, 16], fp32
     served,  # [slots, HV], int32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
+    n, first, t0, length, i_h, H, HV,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
@@ -181,11 +171,7 @@ def dplr_prepare_one(
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    S,  # programs to a sequence
+    T, N, H, HV, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ONE: tl.constexpr, TWO_WRITES: tl.constexpr,
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, MERGE: tl.constexpr,
@@ -229,13 +215,7 @@ def grads_from_reference(
     dg,  # [rows, HV, K], fp32
     served,  # [slots, HV], int32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads of q and k
-    HV,  # heads of v
+    n, first, t0, length, i_h, H, HV,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -406,11 +386,7 @@ def dplr_grads_one(
     served,  # [slots, HV], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
-    S,  # programs to a sequence
+    T, N, H, HV, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):

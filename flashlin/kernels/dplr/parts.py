@@ -19,10 +19,7 @@ def dplr_alone(
     transfer,  # [parts, HV, K, K], fp32
     undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    HV,  # heads of v
-    L,  # tokens of a part
+    T, N, HV, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,

@@ -51,10 +51,7 @@ def gla_states(
     h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    L,  # tokens of a part
+    T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -93,10 +90,7 @@ def gla_reverse(
     dstates,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    L,  # tokens of a part
+    T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     GAPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -150,12 +144,7 @@ def grads_of_chunk(
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    n, first, t0, length, i_h, H,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -256,10 +245,7 @@ def gla_grads(
     du,  # [slots, H, K], fp32, or None
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    S,  # programs to a sequence
+    T, N, H, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -303,9 +289,7 @@ def gla_grads_rest(
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
+    T, N, H,
     shares,  # programs to a sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,

@@ -12,12 +12,9 @@ from flashlin.kernels.tile_ops import LOG2_E, put, tile
 def sums_at(
     G,  # [rows, H, K], fp32: sums of a chunk's decays
     rows,  # [rows of the chunk]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
+    first, t0, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BK: tl.constexpr,
 ):
     """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
@@ -33,13 +30,9 @@ def sums_at(
 def sums_read(
     b_G,  # [BT, BK]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
+    last, first, t0, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
     """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
@@ -63,13 +56,9 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
 def rows_beside(
     x,  # [rows, H, D]
     by: tl.constexpr,  # rows further
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the
@@ -87,13 +76,9 @@ def moved(
     x,  # [BT, BD]
     by: tl.constexpr,  # rows further
     scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
@@ -108,13 +93,9 @@ def moved(
 def summed_before(
     x,  # [BT, BD]
     scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger
@@ -126,13 +107,9 @@ def summed_before(
 def summed_after(
     x,  # [BT, BD]
     scratch,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr,
-    d0,  # first column
+    d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
     """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
@@ -163,14 +140,9 @@ def logs(x):
 def decays_of_gates(
     g,  # [rows, H, K], fp32
     G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is there
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    last, first, t0, length, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates nobody has summed yet, and [BK]: how many bits all
@@ -197,14 +169,9 @@ def decays_of_gates(
 @triton.jit
 def decays_of_sums(
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    last, first, t0, length, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
     """What ``decays_from`` returns of a chunk whose gates are summed."""

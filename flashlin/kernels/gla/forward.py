@@ -49,10 +49,9 @@ halving = False
 def gla_sums(
     g, G,  # [rows, C]
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     C,  # channels of all heads
-    S,  # programs to a sequence
+    S,
     BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S
@@ -85,13 +84,9 @@ def decay_to_meeting(
     b_G,  # [BT, BK]
     G,  # [rows, H, K], fp32: sums of a chunk's decays
     half, level,  # [BT]: see halves
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
+    last, first, t0, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BK: tl.constexpr, EARLIER: tl.constexpr = False,
 ):
     """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold
@@ -112,11 +107,7 @@ def scores_of_chunk(
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     scale,
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
@@ -160,10 +151,7 @@ def gla_scores(
     q_in, k_out,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    S,  # programs to a sequence
+    T, N, H, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -199,9 +187,7 @@ def gla_scores_rest(
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
+    T, N, H,
     shares,  # programs to a sequence
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -234,10 +220,7 @@ def gla_scan(
     ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    L,  # tokens of a part
+    T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     GAPS: tl.constexpr, PRECISION: tl.constexpr,

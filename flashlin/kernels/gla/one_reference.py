@@ -41,12 +41,7 @@ def scores_from_reference(
     q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    n, first, t0, length, i_h, H,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -88,10 +83,7 @@ def gla_scores_one(
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    S,  # programs to a sequence
+    T, N, H, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -128,12 +120,7 @@ def grads_from_reference(
     du,  # [slots, H, K], fp32, or None
     served,  # [slots, H], int32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    n, first, t0, length, i_h, H,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -229,10 +216,7 @@ def gla_grads_one(
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    S,  # programs to a sequence
+    T, N, H, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):

@@ -12,13 +12,9 @@ from flashlin.kernels.tile_ops import state_offsets, tile
 @triton.jit
 def sum_of_chunk(
     G,  # [rows, H, K], fp32: sums of a chunk's decays
-    last,  # the chunk's last row
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    i_h,  # the head
-    H,  # heads
+    last, first, t0, i_h, H,
     K: tl.constexpr,
-    k0,  # first column
+    k0,
     BK: tl.constexpr,
 ):
     """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
@@ -35,10 +31,7 @@ def gla_alone(
     kept,  # [parts, H, K], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    L,  # tokens of a part
+    T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):

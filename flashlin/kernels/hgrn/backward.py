@@ -25,8 +25,7 @@ def hgrn_backward(
     dx, dg,  # [rows, D]
     dh0,  # [N, D], fp32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     S,  # segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):

@@ -89,7 +89,7 @@ def hgrn_ends(
     x, g,  # [rows, D]
     decays, ends,  # [N, S - 1, D], fp32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
+    T,
     S,  # segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
 ):
@@ -148,8 +148,7 @@ def hgrn_forward(
     o,  # [rows, D]
     ht,  # [N, D], fp32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     S,  # segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):

@@ -38,7 +38,7 @@ def state_update(
     y,  # [n, H, P]
     indices,  # [n] or None
     pool,  # states in all
-    H,  # heads
+    H,
     heads,  # heads to a group
     state_n,  # strides of the state: by state
     state_h,  # by head

@@ -53,8 +53,7 @@ def before_gate(
     u, n, w, b,  # [BT, BD]
     gate, dgate,  # [rows, D]
     first,  # the program's first row
-    rows,  # rows in all
-    d0,  # first column
+    rows, d0,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
 ):
@@ -86,7 +85,7 @@ def norm_backward(
     dy, dtotal, dx, dresidual, dgate,  # [rows, D]
     dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
     dbias,  # like dweight
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     GATE: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
@@ -142,7 +141,7 @@ def norm_backward_rows(
     gate,  # [rows, D]
     mean, rstd,  # [rows], fp32
     dy, dtotal, dx, dresidual, dgate,  # [rows, D]
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
@@ -198,7 +197,7 @@ def norm_backward_columns(
     dy,  # [rows, D]
     dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
     dbias,  # like dweight
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
 ):

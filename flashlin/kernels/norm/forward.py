@@ -54,8 +54,7 @@ def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROU
 def summed(
     x, residual,  # [rows, D]
     first,  # the program's first row
-    rows,  # rows in all
-    d0,  # first column
+    rows, d0,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr,
 ):
     """s = x + residual [BT, BD], fp32."""
@@ -69,7 +68,7 @@ def summed(
 def lines(
     weight, bias,  # [GROUPS, D]
     first,  # the program's first row
-    d0,  # first column
+    d0,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
@@ -114,7 +113,7 @@ def norm_forward(
     gate, y, total,  # [rows, D]
     mean, rstd,  # [rows], fp32
     eps,
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
     GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr,

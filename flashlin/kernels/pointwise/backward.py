@@ -59,7 +59,7 @@ def pointwise_gate_backward(
     dy, dg,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
     bound,
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BOUNDED: tl.constexpr, SUMS: tl.constexpr,
 ):
@@ -92,7 +92,7 @@ def unmixed(
     x,  # [D]
     delta, dh, ddelta, total,  # [BT, BD]
     first,  # the program's first row
-    rows,  # rows in all
+    rows,
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
     D: tl.constexpr, BT: tl.constexpr,
@@ -108,7 +108,7 @@ def pointwise_mix_backward(
     xr, xw, xk, xv, xa, xg,  # [D]
     dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """dh and ddelta [rows, D], and with SUMS shares of the gradients of the five or six x."""
@@ -163,7 +163,7 @@ def pointwise_key_backward(
     c,  # [D]
     dy, dk, da,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """dk and da [rows, D], and with SUMS a share of the gradient of c."""
@@ -190,7 +190,7 @@ def pointwise_correction_backward(
     u,  # [D]
     v, g, dy, do, dr, dk, dv, dg,  # [rows, D]
     shares,  # [parameters, programs, D], fp32, or None
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """do, dr, dk, dv and dg [rows, D], and with SUMS a share of the gradient of u."""
@@ -227,7 +227,7 @@ def pointwise_scale_backward(
     dx,  # [rows, D]
     ds,  # [rows, D // W]
     x_n,  # elements from one row of x to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """dx [rows, D] and ds [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
@@ -257,7 +257,7 @@ def pointwise_skip_backward(
     shares,  # [parameters, programs, D], fp32, or None
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """do (unless without z and marks, where it is dy), dx and dz [rows, D], NaN in dmarks, which comes as
@@ -306,7 +306,7 @@ def pointwise_read_backward(
     dd,  # [rows, D // W]
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a

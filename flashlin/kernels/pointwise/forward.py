@@ -69,7 +69,7 @@ def opened(
     A_log,  # [D // K]
     dt_bias,  # [D]
     first,  # the program's first row
-    rows,  # rows in all
+    rows,
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
     D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -91,7 +91,7 @@ def pointwise_gate(
     dt_bias,  # [D]
     y,  # [rows, D]
     bound,
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
@@ -112,7 +112,7 @@ def mixed(
     x,  # [D]
     y,  # [rows, D]
     first,  # the program's first row
-    rows,  # rows in all
+    rows,
     cols,  # [BD]: columns
     there,  # [BD]: which of them there are
     D: tl.constexpr, BT: tl.constexpr,
@@ -126,7 +126,7 @@ def pointwise_mix(
     h, delta,  # [rows, D]
     xr, xw, xk, xv, xa, xg,  # [D]
     yr, yw, yk, yv, ya, yg,  # [rows, D]
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Five or six y [rows, D]."""
@@ -148,7 +148,7 @@ def pointwise_key(
     k, a,  # [rows, D]
     c,  # [D]
     y,  # [rows, D]
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]."""
@@ -164,7 +164,7 @@ def pointwise_correction(
     o, r, k,  # [rows, D]
     u,  # [D]
     v, g, y,  # [rows, D]
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]. A strip of W columns is a head."""
@@ -210,7 +210,7 @@ def pointwise_scale(
     marks,  # [rows], fp32, or None
     y,  # [rows, D]
     x_n,  # elements from one row of x to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; a strip of W columns is a head. With marks, rows that are not finite are marked."""
@@ -233,7 +233,7 @@ def pointwise_skip(
     y,  # [rows, D]
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; K columns share an element of skip."""
@@ -268,7 +268,7 @@ def pointwise_read(
     y,  # [rows, D]
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
-    rows,  # rows in all
+    rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """y [rows, D]; a strip of W columns is a head."""

@@ -71,10 +71,7 @@ def recurrent_backward(
     scratch,  # [programs, TS, BK, BV], fp32
     bounds,  # [N + 1]
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
+    T, N, H, HV,
     R,  # rows in all
     TS,  # tokens of a segment
     K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,

@@ -58,7 +58,7 @@ def decayed(
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
     row,  # token and value head
-    i_h,  # the head
+    i_h,
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
     K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr,
@@ -112,7 +112,7 @@ def updated(
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
     row,  # token and value head
-    i_h,  # the head
+    i_h,
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
     K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
@@ -198,10 +198,7 @@ def recurrent_forward(
     indices,  # [N]
     bounds,  # [N + 1]
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
+    T, N, H, HV,
     P,  # states of the pool
     q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state of h0 and ht to the next

@@ -34,9 +34,7 @@ def recurrent_pool(
     bounds,  # [N + 1] if packed
     scale,
     T,  # tokens of a sequence, or of all of them if packed
-    N,  # sequences
-    H,  # heads of q and k
-    HV,  # heads of v
+    N, H, HV,
     P,  # states of the pool
     columns,  # states that a sequence may leave
     packed,  # whether bounds tell where sequences lie

@@ -40,10 +40,9 @@ def rotary(
     bounds,  # [N + 1] or None
     y,  # [B, T, H, D]
     offset,  # added to every place
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     steps,  # of the bisection
-    rows,  # rows in all
+    rows,
     TR,  # rows of the tables
     along_t,  # strides of x: by token
     along_h,  # by head

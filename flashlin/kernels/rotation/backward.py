@@ -79,13 +79,12 @@ def turn_back(
     dq_bias, dk_bias,  # [slots, H, K], fp32
     table,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     G,  # groups
-    H,  # heads
+    H,
     S,  # programs to a sequence, group and share
     shares,  # of a group's heads
-    rows,  # rows in all
+    rows,
     K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """Of the channels that are turned: the gradients of q and k, of a chunk's biases and angles, what the
@@ -180,13 +179,12 @@ def turn_back_rest(
     dweight_rest,  # [rows, H], fp32
     dq_bias, dk_bias,  # [slots, H, K], fp32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     G,  # groups
-    H,  # heads
+    H,
     S,  # programs to a sequence, group and share
     shares,  # of a group's heads
-    rows,  # rows in all
+    rows,
     K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, VARLEN: tl.constexpr,
 ):
     """As turn_back, of the channels that are not turned."""
@@ -234,9 +232,7 @@ def turn_finish(
     dstep,  # [rows, H], fp32
     dbegan,  # [N, H, R], fp32, or None
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
+    T, N, H,
     S,  # programs to a sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):

@@ -25,11 +25,7 @@ from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, til
 def turns(
     angles,  # [rows, H, R]
     step,  # [rows, H]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
     """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the
@@ -47,9 +43,7 @@ def turn_totals(
     step,  # [rows, H]
     table,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
+    T, N, H,
     S,  # programs to a sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
@@ -72,9 +66,7 @@ def turn_carry(
     began,  # [N, H, R] or None
     carried,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
+    T, N, H,
     R: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
@@ -113,11 +105,7 @@ def thetas(
     angles,  # [rows, H, R]
     step,  # [rows, H]
     carried,  # [R]: turns up to the chunk
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
     """[BT, BR] angles in 0 .. 2 pi; NaN from where one is not finite."""
@@ -139,11 +127,7 @@ def thetas(
 @triton.jit
 def loaded(
     x,  # [rows, H, D]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ABOVE: tl.constexpr,
 ):
     """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the
@@ -164,11 +148,7 @@ def loaded(
 def stored(
     x,  # [rows, H, D]
     value,  # [BT, BD]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
+    first, t0, length, i_h, H,
     D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store [BT, BD] into a [rows, H, D] tensor, from column d0 on."""
@@ -212,12 +192,9 @@ def put_q(
     q_turned,  # [1 + rows, H, K]: the row before all is read by nobody
     q_first,  # [N, H, K]
     x,  # [BT, BD]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
+    first, t0, length, i_h,
     n,  # the sequence
-    H,  # heads
+    H,
     K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store the q of tokens a row earlier, and a zero for the last of the sequence before."""
@@ -233,12 +210,9 @@ def put_k(
     k_last,  # [N, H, K]
     x,  # [BT, BD]
     weight,  # [BT]
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
+    first, t0, length, i_h,
     n,  # the sequence
-    H,  # heads
+    H,
     K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
     """Store the k of tokens times their weights, and the sequence's last without."""
@@ -261,10 +235,9 @@ def turn(
     alike,  # [rows, H], fp32
     angle,  # [rows, H, R], fp32
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
+    T, N,
     G,  # groups
-    H,  # heads
+    H,
     S,  # programs to a sequence and head
     K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
     VARLEN: tl.constexpr,

@@ -66,11 +66,7 @@ def simple_gla_dq(
     dq,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -124,11 +120,7 @@ def simple_gla_dk(
     dk,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
@@ -180,12 +172,11 @@ def dstate_at(
     dstates,  # [slots, H, K, V], one for each chunk, or, with SIDE, dq [rows, H, K]
     rest,  # with SIDE dk [rows, H, K]
     tails,  # with SIDE [N, V rounded up to SIDE, H, K]
-    n,  # the chunk's sequence
+    n,
     first,  # the sequence's, or its part's, first row
-    t0,  # the chunk's first token
+    t0,
     length,  # the sequence's, or its part's, length
-    i_h,  # the head
-    H,  # heads
+    i_h, H,
     k0,  # first row of the tile, a multiple of SIDE
     v0,  # first column, a multiple of BV
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -229,11 +220,7 @@ def simple_gla_dv(
     rest, tails,  # see dstate_at
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, DECAY: tl.constexpr, HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr,
     V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
@@ -296,11 +283,7 @@ def simple_gla_states(
     h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
     states,  # [slots, H, K, V], one for each chunk
     bounds,  # [N + 1] or None
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    T, N, H, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -339,13 +322,7 @@ def grads_of_chunk(
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    R,  # elements of a line
+    n, first, t0, length, i_h, H, R,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -408,11 +385,7 @@ def simple_gla_grads(
     dg,  # [rows, H], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    S,  # programs to a sequence
+    T, N, H, R, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -453,13 +426,7 @@ def grads_of_head(
     states, dstates,  # [slots, H, K, V], one for each chunk
     dg,  # [rows, H, NK], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
-    i_h,  # the head
-    H,  # heads
-    R,  # elements of a line
+    n, first, t0, length, i_h, H, R,
     i_k,  # number of the channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -509,13 +476,9 @@ def grads_of_share(
     dq, dk,  # [rows, shares, K]
     dg,  # [rows, H, NK], fp32
     scale,
-    n,  # the chunk's sequence
-    first,  # the sequence's first row
-    t0,  # the chunk's first token
-    length,  # the sequence's length
+    n, first, t0, length,
     i_s,  # the share of heads
-    H,  # heads
-    R,  # elements of a line
+    H, R,
     i_k,  # number of the channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -558,11 +521,7 @@ def simple_gla_shared(
     dg,  # [rows, H, NK], fp32
     bounds,  # [N + 1] or None
     scale,
-    T,  # tokens of a sequence
-    N,  # sequences
-    H,  # heads
-    R,  # elements of a line
-    S,  # programs to a sequence
+    T, N, H, R, S,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,

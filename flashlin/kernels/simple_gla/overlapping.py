@@ -143,9 +143,7 @@ def simple_gla_overlapped(
     ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     scale,
     T,  # tokens of a sequence, a multiple of BT
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    H, R, L,
     rows,  # of the batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # see compat/descriptors.py

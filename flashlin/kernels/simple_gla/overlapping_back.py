@@ -173,9 +173,7 @@ def simple_gla_overlapped_back(
     rest,  # with SIDE, see dstate_at
     scale,
     T,  # tokens of a sequence, a multiple of BT
-    H,  # heads
-    R,  # elements of a line
-    L,  # tokens of a part
+    H, R, L,
     rows,  # of the batch
     slots,  # of dstates without SIDE
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,

@@ -153,8 +153,7 @@ def simple_gla_overlapped_shared(
     dg,  # [rows, H, 2], fp32
     scale,
     T,  # tokens of a sequence, a multiple of BT
-    H,  # heads
-    R,  # elements of a line
+    H, R,
     S,  # chunks of a sequence
     rows,  # of the batch
     slots,  # of the states
