@@ -38,7 +38,8 @@ def kda(name: str, **facts: Any) -> Callable[..., Case]:
 HARD: dict[str, Callable[..., Case]] = {
     "weak keys beside a large state": case(weak_keys, "weak"),
     "keys alike, beta 1.9": case(delta.rule, "alike-1.9", keys="alike", rate="1.9"),
-    "keys alike, beta 2, slow decays": case(delta.gated_rule, "alike-2", keys="alike", rate="2", gate="-0.01"),
+    "keys alike, beta 2, slow decays": case(delta.gated_rule, "alike-2", keys="alike", rate="2",
+                                            gate="-0.01"),
     "one key, beta 1": case(delta.rule, "one-key", keys="one-key", rate="1"),
     "raw keys, strong decays": case(delta.gated_rule, "raw", keys="raw", gate="-6"),
     "KDA, keys alike": kda("alike", keys="alike", rate="1", gate="-0.01")}

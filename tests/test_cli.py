@@ -175,7 +175,8 @@ def test_short_names_of_dtypes_reach_every_command(monkeypatch: pytest.MonkeyPat
     (["explain", "chunk_gla", "--varln"], "--varlen"), (["doctor", "H100"], "--target H100"),
     (["doctor", "--verbose", "t4,triton=3.2.0"], "--target t4,triton=3.2.0"),
     (["explain", "chunk_gla", "sm90"], "--target sm90")])
-def test_what_was_meant_is_named(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_meant_is_named(arguments: list[str], meant: str,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")

@@ -209,7 +209,8 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
 
 @pytest.mark.parametrize(("found", "script", "status", "said"), [
     (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"),
-    (made(cuda=None), SMI, "degraded", "not on your NVIDIA H200 (driver 570.86): torch 2.10.0 is a CPU build"),
+    (made(cuda=None), SMI, "degraded",
+     "not on your NVIDIA H200 (driver 570.86): torch 2.10.0 is a CPU build"),
     (made(cuda=None, hip="6.4"), SMI, "degraded", "torch 2.10.0 is a ROCm 6.4 build"),
     (made(), SMI, "degraded", "the driver does not let this user or container in"),
     (made(cuda="13.0"), SMI, "degraded", "torch 2.10.0 (CUDA 13.0) needs driver 580 or newer"),
@@ -302,7 +303,8 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
     assert (found.advice.command if found.advice else "") == (advised if command else "")
 
 
-@pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1", "V100,triton=3.3.1"])
+@pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
+                                    "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
     # doctor counts heads of 256, packed rows and decoding, too: the worst of them is its line
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
@@ -569,7 +571,8 @@ def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(plante
 TALKING = """
     import json, os, sys, time
     first = int(sys.argv[sys.argv.index("--first") + 1])
-    print(json.dumps({"jobs": [["op-one", "float32"], ["op-two", "float32"], ["op-three", "float32"], ["op-four", "float32"]]}), flush=True)
+    print(json.dumps({"jobs": [["op-one", "float32"], ["op-two", "float32"], ["op-three", "float32"],
+                               ["op-four", "float32"]]}), flush=True)
     for index in range(first, 4):
         print(json.dumps({"start": index}), flush=True)
         if index in {BAD}:

@@ -298,7 +298,8 @@ def test_unsloth_is_not_imported_and_its_copy_of_fla_is_told(world: World) -> No
     before = world.make(unsloth="2026.11.1", unsloth_zoo="2026.11.2", broken=("unsloth", "unsloth_zoo"))
     assert {one.name: (one.version, one.status, one.imports) for one in before.packages} == {
         "unsloth": ("2026.11.1", "ok", "not tried: it changes other packages when it is imported"),
-        "unsloth_zoo": ("2026.11.2", "ok", "not tried: it changes other packages when it is imported; has a copy "
+        "unsloth_zoo": ("2026.11.2", "ok",
+                        "not tried: it changes other packages when it is imported; has a copy "
                                            "of fla to load under that name")}
     fla = sys.modules["fla"] = type(sys)("fla")
     fla.__version__, fla.__file__ = "0.5.1", str(copy)  # type: ignore[attr-defined]

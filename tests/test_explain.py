@@ -179,7 +179,8 @@ def test_plan_is_explain_as_a_value() -> None:
     made = flashlin.plan("chunk_gla", B=4, T=512, dtype="fp16", target="T4,triton=3.3.1")
     assert (made.asked.op, made.asked.B, made.asked.T, made.asked.dtype) == ("chunk_gla", 4, 512, "float16")
     assert made.problem.dot == "fp32" and made.target.name == "T4"
-    assert flashlin.explain("chunk_gla", B=4, T=512, dtype="fp16", target="T4,triton=3.3.1").startswith(str(made))
+    assert flashlin.explain("chunk_gla", B=4, T=512, dtype="fp16",
+                            target="T4,triton=3.3.1").startswith(str(made))
     assert flashlin.plan(made.asked, "T4,triton=3.3.1") == flashlin.plan(made.asked, made.target) == made
     assert flashlin.plan("l2_norm", "H100,triton=3.6.0").asked.op == "l2norm"
 

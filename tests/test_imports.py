@@ -103,7 +103,8 @@ def cycles(sources: dict[str, str]) -> list[list[str]]:
     after = {module: {one for name in imports(ast.parse(text), module, everywhere=True)
                       for one in known(name)} - {module} for module, text in sources.items()}
     for _ in sources:  # as far as imports lead
-        further = {module: reached.union(*(after[one] for one in reached)) for module, reached in after.items()}
+        further = {module: reached.union(*(after[one] for one in reached))
+                   for module, reached in after.items()}
         if further == after:
             break
         after = further

@@ -177,7 +177,8 @@ def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Pa
     fine = Compiled(shared=2048)
     slow = Compiled(shared=2048, slow=Figures(19104, 32, 6181, 3175))
     spills = Compiled(shared=2048, slow=Figures(1001))
-    verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine, "sm80": Compiled(), "sm70": slow}
+    verdicts = {"sm89": spills, "sm100": fine, "sm75": REFUSED, "gfx90a": fine, "sm90": fine,
+                "sm80": Compiled(), "sm70": slow}
     result = kept(tmp_path, **verdicts)
     assert load_result(tmp_path, CELL) == result
     assert known(tmp_path) == {

@@ -155,7 +155,8 @@ def test_words_are_told_as_a_guess() -> None:
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "CUDA error: out of memory",
     "ModuleNotFoundError: No module named 'flashlin'", "AttributeError: module 'torch' has no attribute 'x'",
     "error", "nan", "",
-    "\x1b[31m\n",     "AssertionError", "the loss is 3.2", "RuntimeError: Triton Error", "sm_80 or higher is what I have"])
+    "\x1b[31m\n",     "AssertionError", "the loss is 3.2", "RuntimeError: Triton Error",
+          "sm_80 or higher is what I have"])
 def test_what_nobody_knows_is_said_to_be_unknown_with_what_to_send(text: str) -> None:
     assert not matches(text)
     assert flashlin.why(text) == why.UNKNOWN and "doctor --markdown" in why.UNKNOWN

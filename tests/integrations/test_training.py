@@ -143,7 +143,8 @@ def test_two_processes(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[2])
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=root))
-    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "meet")],
+    ranks = [subprocess.Popen([sys.executable, "-W", "ignore", str(script), str(rank),
+                               str(tmp_path / "meet")],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in (0, 1)]
     said = [rank.communicate(timeout=240)[0] for rank in ranks]

@@ -101,7 +101,8 @@ with FakeTensorMode():
     import flashlin
     for name in flashlin.__all__:
         getattr(flashlin, name)
-torch.compile(lambda x: (flashlin.check_tokens(x, 4), x + 1)[1], backend="aot_eager", fullgraph=True)(torch.arange(4))
+torch.compile(lambda x: (flashlin.check_tokens(x, 4), x + 1)[1], backend="aot_eager",
+              fullgraph=True)(torch.arange(4))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
