@@ -29,11 +29,9 @@ class ShortConvolution(nn.Conv1d):
 
     def __init__(
         self,
-        hidden_size: int,
-        kernel_size: int,
+        hidden_size: int, kernel_size: int,
         bias: bool = False,
-        activation: str | None = "silu",
-        backend: str | None = "triton",
+        activation: str | None = "silu", backend: str | None = "triton",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **unknown: Any,

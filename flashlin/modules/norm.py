@@ -79,10 +79,8 @@ class GroupNorm(_Plain):
 
     def __init__(
         self,
-        num_groups: int,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
+        num_groups: int, hidden_size: int,
+        elementwise_affine: bool = True, bias: bool = False,
         eps: float = 1e-5,
         is_rms_norm: bool = False,
         device: torch.device | str | None = None,

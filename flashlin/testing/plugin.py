@@ -90,8 +90,7 @@ class TritonMatrix:
         sm: Iterable[int] = (80, 90),
         layers: Iterable[str] = LAYERS,
         timeout: float = 180,
-        rtol: float | None = None,
-        atol: float | None = None,
+        rtol: float | None = None, atol: float | None = None,
     ) -> None:
         """Fail the test unless every kernel that ``function`` launches works under every release for every
         target.
