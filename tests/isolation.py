@@ -207,7 +207,7 @@ def with_states(**tensors: Any) -> Any:
 
 LAST = {"output_final_state": True}
 QKV, STATE = "q:BTHK k:BTHK v:BTHV", "initial_state:NHKV"
-LETTERS = {"HV": "H", "H*K": "E", "rows": "BT", "C*of": "C", "one": "O", "beta_of": ""}  # of longer names
+LETTERS = {"HV": "H", "H*K": "E", "rows": "BT", "C*of": "C", "one": "O", "of_beta": ""}  # of longer names
 # Facts and options of derived calls that are not those of the op's first case.
 FACTS: dict[str, dict[str, Any]] = {"fused_recurrent_gated_delta_rule": {"g": "random", "gv": "random"},
                                     "layernorm_fn": {"given": None}, "rmsnorm_fn": {"given": None},

@@ -21,6 +21,12 @@ def gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     return -rate * torch.logaddexp(z, torch.zeros_like(z))
 
 
+def gate_of_heads(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+                  lower_bound: float | None = None) -> Tensor:
+    """Return the same for g [..., H] and a dt_bias of H elements."""
+    return gate(g[..., None], A_log, dt_bias, lower_bound)[..., 0]
+
+
 def mix(h: Tensor, delta: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
     """h + delta x for each x of D elements. h, delta [..., D]."""
     return tuple(h.double() + delta.double() * x.double().flatten() for x in xs)

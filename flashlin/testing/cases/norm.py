@@ -75,16 +75,15 @@ _layer, _rms = _op("layer_norm", "layer", 1e-5), _op("rms_norm", "rms", 1e-5)
 _group, _l2 = _op("group_norm", "layer", 1e-5), _op("l2norm", "l2", 1e-6, weight="", bias="")
 _layer_gated = _op("layer_norm_gated", "layer", 1e-6, gate_dtype="same")
 _rms_gated = _op("rms_norm_gated", "rms", 1e-6, gate_dtype="same")
+# Rows of cases with so many columns.
+ROWS = {3: 50, 100: 40, 2048: 70, 3000: 9, 8192: 5, 16400: 3, 40001: 2}
 CASES: list[Case] = []
 for _norm in (_layer, _rms, _l2):
     CASES += [_norm("random", quick=True), _norm("constant", kind="constant"),
               _norm("zero-rows", kind="zero-rows"), _norm("large", kind="large"),
               _norm("eps", {"eps": 0.1}), _norm("one-row", shape=(1, 64)),
               _norm("flat", shape=(96,)), _norm("heads", shape=(2, 37, 3, 64)),
-              _norm("D=3", shape=(50, 3)), _norm("D=100", shape=(40, 100)),
-              _norm("D=2048", shape=(70, 2048)), _norm("D=3000", shape=(9, 3000)),
-              _norm("D=8192", shape=(5, 8192)), _norm("D=16400", shape=(3, 16400)),
-              _norm("D=40001", shape=(2, 40001))]
+              *(_norm(f"D={_D}", shape=(_rows_of, _D)) for _D, _rows_of in ROWS.items())]
 # More rows than a large card has programs that share out the gradients of weight and bias.
 CASES += [_layer("many-heads", shape=(20000, 64)),
           _rms("many-rows", shape=(300, 5000))]
@@ -106,9 +105,8 @@ for _norm in (_layer_gated, _rms_gated):
     CASES += [_norm("random", quick=True), _norm("sigmoid", {"activation": "sigmoid"}),
               _norm("heads", shape=(2, 37, 3, 64)), _norm("zero-rows", kind="zero-rows"),
               _norm("no-weight", weight="", bias=""), _norm("no-bias", bias=""),
-              _norm("eps", {"eps": 0.1}), _norm("D=3", shape=(50, 3)),
-              _norm("D=3000", shape=(9, 3000)), _norm("D=8192", shape=(5, 8192)),
-              _norm("D=16400", shape=(3, 16400)),
+              _norm("eps", {"eps": 0.1}),
+              *(_norm(f"D={_D}", shape=(ROWS[_D], _D)) for _D in (3, 3000, 8192, 16400)),
               _norm("fp32-gate", weight="float32", bias="", gate_dtype="float32"),
               _norm("residual", residual="same"),
               _norm("prenorm", {"prenorm": True, "residual_in_fp32": True}, residual="float32"),

@@ -23,10 +23,6 @@ FACTS = {"B": 2, "T": 35, "H": 3, "K": 20, "D": 48, "one": 1, "parameters": "sam
 VALUES: dict[str, Values] = {"g": lambda draw, shape: draw(shape) * draw["far"], "A_log": times(0.5)}
 
 
-def gdn_reference(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    return reference.gate(g[..., None], A_log, dt_bias)[..., 0]
-
-
 def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[Tensor, ...]:
     return reference.mix(hidden_states, delta, *xs.values())
 
@@ -38,7 +34,7 @@ def _op(name: str, expected: Callable[..., Any], tensors: dict[str, str],
     return Op(name, Maker(inputs, {**FACTS, **sizes}), expected, TOLERANCES, outputs, {})
 
 
-_gdn = _op("fused_gdn_gate", gdn_reference, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)
+_gdn = _op("fused_gdn_gate", reference.gate_of_heads, {"g": "B T H", "A_log": "H", "dt_bias": "H"}, H=6)
 _kda = _op("fused_kda_gate", reference.gate, {"g": "B T H K", "A_log": "H", "dt_bias": "H*K"},
            {"y": "B T H K"})
 _mix = _op("fused_addcmul_rwkv7", mix_reference,

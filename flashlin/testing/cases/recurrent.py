@@ -18,7 +18,7 @@ from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.dplr.reference import recurrence as recurrence_of_vectors
 from flashlin.kernels.gla.reference import recurrence as recurrence_of_decays
 from flashlin.testing.cases import forgetting, sequences
-from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, keys, renamed, unit
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, decays, keys, rates, renamed, unit
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
@@ -48,13 +48,8 @@ def _of(name: str) -> Values:
     return lambda draw, shape: draw.decay(draw[name], shape)
 
 
-def _beta(draw: Draw, shape: str) -> Tensor:
-    return draw.rates("random" if draw["beta"] == "headwise" else draw["beta"], shape, draw["raw"])
-
-
 def _sizes(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"beta_of": facts["V"] if facts["beta"] == "headwise" else None,
-            "N": 6 if facts["pool"] else facts["N"]}
+    return {"N": 6 if facts["pool"] else facts["N"]}
 
 
 INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV V"),
@@ -62,14 +57,14 @@ INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV
           "gv": Input("B T HV V", _of("gv"), FLOAT32, "gv"),
           "A_log": Input("HV", Draw.uniform, FLOAT32, "raw"),
           "dt_bias": Input("HV", dtype=FLOAT32, when="raw"),
-          "beta": Input("B T HV beta_of", _beta, FLOAT32, "beta"),
+          "beta": Input("B T HV of_beta", rates, FLOAT32, "rate"),
           "initial_state": Input("N HV K V", dtype=FLOAT32, when="state"),
           "state_indices": Input("pool", lambda draw, _: torch.tensor(draw["pool"]), when="pool")}
-# keys: one of KEYS. beta: ``random``, ``headwise``, a number or ``""``. g, gk, gv: kinds of decays, or
-# ``""``. raw: gate and beta are as before softplus and sigmoid, from far below to far above zero. pool: the
-# state_indices, into six states.
-FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "beta": "random", "g": "",
-         "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
+# keys: one of KEYS. rate: of beta, or ``""`` without it; of_beta: V where it has a number for each channel. g,
+# gk, gv: kinds of decays, or ``""``. raw: gate and beta are as before softplus and sigmoid, from far below to
+# far above zero. pool: the state_indices, into six states.
+FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "rate": "random", "of_beta": None,
+         "g": "", "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
 _make = Maker(INPUTS, FACTS, _sizes)
 
 
@@ -98,10 +93,10 @@ _gated = _delta._replace(name="fused_recurrent_gated_delta_rule")
 G: dict[str, Any] = {"g": "random"}
 ALL_GATES: dict[str, Any] = dict.fromkeys(("g", "gk", "gv"), "random")
 CASES: list[Case] = [
-    _delta("random", quick=True), _delta("no-state", state=False), _delta("no-beta", beta="", keys="alike"),
-    _delta("one-key,beta=1", keys="one-key", beta="1"), _delta("one-key,beta=2", keys="one-key", beta="2"),
+    _delta("random", quick=True), _delta("no-state", state=False), _delta("no-beta", rate="", keys="alike"),
+    _delta("one-key,beta=1", keys="one-key", rate="1"), _delta("one-key,beta=2", keys="one-key", rate="2"),
     _delta("period-4", keys="period-4"), _delta("alike", keys="alike"),
-    _delta("headwise", beta="headwise", V=40, B=1), _delta("l2norm", L2, keys="raw"),
+    _delta("headwise", of_beta="V", V=40, B=1), _delta("l2norm", L2, keys="raw"),
     _delta("zero-keys", L2, keys="every-other-zero"), _delta("groups-of-3", H=1, HV=3, B=1, T=6),
     _delta("packed", edges=PACKED), _delta("v-first", V_FIRST, K=24, V=40, B=1, T=6),
     _delta("segments", B=1, T=66, K=16, V=16), _gated("random", quick=True, **G),
@@ -109,17 +104,17 @@ CASES: list[Case] = [
     _gated("resets", g="resets", HV=2),
     _gated("all-resets", g="random", gk="resets", gv="resets"),
     _gated("resets-packed", g="resets", edges=PACKED, HV=2),
-    _gated("beta=0", **G, beta="0"),
-    _gated("one-key,beta=2", g="-0.05", keys="one-key", beta="2"),
+    _gated("beta=0", **G, rate="0"),
+    _gated("one-key,beta=2", g="-0.05", keys="one-key", rate="2"),
     _gated("long-keys,g=-6", g="-6", keys="raw"),
     _gated("all-gates", **ALL_GATES),
-    _gated("odd", L2, **G, beta="headwise", K=23, V=37, B=1, T=8),
+    _gated("odd", L2, **G, of_beta="V", K=23, V=37, B=1, T=8),
     _gated("groups", **G, H=2, HV=4, B=1, T=6),
     _gated("layer", {**INSIDE, **V_FIRST}, **G, raw=True, keys="raw"),
     _gated("layer-resets", INSIDE, g="resets", raw=True, HV=2),
     _gated("packed", {"scale": -0.7}, g="random", gk="random", edges=PACKED),
     _gated("segments-packed", g="random", edges=(0, 65, 67), K=16, V=16),
-    _gated("one-token", **G, T=1), _gated("ungated", beta="headwise"),
+    _gated("one-token", **G, T=1), _gated("ungated", of_beta="V"),
     _gated("wide", L2, **G, B=1, T=3, K=128, V=128),
     _gated("widest", L2, **G, B=1, T=2, K=512, V=40)]
 _inference = _gated._replace(constant=INFERENCE)
@@ -127,7 +122,7 @@ CASES += [
     _inference("inference", INSIDE, **ALL_GATES, raw=True, keys="raw", H=1, HV=2, T=6, V=40),
     _inference("pool", {**INSIDE, **V_FIRST}, **G, raw=True, B=3, T=1, H=1, HV=3, K=64,
                V=64, pool=(4, -1, 0)),
-    _inference("pool-packed", **G, beta="headwise", edges=(0, 2, 2, 5, 9), pool=(5, 1, -7, 0)),
+    _inference("pool-packed", **G, of_beta="V", edges=(0, 2, 2, 5, 9), pool=(5, 1, -7, 0)),
     _delta._replace(constant=INFERENCE)("in-place", {**L2, "inplace_state": True}, B=2, T=3)]
 
 
@@ -147,7 +142,7 @@ _kda_inference = _kda._replace(constant=INFERENCE)
 BOUND = {"lower_bound": -5.0}
 CASES += [
     _kda("random", quick=True, T=6), _kda("g=-20", gk="-20", T=4), _kda("resets", gk="resets"),
-    _kda("odd", L2, beta="headwise", K=23, V=37, B=1, T=6),
+    _kda("odd", L2, of_beta="V", K=23, V=37, B=1, T=6),
     _kda("groups-packed", {"scale": -0.7}, H=1, HV=2, edges=PACKED), _kda("segments", B=1, T=66, K=16, V=16),
     _kda("layer", {**INSIDE, **V_FIRST}, raw=True, keys="raw", T=6),
     _kda("bounded", {**INSIDE, **BOUND}, raw=True, T=6, keys="raw"),
@@ -172,15 +167,12 @@ def _rate(draw: Draw, shape: str) -> Tensor:
     return rate if draw["unsigned"] else draw.kept["unit"] * rate
 
 
-def _weak(draw: Draw, shape: str) -> Tensor:
-    return draw.decay(draw["gate"], shape, 0.0)
-
-
+WEAK = decays(0.0)
 OTHERS = {"a": Input("B T HV K", _minus_unit, when="given"), "b": Input("B T HV K", _rate, when="given"),
           "q": Input("B T HV K"), "k": Input("B T HV K"), "v": Input("B T HV V"),
-          "h0": Input("N HV K V", dtype=FLOAT32), "g": Input("B T HV", _weak, FLOAT32, "given"),
+          "h0": Input("N HV K V", dtype=FLOAT32), "g": Input("B T HV", WEAK, FLOAT32, "given"),
           "gamma": Input("HV", lambda draw, shape: -draw.uniform(shape), FLOAT32, "given"),
-          "gk": Input("B T HV K", _weak, FLOAT32, "given"), "gv": Input("B T HV V", _weak, FLOAT32, "given"),
+          "gk": Input("B T HV K", WEAK, FLOAT32, "given"), "gv": Input("B T HV V", WEAK, FLOAT32, "given"),
           "u": Input("HV K", dtype=FLOAT32, when="given")}
 # unsigned: a and b as the layer has them, a vector and its rate.
 _other_make = Maker(OTHERS, {"B": 1, "T": 5, "HV": 2, "K": 16, "V": 24, "gate": "random", "unsigned": False,

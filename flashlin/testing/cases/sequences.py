@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flashlin.kernels.norm.reference import normalise
-from flashlin.kernels.pointwise.reference import gate as decay_of_gate
+from flashlin.kernels.pointwise.reference import gate, gate_of_heads
 
 # Options of ops: what the layers leave to the kernels, and the states' layout.
 L2, V_FIRST = {"use_qk_l2norm_in_kernel": True}, {"state_v_first": True}
@@ -31,12 +31,9 @@ def outputs(
     names: Mapping[str, str],
     *,
     scale: float | None = None,
-    state_v_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
+    state_v_first: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
     lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """(o, final states) of an op, in float64: its options, by nothing that the op itself uses, around its
@@ -50,18 +47,12 @@ def outputs(
     if use_qk_l2norm_in_kernel:
         x |= {name: normalise("l2", x[name], eps=1e-6)[0] for name in ("q", "k")}
     if use_gate_in_kernel:
-        gate = "g" if "g" in x else "gk"  # of heads, or KDA's of channels
-        x[gate] = _decay(x[gate], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
+        name = "g" if "g" in x else "gk"  # of heads, or KDA's of channels
+        rule = gate_of_heads if x[name].ndim == 3 else gate
+        x[name] = rule(x[name], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
     if use_beta_sigmoid_in_kernel:
         x["beta"] = x["beta"].sigmoid() * (2 if allow_neg_eigval else 1)
     if state_v_first and "h0" in x:
         x["h0"] = x["h0"].mT
     o, ht = recurrence(**x, scale=x["q"].shape[-1] ** -0.5 if scale is None else scale)
     return o, ht.mT if state_v_first else ht
-
-
-def _decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
-    """Log decays of raw gates, of heads [B, T, HV] or of channels [B, T, HV, K]."""
-    if g.ndim == 3:
-        return decay_of_gate(g[..., None], A_log, dt_bias, lower_bound)[..., 0]
-    return decay_of_gate(g, A_log, dt_bias, lower_bound)
