@@ -148,41 +148,26 @@ def selective_scan_fn(own: Own) -> Any:
 def mamba_inner_fn(own: Own) -> Any:
     told("mamba_inner_fn", False)
     of_falcon = own.get("dt_rms_weight") is not None and own.get("B") is None and own.get("C") is None
-    return (_of_falcon if of_falcon else mamba_inner.mamba_inner_fn)(**own)
+    return _of_falcon(own) if of_falcon else mamba_inner.mamba_inner_fn(**own)
 
 
-def _of_falcon(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    *,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-    b_rms_weight: Tensor | None = None,
-    c_rms_weight: Tensor | None = None,
-    b_c_dt_rms_eps: float = 1e-6,
-    **unused: Any,
-) -> Tensor:
-    """Falcon Mamba's fused function norms dt behind its projection, the model's torch code, which decodes,
-    before it, without a weight. The model's counts: training must be what it is in generation."""
-    x, z = xz.chunk(2, 1)
-    u: Any = conv.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
-    N, R = A.shape[1], delta_proj_weight.shape[1]
-    columns = torch.split(F.linear(u.transpose(1, 2), x_proj_weight), [R, N, N], -1)
-    dt, *states = (norm.rms_norm(one, weight, None, eps=b_c_dt_rms_eps)
-                   for one, weight in zip(columns, (None, b_rms_weight, c_rms_weight), strict=True))
-    steps: Any = F.linear(cast(Tensor, dt), delta_proj_weight)
-    B, C = (cast(Tensor, one).transpose(1, 2) for one in states)
-    y: Any = selective_scan.selective_scan_fn(u, steps.transpose(1, 2), A, B, C, D, z, delta_bias,
-                                              delta_softplus)
-    return F.linear(y.transpose(1, 2), out_proj_weight,
-                    None if out_proj_bias is None else out_proj_bias.to(y.dtype))
+def _of_falcon(own: Own) -> Tensor:
+    """Falcon Mamba's fused function norms dt behind its projection. The model's torch code, which decodes,
+    norms it before the projection, without a weight. The model's order counts: training must be what it is in
+    generation."""
+    x, z = own["xz"].chunk(2, 1)
+    u: Any = conv.causal_conv1d_fn(x, own["conv1d_weight"].squeeze(1), own["conv1d_bias"], activation="silu")
+    N, R = own["A"].shape[1], own["delta_proj_weight"].shape[1]
+    columns = torch.split(F.linear(u.transpose(1, 2), own["x_proj_weight"]), [R, N, N], -1)
+    weights, eps = (None, own.get("b_rms_weight"), own.get("c_rms_weight")), own.get("b_c_dt_rms_eps", 1e-6)
+    dt, B, C = (cast(Tensor, norm.rms_norm(one, weight, None, eps=eps))
+                for one, weight in zip(columns, weights, strict=True))
+    steps = F.linear(dt, own["delta_proj_weight"])
+    y: Any = selective_scan.selective_scan_fn(u, steps.transpose(1, 2), own["A"], B.transpose(1, 2),
+                                              C.transpose(1, 2), own.get("D"), z, own.get("delta_bias"),
+                                              own.get("delta_softplus", True))
+    bias = own["out_proj_bias"]
+    return F.linear(y.transpose(1, 2), own["out_proj_weight"], None if bias is None else bias.to(y.dtype))
 
 
 def declined(*arguments: Any, **of_the_model: Any) -> None:
