@@ -363,9 +363,8 @@ def run_program(patch: str | None, program: list[str], **how: Any) -> int:
     try:
         with redirect_stdout(sys.stderr):
             startup = load("integrations.run_command")
-        asked, by = os.environ.get(startup.VARIABLE), startup.VARIABLE
-        if patch is not None:
-            asked, by = patch, "--patch"
+        asked, by = ((patch, "--patch") if patch is not None else
+                     (os.environ.get(startup.VARIABLE), startup.VARIABLE))
         names = startup.installed() if asked is None else startup.names_of(asked, by)
         # Before Python 3.13, argparse keeps a leading "--".
         name, *arguments = program[1:] if program[0] == "--" else program

@@ -221,7 +221,10 @@ class Report(Facts):
     @property
     def status(self) -> Status:
         """The worst of all that was found."""
-        return min(self._statuses(), key=STATUSES.index, default="ok")
+        found = [*(row.status for rows in (self.checks, self.issues, self.ran, self.packages, self.bindings,
+                                           self.flaws) for row in rows),
+                 *(row.verdict for rows in (self.plans, self.layers) for row in rows)]
+        return min(found, key=STATUSES.index, default="ok")
 
     @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
     @property
@@ -307,12 +310,6 @@ class Report(Facts):
     def fails(self, on: Status = "problem") -> bool:
         """Whether anything is as bad as ``on``, or worse."""
         return STATUSES.index(self.status) <= STATUSES.index(on)
-
-    def _statuses(self) -> set[Status]:
-        return {*(check.status for check in self.checks), *(plan.verdict for plan in self.plans),
-                *(issue.status for issue in self.issues), *(ran.status for ran in self.ran),
-                *(package.status for package in self.packages), *(one.status for one in self.bindings),
-                *(flaw.status for flaw in self.flaws), *(layer.verdict for layer in self.layers)}
 
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, columns, rows). The column ``where`` only if there is more than one device."""

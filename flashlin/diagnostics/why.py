@@ -201,14 +201,12 @@ class Reading:
         self._short = plain if self._size <= OVERLAP else ""
         folded = plain.casefold()
         words = re.findall(r"\w+", folded)
-        self._search(plain, set(words))
+        distinct = set(words)
+        self._found.update(sought for sought in _all_sought()
+                           if sought not in self._found and sought.found(plain, distinct))
         if not _telling().keys().isdisjoint(words):
             self._find_runs(words)
         self._find_lines(both, any(error in folded for error in ERRORS))
-
-    def _search(self, plain: str, words: set[str]) -> None:
-        self._found.update(sought for sought in _all_sought()
-                           if sought not in self._found and sought.found(plain, words))
 
     def _find_runs(self, words: list[str]) -> None:
         """For each distinctive word of the text, store the longest run of words around it that a symptom

@@ -35,11 +35,9 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= same and all(key in served for key in kwargs):
             return ours(*args, **kwargs)
-        if len(args) > len(order):
-            return original(*args, **kwargs)  # a TypeError, in its own words
         given: dict[str, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
-        if len(given) < len(args) + len(kwargs):
-            return original(*args, **kwargs)  # the same
+        if len(given) < len(args) + len(kwargs):  # too many positions, or an argument given twice
+            return original(*args, **kwargs)  # a TypeError, in its own words
         missing = unserved(given, served, defaults)
         if missing:
             tell(name, missing, "which only the package's own function has; that one runs")
