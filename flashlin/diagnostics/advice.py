@@ -21,11 +21,12 @@ from flashlin.compat.target import Target, bundled_ptxas
 from flashlin.compat.versions import release
 from flashlin.diagnostics.machine import TRITON_NAMES, Machine, overriding, shadowed
 from flashlin.diagnostics.report import Advice, Check
-from flashlin.diagnostics.typical_plans import Way, price, typical, way_of
+from flashlin.diagnostics.typical_plans import WAYS, price, typical, way_of
 from flashlin.policy import Policy
 
-MENDED = {Way.REFUSED: "run", Way.TORCH: "run as Triton kernels", Way.COPIES: "run without fp32 copies",
-          Way.PARTS: "run their batch at once", Way.WARPS: "run with their usual number of warps"}
+# What ops do better that no longer run in a way, the worst way first.
+MENDED = {"cannot run": "run", "plain torch": "run as Triton kernels", "fp32 copies": "run without fp32 copies",
+          "batch in parts": "run their batch at once", "fewer warps": "run with their usual number of warps"}
 NO_CODE = "its wheels have no code for"
 INDEX = "https://download.pytorch.org/whl/"
 
@@ -198,17 +199,17 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
           would: str = "") -> str:
     """``24 of 66 ops run without fp32 copies``, or ``would run``. here: None where nothing runs kernels
     now."""
-    better: Counter[Way] = Counter()
+    better: Counter[str] = Counter()
     for op in ops:
-        before = [Way.TORCH if here is None else way_of(typical(op, _with(card, here), policy))
+        before = ["plain torch" if here is None else way_of(typical(op, _with(card, here), policy))
                   for card in cards]
         after = [way_of(typical(op, _with(card, then), policy)) for card in cards]
-        gained = [old for old, new in zip(before, after, strict=True) if new < old]
+        gained = [old for old, new in zip(before, after, strict=True) if WAYS.index(new) < WAYS.index(old)]
         if gained:
-            better[max(gained)] += 1
+            better[max(gained, key=WAYS.index)] += 1
     counts = {len(ops): f"all {len(ops)}"}
-    return " and ".join(f"{counts.get(number, f'{number} of {len(ops)}')} ops {would}{MENDED[way]}"
-                        for way, number in sorted(better.items(), reverse=True))
+    return " and ".join(f"{counts.get(better[way], f'{better[way]} of {len(ops)}')} ops {would}{then_run}"
+                        for way, then_run in MENDED.items() if better[way])
 
 
 def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:

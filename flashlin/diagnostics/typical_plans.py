@@ -3,7 +3,6 @@ machine."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
 from typing import NamedTuple
 
 from flashlin import dispatch
@@ -32,20 +31,9 @@ class Kind(NamedTuple):
     grad: bool
 
 
-class Way(IntEnum):
-    """How far an op's calls are from the plain way, by the worst of them."""
-    KERNELS = 0
-    WARPS = 1
-    PARTS = 2
-    COPIES = 3
-    TORCH = 4
-    REFUSED = 5
-
-
-# What people read: the counts of a report.
-WAYS = {Way.KERNELS: "kernels", Way.WARPS: "fewer warps", Way.PARTS: "batch in parts",
-        Way.COPIES: "fp32 copies", Way.TORCH: "plain torch", Way.REFUSED: "cannot run"}
-WAY_OF = {"limit_num_warps": Way.WARPS, "chunk_batch": Way.PARTS, "via_fp32": Way.COPIES}
+# The ways in which an op's calls run, the best one first.
+WAYS = ("kernels", "fewer warps", "batch in parts", "fp32 copies", "plain torch", "cannot run")
+WAY_OF = {"limit_num_warps": "fewer warps", "chunk_batch": "batch in parts", "via_fp32": "fp32 copies"}
 Planned = dict[Kind, Plan]
 ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
@@ -72,7 +60,7 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
         told += [(f"may be wrong: {issue.id}, whose check is switched off",
                   "FLASHLIN_POLICY=auto and no FLASHLIN_IGNORE") for issue in unguarded(plan)]
     return OpPlan(op=op, where=where, path=ways(planned),
-                  way=WAYS[way_of(planned)], verdict=min(map(judged, planned.values()), key=STATUSES.index),
+                  way=way_of(planned), verdict=min(map(judged, planned.values()), key=STATUSES.index),
                   because=_once(because for because, _ in told), remedy=_once(remedy for _, remedy in told),
                   cost=_once(filter(None, map(cost, planned.values()))), evidence=evidence(planned.values()))
 
@@ -118,12 +106,12 @@ def way(plan: Plan) -> str:
                        for name, remedy in REMEDIES.items() if name in taken and remedy.note)])
 
 
-def way_of(planned: Planned) -> Way:
-    """The worst way of the typical calls."""
-    return max(way for plan in planned.values() for way in (
-        Way.REFUSED if plan.refused else Way.TORCH if plan.path == "torch" else Way.KERNELS,
+def way_of(planned: Planned) -> str:
+    """Return the worst way of the typical calls."""
+    return max((way for plan in planned.values() for way in (
+        "cannot run" if plan.refused else "plain torch" if plan.path == "torch" else "kernels",
         *(WAY_OF[remedy] for reason, remedy in plan.steps
-          if reason.forced and remedy in WAY_OF and plan.path == "triton")))
+          if reason.forced and remedy in WAY_OF and plan.path == "triton"))), key=WAYS.index)
 
 
 def ways(planned: Planned) -> str:
