@@ -4,7 +4,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -109,8 +109,12 @@ replaced = False  # True while another function sees every start
 
 
 class _Notes(threading.local):
-    """starts: where this thread notes what it starts. held: who gets its starts instead of the card. coming:
-    what waits for states that enter."""
+    """Notes about the starts of a thread that are not replaced.
+
+    starts: a list to which each start is added, as (compiled kernel or None if Triton found it, programs,
+    arguments in their order). held: a function that is called with the arguments of ``begin``, in its place.
+    coming: a function that waits for states that enter.
+    """
     starts: list[Any] | None = None
     held: Callable[..., None] | None = None
     coming: Callable[[], None] | None = None
@@ -120,7 +124,7 @@ _notes = _Notes()
 
 
 @contextmanager
-def _while(**notes: Any) -> Iterator[None]:
+def noting(**notes: Any) -> Iterator[None]:
     """Set these notes of this thread for the length of a block."""
     vars(_notes).update(notes)
     try:
@@ -130,22 +134,11 @@ def _while(**notes: Any) -> Iterator[None]:
             setattr(_notes, name, None)
 
 
-def noting(starts: list[Any]) -> AbstractContextManager[None]:
-    """In the block, add every start of this thread that is not replaced to the list, as (compiled, None if
-    Triton found it; programs; the arguments in their order)."""
-    return _while(starts=starts)
-
-
-def holding(hold: Callable[..., None]) -> AbstractContextManager[None]:
-    """In the block, give ``hold`` what ``begin`` takes of every start of this thread that is not replaced."""
-    return _while(held=hold)
-
-
 @contextmanager
 def entering(wait: Callable[[], None]) -> Iterator[None]:
     """In the block, the states that enter are not there before ``wait``, which the first ``enter`` of this
     thread calls; if there is none, the end does."""
-    with _while(coming=wait):
+    with noting(coming=wait):
         yield
         enter()
 

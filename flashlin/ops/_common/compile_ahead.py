@@ -51,7 +51,7 @@ def compile_together(function: Callable[..., Any], plan: Plan, arguments: tuple[
         return function(plan, *arguments)
     queue = Queue(device)
     try:
-        with launch.holding(queue.hold):
+        with launch.noting(held=queue.hold):
             made = function(plan, *arguments)
         queue.end()
         if forward is not None:
@@ -209,7 +209,7 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
         x, y = operator.tensors(*map(shadow, kept_x)), operator.outputs(*map(shadow, kept_y))
         first = torch.empty(made[0].shape, dtype=made[0].dtype, device="meta")
         grads = operator.outputs(first, *[None] * (len(operator.output_names) - 1))
-        with launch.holding(queue.foresee), _Shadows():
+        with launch.noting(held=queue.foresee), _Shadows():
             operator.gradients(partial(operator.backward, plan, x, y, grads, how), grads, how, needs)
     except Exception:
         # Of any kind, since host code that is right on a card may fail on tensors without memory, and forward is

@@ -106,7 +106,7 @@ def watched_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
                 addresses: list[int], arguments: tuple[Any, ...], own: int) -> tuple[Any, Recipe | None]:
     """Return what the function returns, and the recipe of its run; None if it cannot be repeated."""
     watch = _Watch(tensors)
-    with launch.noting(watch.steps), watch:
+    with launch.noting(starts=watch.steps), watch:
         made = function(plan, *arguments)
     watch.steps = [Write(step, (), {}) if step is launch.enter else step for step in watch.steps]
     try:
