@@ -336,14 +336,13 @@ def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
     """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion
     failed. An error of the work (no room for its result, say) also goes there, with an exit status of its
     own."""
-    import resource  # like fork, not on Windows
     try:
         os.setpgid(0, 0)
         faulthandler.disable()  # it would report an abort to the stderr of the parent, which it has kept
         output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        no_core_dump()
         tempfile.tempdir = str(folder)
         (folder / "result").write_text(work(folder))
         os._exit(0)
@@ -352,6 +351,13 @@ def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
             os.write(2, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(os.EX_TEMPFAIL)
+
+
+def no_core_dump() -> None:
+    """Let this process write no core dump: an abort may be a result, and gigabytes of dumps fill the disk."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # not on Windows
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _worked(group: int) -> float:

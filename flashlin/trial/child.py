@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from flashlin.compat import failure_kind
-from flashlin.compat.subprocesses import channel
+from flashlin.compat.subprocesses import channel, no_core_dump
 
 # at most, of a case for a card that is full; makers without these sizes are small as they are
 SMALL = {"B": 1, "T": 32}
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
                         help="read verdicts that the parent could not write to a file from standard input")
     given = parser.parse_args(argv)
     say = channel()
-    _no_core_dump()
+    no_core_dump()
     struck: list[BaseException] = []
     kind = None
     try:
@@ -97,13 +96,6 @@ def small_case(op: str, head_dim: int, small: bool) -> Any:
         usual = facts_of(case)
         sizes |= {name: min(size, usual[name]) for name, size in SMALL.items() if name in usual}
     return case._replace(make=partial(case.make, **sizes)) if sizes else case
-
-
-def _no_core_dump() -> None:
-    """An abort is a result here, and gigabytes of a dump would fill the disk for the next one."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource  # not on Windows
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":
