@@ -70,10 +70,6 @@ class Op(NamedTuple):
 Recipe = Callable[[Problem, Target], tuple[Launch, ...]]
 
 
-def as_given(sizes: Sizes) -> Sizes:
-    return sizes
-
-
 class Family(NamedTuple):
     """launches: which launches a problem makes on a target.
     axes: what T, H, K and V mean in its problems, where that is not tokens and heads.
@@ -87,7 +83,7 @@ class Family(NamedTuple):
     ops: tuple[Op, ...] = ()
     axes: Mapping[str, str] = {}
     typical: Typical = {}  # noqa: RUF012
-    counted: Callable[[Sizes], Sizes] = as_given
+    counted: Callable[[Sizes], Sizes] | None = None
     head_dim: bool = False
     limits: tuple[Limit, ...] = ()
     unsupported: tuple[Unsupported, ...] = ()
@@ -106,7 +102,8 @@ def over_heads(name: str, launches: Recipe, ops: tuple[Op, ...] = ()) -> Family:
 
 def problem_of(family: Family, op: Op, sizes: Sizes, dtype: str, needs_grad: bool, mode: str = "") -> Problem:
     """The problem that a typical call of these sizes makes; mode: in place of the op's own."""
-    B, T, H, K, V, N, packed = (op.counted or family.counted)(sizes)
+    counted = op.counted or family.counted
+    B, T, H, K, V, N, packed = counted(sizes) if counted else sizes
     return Problem(
         op=op.name, family=family.name, mode=mode or op.mode, B=B, T=T, H=H, K=K, V=V, N=N or B, dtype=dtype,
         varlen=packed, needs_grad=needs_grad and not op.in_place, options=op.options)
