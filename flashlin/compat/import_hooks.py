@@ -23,7 +23,9 @@ class Watcher:
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not self._of_interest(name) or name in vars(self._asking):
+        package = name.partition(".")[0]
+        wanted = package in self.packages or name in self.packages or package.startswith(self._beginnings)
+        if not wanted or name in vars(self._asking):
             return None
         setattr(self._asking, name, True)
         try:
@@ -36,10 +38,6 @@ class Watcher:
             loader: Any = Telling(spec.loader, self.then)  # a loader by its members
             spec.loader = loader
         return spec
-
-    def _of_interest(self, name: str) -> bool:
-        package = name.partition(".")[0]
-        return package in self.packages or name in self.packages or package.startswith(self._beginnings)
 
 
 class Telling:

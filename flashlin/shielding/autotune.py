@@ -44,15 +44,10 @@ class Tuned(NamedTuple):
 
 
 def autotune(
-    configs: list[Any],
-    key: list[str],
-    prune_configs_by: dict[str, Any] | None = None,
-    reset_to_zero: list[str] | None = None,
-    restore_value: list[str] | None = None,
-    pre_hook: Callable[..., Any] | None = None,
-    post_hook: Callable[..., Any] | None = None,
-    deterministic: str | None = None,
-    **options: Any,
+    configs: list[Any], key: list[str], prune_configs_by: dict[str, Any] | None = None,
+    reset_to_zero: list[str] | None = None, restore_value: list[str] | None = None,
+    pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None,
+    deterministic: str | None = None, **options: Any,
 ) -> Callable[[Any], Any]:
     """``triton.autotune``, in the words of its release; see the module's docstring for what differs.
 

@@ -79,9 +79,8 @@ class ShieldedFunction:
     def _cut(self, bound: inspect.BoundArguments, names: Iterable[str], begin: int,
              count: int) -> tuple[Any, dict[str, Any]]:
         views = {name: bound.arguments[name].narrow(self._batch[name], begin, count) for name in names}
-        part = inspect.BoundArguments(self._signature,
-                                      {**bound.arguments, **views,
-                                       **({self._size: count} if self._size else {})})
+        size = {self._size: count} if self._size else {}
+        part = inspect.BoundArguments(self._signature, {**bound.arguments, **views, **size})
         return part.args, part.kwargs
 
     def _guarded(self, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -100,10 +100,10 @@ class Launcher:
     """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's
     own."""
 
-    def __init__(self, kernel: Any, declared: Declared, start: Callable[..., Any] | None = None) -> None:
+    def __init__(self, kernel: Any, declared: Declared) -> None:
         self.kernel, self.declared, self.fn = kernel, declared, kernel
         self.arg_names: list[str] = list(kernel.arg_names)
-        self._start = start or kernel.run
+        self._start: Callable[..., Any] = kernel.run
         parameters = inspect.signature(kernel.fn).parameters
         self._defaults = {name: parameter.default for name, parameter in parameters.items()
                           if parameter.default is not parameter.empty}
