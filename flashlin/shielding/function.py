@@ -52,14 +52,12 @@ class ShieldedFunction:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         sizes = lengths(self._batch, bound.arguments)
-        if not sizes:  # nothing to cut
-            return self._guarded(args, kwargs)
-        whole = int(bound.arguments[self._size]) if self._size else min(sizes.values())
+        whole = int(bound.arguments[self._size]) if self._size and sizes else min(sizes.values(), default=0)
         for name, size in sizes.items():
             if size != whole:
                 raise ValueError(f"{name}: got {size} elements in dimension {self._batch[name]}, need the "
                                  f"batch of {whole}")
-        if not whole:
+        if not whole:  # nothing to cut
             return self._guarded(args, kwargs)
         key = tuple((name, bound.arguments[name].shape, bound.arguments[name].dtype) for name in sizes)
         part = self._parts.get(key, whole)

@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -53,8 +53,8 @@ def read(text: str) -> Source:
 
 
 def of(kernel: Any) -> Source:
-    """The source of a kernel and of the functions that it calls, as far as its module or closure knows them
-    by name."""
+    """Return the source of a kernel and of the functions that it calls as one, as far as its module or closure
+    knows them by name."""
     waiting, sources = [kernel.fn], dict[Any, Source]()
     while waiting:
         function = waiting.pop()
@@ -64,13 +64,8 @@ def of(kernel: Any) -> Source:
         known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
         called = [getattr(known.get(name), "fn", None) for name in sources[function].calls]
         waiting += filter(inspect.isfunction, called)
-    return merged(sources.values())
-
-
-def merged(sources: Iterable[Source]) -> Source:
-    """A kernel and the functions it calls as one. A helper that multiplies may be called from any loop; a
-    state is looked for in each."""
-    traits, half, wide, calls = zip(*sources, strict=True)
+    # A helper that multiplies may be called from any loop; a state is looked for in each.
+    traits, half, wide, calls = zip(*sources.values(), strict=True)
     return Source(frozenset[str]().union(*traits), any(half), any(wide), frozenset[str]().union(*calls))
 
 
