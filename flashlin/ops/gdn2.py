@@ -149,7 +149,7 @@ def fused_recurrent_gdn2(
 def _gate_of(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
              bound: float | None, safe: bool = False) -> Gate:
     """Return the gate as KDA has it, which needs an A_log or a bound here."""
-    check_gates(op, inside, A_log, dt_bias, use_sigmoid=False, allow_neg_eigval=False)
+    check_gates(op, inside, A_log, dt_bias, False, False)
     if inside and A_log is None and bound is None:
         raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "
                          "lower_bound")

@@ -244,7 +244,7 @@ def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | Non
     """Return the checked parameters of a gate that is applied ``inside``: A_log [HV], zeros for None, dt_bias
     [HV, K] or None, and the lower bound or None. Return three times None if g has decays. safe: the option
     safe_gate."""
-    bound = checked_bound(lower_bound)
+    bound = None if lower_bound is None else checked_bound(lower_bound)
     if not inside:
         return None, None, None
     if safe and (bound is None or bound < -5):

@@ -96,9 +96,11 @@ def mamba_chunk_scan_combined(
     if not rounded and (out_dtype is not torch.float32 or x.dtype is torch.float64):
         others = "" if x.dtype is torch.float64 else " or torch.float32"
         raise ValueError(f"out_dtype: got {out_dtype!r}, need None, x's {x.dtype}{others}")
-    shared, bounds = {"cp_context": cp_context, "process_group": process_group}, None
+    bounds = None
     if cp_context is not None or process_group is not None:
-        _check_over_ranks(seq_idx, cu_seqlens, return_final_states, return_varlen_states, **shared)
+        from flashlin.ops._common import ranks
+        ranks.check_ranks(cp_context, process_group)
+        _check_over_ranks(seq_idx, cu_seqlens, return_final_states, return_varlen_states)
         bounds = cu_seqlens
     elif return_varlen_states:
         if cu_seqlens is None:
@@ -111,7 +113,7 @@ def mamba_chunk_scan_combined(
         behind = bounds.shape[0] - 2
         given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
     y, states = _scan(op, given, limits, dt_softplus, return_final_states or return_varlen_states, bounds,
-                      rounded, **shared)
+                      rounded, cp_context, process_group)
     if states is None:
         return y
     if bounds is None:
@@ -124,11 +126,8 @@ def mamba_chunk_scan_combined(
     return y, states.index_select(0, last[None]), of_sequences
 
 
-def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: bool, varlen: bool,
-                      **shared: Any) -> None:
-    """Check what is asked of ranks that share the sequences by a cp_context or a process_group."""
-    from flashlin.ops._common import ranks
-    ranks.check_ranks(**shared)
+def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: bool, varlen: bool) -> None:
+    """Check what is asked of ranks that share the sequences."""
     if seq_idx is not None:
         raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
                          "of all")
@@ -286,10 +285,11 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
 
 
 def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has_ht: bool,
-          bounds: Tensor | None = None, rounded: bool = True, **shared: Any) -> tuple[Tensor, Tensor | None]:
+          bounds: Tensor | None = None, rounded: bool = True, cp_context: Any = None,
+          process_group: Any = None) -> tuple[Tensor, Tensor | None]:
     """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
     after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
-    limits: of dt. shared: ranks that share the sequences, see ops/_common/ranks.py."""
+    limits: of dt. cp_context, process_group: ranks that share the sequences, see ops/_common/ranks.py."""
     x, dt, A, B, C, D, z, dt_bias, h0, seq_idx = given
     compute, dtype = widest(*given), common_dtype(x, B, C)
     step = dt.to(compute)
@@ -307,7 +307,8 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
         decay = torch.where(anew[..., None], -math.inf, decay)
     v, marks = scaled(op, x, step, dtype, marks)
     plain = D is None and z is None and marks is None
-    request = Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, **shared)
+    request = Request(op, 1.0, h0, has_ht, bounds, state_v_first=True, cp_context=cp_context,
+                      process_group=process_group)
     y, ht = run_chunked(simple_gla.FAMILY, request, (C, B, v, decay, None),
                         out_dtype=out_dtype if plain else compute, grouped=True)
     if marks is not None and anew is not None:
