@@ -116,7 +116,7 @@ def test_long_inputs_go_chunk_by_chunk_only_where_that_is_the_same_function(
     def noting(*arguments: Any) -> Any:
         seen.append(arguments[0].q.shape[1])
         return real(*arguments)
-    monkeypatch.setattr(recurrent.chunked_gla, "run", noting)
+    monkeypatch.setattr(recurrent.chunked_gla, "compute", noting)
     r, k, v, w, u = inputs(T=recurrent.LONG + 9).values()
     h0 = torch.randn(2, 3, 8, 5, dtype=torch.float64)
     for reverse in (False, True):
