@@ -87,10 +87,9 @@ def chunk_delta_rule(
     cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an
     unknown keyword is an error.
     """
-    op = "chunk_delta_rule"
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      cp_context=cp_context, process_group=process_group)
+    request = Request("chunk_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
+                      cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
     return run_delta(request, q, k, v, beta, l2=use_qk_l2norm_in_kernel)
 
 

@@ -87,10 +87,9 @@ def chunk_dplr_delta_rule(
     Differs from fla where fla fails: strong decays are exact in every mode, K above 256 (in plain torch where
     the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
     """
-    op = "chunk_dplr_delta_rule"
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      cp_context=cp_context, process_group=process_group)
+    request = Request("chunk_dplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
+                      cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
     return run_chunked(FAMILY, request, (q, k, v, gk, a, b, None), called={"g": "gk", "a": "a", "b": "b"})
 
 

@@ -83,7 +83,6 @@ def chunk_gated_delta_product(
     256, any B * H, checked shapes and cu_seqlens, CPU tensors, torch.compile. It costs what the gated delta
     rule costs for T n tokens; fla's own forward kernels read each token once.
     """
-    op = "chunk_gated_delta_product"
     n, size = _checked(q, k, v, g, beta, num_householder), 1
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if cp_context is not None or process_group is not None:
@@ -92,8 +91,8 @@ def chunk_gated_delta_product(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(exact(q, k, v)), l2norm(exact(k, q, v))
     bounds, bounds_cpu = _rows(cu_seqlens if cp_context is None else None, cu_seqlens_cpu, q, n, size)
-    request = Request(op, scale, initial_state, output_final_state, bounds, bounds_cpu, cp_context=cp_context,
-                      process_group=process_group)
+    request = Request("chunk_gated_delta_product", scale, initial_state, output_final_state, bounds,
+                      bounds_cpu, cp_context=cp_context, process_group=process_group)
     o, state = run_delta(request, _spread(q, n, n - 1), k, v, beta, None if g is None else _spread(g, n, 0),
                          l2=False)
     return o[:, n - 1::n].contiguous(), state

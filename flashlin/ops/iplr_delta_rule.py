@@ -44,12 +44,11 @@ def chunk_iplr_delta_rule(
     Differs from fla where fla fails: has a backward (there it raises), any K, checked shapes and cu_seqlens,
     CPU tensors.
     """
-    op = "chunk_iplr_delta_rule"
     check_qkv(q, k, v)
     scalars.choice("chunk_size", chunk_size, (None, *CHUNK_SIZES))
     g = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
-                      cp_context=cp_context, process_group=process_group)
+    request = Request("chunk_iplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
+                      cu_seqlens_cpu, cp_context=cp_context, process_group=process_group)
     return run_chunked(FAMILY, request, (q, k, v, g, a, b, None), called=CALLED)
 
 

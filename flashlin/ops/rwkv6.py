@@ -63,9 +63,8 @@ def chunk_rwkv6(
     of an illegal memory access, k of fewer heads than r is one at the call instead of in backward, CPU
     tensors work, and an unknown keyword is an error.
     """
-    op = "chunk_rwkv6"
     check_chunk_size(chunk_size)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+    request = Request("chunk_rwkv6", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
     return run_chunked(FAMILY, request, (r, k, v, w, u), called={"q": "r", "g": "w", "u": "u"})
 

@@ -43,9 +43,8 @@ def chunk_rwkv7(
     Differs from fla where fla fails: strong decays are exact in every mode, K above 256 (in plain torch where
     the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
     """
-    op = "chunk_rwkv7"
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
-    request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
+    request = Request("chunk_rwkv7", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
     return run_chunked(FAMILY, request, (r, k, v, w, a, b, None),
                        called={"q": "r", "g": "w", "a": "a", "b": "b"})

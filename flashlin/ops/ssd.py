@@ -87,7 +87,6 @@ def mamba_chunk_scan_combined(
     start with any number (there the initial state only counts where it is 0) and use a number again for a
     later sequence.
     """
-    op = "mamba_chunk_scan_combined"
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
     given = Scan(x, dt, A, B, C, D, z, dt_bias, initial_states=initial_states, seq_idx=seq_idx)
@@ -112,8 +111,8 @@ def mamba_chunk_scan_combined(
     if bounds is not None and initial_states is not None:
         behind = bounds.shape[0] - 2
         given = given._replace(initial_states=F.pad(initial_states, (0, 0, 0, 0, 0, 0, 0, behind)))
-    y, states = _scan(op, given, limits, dt_softplus, return_final_states or return_varlen_states, bounds,
-                      rounded, cp_context, process_group)
+    y, states = _scan("mamba_chunk_scan_combined", given, limits, dt_softplus,
+                      return_final_states or return_varlen_states, bounds, rounded, cp_context, process_group)
     if states is None:
         return y
     if bounds is None:
