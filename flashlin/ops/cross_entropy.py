@@ -385,23 +385,20 @@ def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
     written over the logits where it can be. penalty: times each row's highest logit it is added to the
     gradient of that logit."""
     terms, plan = terms_of(how), planned(_problem(how.call, logits.shape, how.needs_grad), logits.device)
-    on_torch = plan.problem.path == "torch"
     # before they are written over
     highest = logits.max(1, keepdim=True) if how.needs_grad and penalty is not None else None
-    if on_torch:
+    if plan.problem.path == "torch":
         loss, _, lse = torch_path.compute(logits, target, *terms)
+        if not how.needs_grad:
+            return loss, None
+        dlogits = torch_path.gradients(logits, target, lse, torch.ones_like(loss), *terms)
     else:
         readable, = as_planned((logits,), plan.problem.dot)
         loss, _, lse = kernels("cross_entropy", "forward").launch_forward(plan, readable, target, *terms)
-    if not how.needs_grad:
-        return loss, None
-    one = torch.ones_like(loss)
-    if on_torch:
-        dlogits = torch_path.gradients(logits, target, lse, one, *terms)
-    else:
-        dlogits = kernels("cross_entropy", "backward").launch_backward(plan, readable, target, lse, one,
-                                                                       *terms,
-                                                           True).to(logits.dtype)
+        if not how.needs_grad:
+            return loss, None
+        dlogits = kernels("cross_entropy", "backward").launch_backward(
+            plan, readable, target, lse, torch.ones_like(loss), *terms, True).to(logits.dtype)
     if highest is not None and penalty is not None:
         pull = highest.values.to(lse.dtype) * penalty
         dlogits.scatter_(1, highest.indices, (dlogits.gather(1, highest.indices) + pull).to(dlogits.dtype))
