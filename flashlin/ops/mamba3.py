@@ -103,14 +103,14 @@ def mamba3_siso_combined(
     op = "mamba3_siso_combined"
     return_final_states = scalars.flag("return_final_states", return_final_states)
     scalars.integer("chunk_size", chunk_size, 1, "an integer of at least 1")
-    b, T, H, _ = _check(Q, K, V, ADT, DT, Trap, Q_bias, K_bias)
+    _check(Q, K, V, ADT, DT, Trap, Q_bias, K_bias)
     bounds, n = check_packed(Q, cu_seqlens, None, "Q", values=True)
     if bounds is not None and n == 0:
         raise ValueError("cu_seqlens: got shape [1], need the edges of at least one sequence")
     states = _check_others(Q, V, Angles, D, Z, Input_States, n)
 
     given = (Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z)
-    dtype, wide = common_dtype(Q, K, V), widest(*given)
+    T, dtype, wide = V.shape[1], common_dtype(Q, K, V), widest(*given)
     packed = None if bounds is None else torch_path.packed_of(T, bounds)
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     own = step * trap.sigmoid()
@@ -163,10 +163,10 @@ def _with_first(y: Tensor, q: Tensor, found: Tensor, kept: Tensor, z: Tensor | N
 
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
-           K_bias: Tensor) -> tuple[int, int, int, int]:
-    """b, T, H and P."""
+           K_bias: Tensor) -> None:
+    """Check the tensors that every call has, but for Angles."""
     check_rows("V", V, "[b, T, H, P]", 4)
-    b, T, H, P = V.shape
+    b, T, H, _ = V.shape
     need_tensor("Q", Q, (b, T, None, None), "[b, T, G, N]", V.device, "V")
     G, N = Q.shape[2:]
     if N == 0 or N % 2 or not shareable(H, G):
@@ -177,7 +177,6 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tenso
         need_tensor(name, x, (b, H, T), "[b, H, T]", V.device, "V")
     for name, x in (("Q_bias", Q_bias), ("K_bias", K_bias)):
         need_tensor(name, x, (H, N), "[H, N]", V.device, "V")
-    return b, T, H, P
 
 
 def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Tensor | None, given: Any,

@@ -19,10 +19,9 @@ from flashlin.compat.tracing import transformed
 from flashlin.guards import scalars
 from flashlin.guards.tensors import need_tensor
 from flashlin.kernels.norm.recipe import LAYER, RMS
-from flashlin.ops import norm
 from flashlin.ops._common.casting import linear_dtype, wants_grad
 from flashlin.ops._common.entry import linear_entry, without_autocast
-from flashlin.ops.norm import Asked, Tensors, kind_of
+from flashlin.ops.norm import Asked, Tensors, checked, kind_of, run_norm
 from flashlin.policy import Policy
 
 Found = Tensor | tuple[Tensor, Tensor]
@@ -128,7 +127,7 @@ def rms_norm_swish_gate_linear(
 
 
 def _projected(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None, asked: Asked) -> Found:
-    asked, x = norm.checked(given, asked, "norm_weight", "norm_bias"), given.x
+    asked, x = checked(given, asked, "norm_weight", "norm_bias"), given.x
     asked = asked._replace(output_dtype=linear_dtype(x))
     need_tensor("linear_weight", linear_weight, (None, x.shape[-1]), "[E, D]", x.device, "x")
     if linear_bias is not None:
@@ -174,7 +173,7 @@ def _both(asked: Asked, *tensors: Any) -> Found:
     layer's weight and bias."""
     *given, weight, bias = tensors
     dtype = asked.output_dtype
-    normed = norm.run_norm(Tensors(*given), asked)
+    normed = run_norm(Tensors(*given), asked)
     y, *total = normed if isinstance(normed, tuple) else (normed,)
     out = F.linear(y, weight.to(dtype), None if bias is None else bias.to(dtype))
     return (out, total[0]) if total else out

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashlin.ops import simple_gla as family
 from flashlin.ops._common.chunked import Request
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.slopes import retention_slopes, slopes_dtype
-from flashlin.ops.simple_gla import run_simple_gla
+from flashlin.ops.simple_gla import run_parallel, run_simple_gla, v_first
 
 
 @entry
@@ -49,7 +48,7 @@ def fused_recurrent_retention(
     ``fused_recurrent_simple_gla``."""
     op = "fused_recurrent_retention"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
-                      state_v_first=family.v_first(op, state_v_first, transpose_state_layout),
+                      state_v_first=v_first(op, state_v_first, transpose_state_layout),
                       reverse=reverse)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True)
 
@@ -77,7 +76,7 @@ def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = No
     """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o,
     and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
     request = Request("parallel_retention", scale, None, False, cu_seqlens)
-    return family.run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q, k, v))
+    return run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q, k, v))
 
 
 @entry

@@ -52,9 +52,10 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
                     device=q.device, packed=request.cu_seqlens is not None, first=first)
     tensors = tuple(shard.there(x) if "T" in argument.shape else x
                     for x, argument in zip(tensors, family.arguments.values(), strict=True))
+    mine = alone._replace(h0=None if h0 is None else shard.own(h0), cu_seqlens=shard.bounds,
+                          cu_seqlens_cpu=shard.bounds_cpu)
     if shard.size == 1:
-        whole = alone._replace(cu_seqlens=shard.bounds, cu_seqlens_cpu=shard.bounds_cpu)
-        o, ht = run_chunked(family, whole, tensors, **how)
+        o, ht = run_chunked(family, mine, tensors, **how)
         return shard.back(o), ht
     options = ["own_edges"] * (context is not None) + ["few_qk_heads"] * bool(H % shard.size)
     asked = family.problem((*tensors, None, shard.bounds), chunked.Asked(
@@ -62,8 +63,6 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
     asked = asked._replace(ranks=shard.size, options=tuple(sorted({*asked.options, *options})))
     if planned(asked, q.device).problem.over == "heads":
         return _by_heads(family, alone, tensors, shard, how)
-    mine = alone._replace(h0=None if h0 is None else shard.own(h0), cu_seqlens=shard.bounds,
-                          cu_seqlens_cpu=shard.bounds_cpu)
 
     def carried(x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
         over = Over(how, shard, how.needs_grad, how.call)
