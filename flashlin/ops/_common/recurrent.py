@@ -224,8 +224,8 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
 
 
 def problem_of(x: Inputs, how: Any, *options: str) -> Problem:
-    """Return the problem of a call with the scalars of any operator here. options: its own beside its
-    flags."""
+    """Return the problem of a call with the scalars of any operator here. options: words that the operator
+    adds to the call's flags."""
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
     return problem_of_heads(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
