@@ -19,6 +19,13 @@ class Config(NamedTuple):
     num_stages: int
 
 
+class Strip(NamedTuple):
+    """What a program that has a chunk to itself takes at a time: columns of q and k, and columns of v."""
+    K: int
+    V: int
+    num_warps: int
+
+
 BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
 # the log decay that forgetting everything counts as: a multiple of it beside a sum costs no digits that
 # matter
@@ -56,31 +63,22 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def strip(full: int, size: int, bytes_each: int, target: Target) -> int:
-    """How much of the other side goes beside a ``full`` side in one state tile; half as much where dots need
-    three tf32 products."""
-    return max(16, min(64, padded(size), room(target).state * 2 // bytes_each // full))
+def over_k(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
+    """Yield the scans that hold all of V and a strip of K: dq and dk."""
+    for config in over_v(V, K, bytes_each, max_warps, target):
+        yield config._replace(BK=config.BV, BV=config.BK)
 
 
 def over_v(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
-    """Scans that hold all of K and a strip of V: forward and dv."""
-    BK = padded(K)
-    yield from _chunks(BK, strip(BK, V, bytes_each, target), bytes_each, max_warps, target)
-
-
-def over_k(K: int, V: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
-    """Scans that hold all of V and a strip of K: dq and dk."""
-    BV = padded(V)
-    yield from _chunks(strip(BV, K, bytes_each, target), BV, bytes_each, max_warps, target)
-
-
-def _chunks(BK: int, BV: int, bytes_each: int, max_warps: int, target: Target) -> Iterator[Config]:
+    """Yield the scans that hold all of K and a strip of V: forward and dv. The strip is half as wide where
+    dots need three tf32 products."""
+    BK, most = padded(K), room(target)
+    BV = max(16, min(64, padded(V), most.state * 2 // bytes_each // BK))
     # Choices, for speed. fp32 operands take twice the registers and shared memory, so their chunks are half
     # as long; with two warps chunks of 64 spill 2 to 45 KB (compiled for sm_100 with 3.6.0 and 3.9.0), chunks
     # of 32 barely. Beside a strip narrower than 64, chunks of 64 take half the time of chunks of 32 on an
     # H200, where they run at all (benchmarks/results/sweep-*); on other cards nobody has timed them.
     timed = min(BK, BV) >= 64 or is_hopper(target)
-    most = room(target)
     longest = most.longest // 2 if bytes_each == 4 else most.longest if max_warps >= 4 and timed else 32
     for BT in (64, 32, 16):
         for num_stages in most.stages:

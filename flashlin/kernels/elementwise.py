@@ -2,6 +2,9 @@
 torch, no triton."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from flashlin.guards.family import Sizes
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 
@@ -36,6 +39,8 @@ def heads_as_rows(sizes: Sizes) -> Sizes:
     return Sizes(T=sizes.B * sizes.T * sizes.H, K=sizes.K, V=sizes.K)
 
 
-def channels(sizes: Sizes) -> Sizes:
-    """Tokens of K channels, without heads."""
-    return sizes._replace(H=1)
+def having(**fixed: Any) -> Callable[[Sizes], Sizes]:
+    """Return what makes these sizes out of all others: H=1 of tokens without heads, T=1 of decoding."""
+    def counted(sizes: Sizes) -> Sizes:
+        return sizes._replace(**fixed)
+    return counted

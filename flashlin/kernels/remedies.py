@@ -17,12 +17,11 @@ from flashlin.guards.plan_types import Problem, Reason
 Rewrite = Callable[[Problem, Target, Reason], Problem | None]
 
 
-def chunk_mode(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    return problem._replace(mode="chunk") if problem.mode == "auto" else None
-
-
-def recurrent_mode(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    return problem._replace(mode="fused_recurrent") if problem.mode == "auto" else None
+def in_mode(mode: str) -> Rewrite:
+    """Make the remedy by which a call that leaves the mode open runs in this one."""
+    def choose(problem: Problem, target: Target, reason: Reason) -> Problem | None:
+        return problem._replace(mode=mode) if problem.mode == "auto" else None
+    return choose
 
 
 def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem | None:
@@ -93,8 +92,9 @@ class Remedy(NamedTuple):
 
 # Notes come in this order.
 REMEDIES: dict[str, Remedy] = {
-    "chunk_mode": Remedy(chunk_mode, lambda p: p.mode == "auto", True, "runs chunk by chunk"),
-    "recurrent_mode": Remedy(recurrent_mode, lambda p: p.mode == "auto", True, "runs token by token"),
+    "chunk_mode": Remedy(in_mode("chunk"), lambda p: p.mode == "auto", True, "runs chunk by chunk"),
+    "recurrent_mode": Remedy(in_mode("fused_recurrent"), lambda p: p.mode == "auto", True,
+                             "runs token by token"),
     "other_tile": Remedy(avoiding(), lambda p: -len(p.avoid), True, "runs with another tile"),
     "share_heads": Remedy(share_heads, lambda p: not p.over, True,
                           "gives each rank a share of the heads, by an all-to-all"),

@@ -198,9 +198,7 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         # what is suspected of such tiles is so with one stage, and none is taken that has not run
         sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
-                   and (problem.trial or launch_table.has_run(
-                       launch.config, (problem.op,), problem.dtype, target))
-                   for launch in sure.values())
+                   and may_start(launch, problem, target) for launch in sure.values())
         return tuple(sure.get(launch, launch) for launch in narrow) if fine else whole
     return made
 
@@ -240,6 +238,11 @@ def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
                key=lambda launch: spilled(launch, target))
 
 
+def least_spilled_that_fits(launches: Sequence[Launch], target: Target) -> Launch:
+    """Return the least spilled of those whose shared memory fits; the last one if none does."""
+    return least_spilled([one for one in launches if one.shared <= target.shared] or launches[-1:], target)
+
+
 def spilled(launch: Launch, target: Target) -> int:
     """Bytes that a thread spills, 0 of a launch that is not known to be slow."""
     slow = slow_here(target)
@@ -256,6 +259,11 @@ def objected(launch: Launch, target: Target) -> bool:
     return (launch.shared > target.shared or launch_table.trust(launch.config, target) == "failed"
             or any(issue.remedies and issue.hits(launch.traits, launch.num_warps, launch.num_stages)
                    for issue in issues_here(target)))
+
+
+def may_start(launch: Launch, problem: Problem, target: Target) -> bool:
+    """Return whether a launch that hangs or fails if it is wrong has run on such a card, or is tried now."""
+    return problem.trial or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
 
 
 def _chunks_of(BT: int) -> str:
@@ -304,5 +312,5 @@ def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: d
     launch = Launch(kernel, (grid,), 4, 1, tuple(tile.items()), shared,
                     span * max(problem.K, problem.V),
                     traits_of(problem, OVERLAPPED), part)
-    good = problem.T >= BUSY and launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
-    return launch if good or problem.trial else None
+    long = problem.trial or problem.T >= BUSY
+    return launch if long and may_start(launch, problem, target) else None

@@ -20,8 +20,8 @@ from flashlin.compat.traits import CALL, OVERLAPPED, TILE_FACTS, TRAITS, of_tile
 from flashlin.guards import checks
 from flashlin.guards.plan_types import Launch, Plan, traits_of
 from flashlin.kernels import families
-from flashlin.kernels.configs import Config
-from flashlin.kernels.dplr.recipe import Strip, narrow_grads, narrow_scores
+from flashlin.kernels.configs import Config, Strip
+from flashlin.kernels.dplr.recipe import narrow_grads
 from flashlin.kernels.families import FAMILIES
 from flashlin.kernels.scans import narrow_state
 from flashlin.policy import Policy, from_environment
@@ -160,7 +160,8 @@ def test_every_tile_that_failed_on_a_card_is_one_that_an_issue_objects_to() -> N
     for row in record["rows"]:
         BT, BK, BV = (row["tile"].get(name, 64) for name in ("BT", "BK", "BV"))
         warps, stages = row["num_warps"], row["num_stages"]
-        apart = {"dplr_prepare": narrow_scores(BT, BK), "dplr_grads": narrow_grads(BT, Strip(BK, BV, warps))}
+        apart = {"dplr_prepare": of_tile("narrow_scores", BT, BK),
+                 "dplr_grads": narrow_grads(BT, Strip(BK, BV, warps))}
         facts = apart.get(row["kernel"], narrow_state(Config(BT, BK, BV, warps, stages)))
         ids = {issue.id for issue in issues_here(on)
                if issue.traits & TILE_FACTS and issue.hits(facts | {"half_dot"}, warps, stages)}

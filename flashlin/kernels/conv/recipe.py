@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
-from flashlin.kernels.elementwise import block, cdiv, channels, moving
+from flashlin.kernels.elementwise import block, cdiv, having, moving
 
 FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
 CHANNELS = 128  # of a program, at most, but where a Config says more
@@ -72,10 +72,6 @@ def _states(kernel: str, problem: Problem) -> Launch:
                   shared=4 * BD * BW + 4096, span=problem.K * problem.V)
 
 
-def one_token(sizes: Sizes) -> Sizes:
-    return sizes._replace(T=1, H=1)
-
-
 MAX_WIDTH = 16  # taps of a filter, which are unrolled
 AXES, LIMITS = {"K": "channels", "V": "taps of a filter"}, (Limit("V", MAX_WIDTH, "filters of {} taps"),)
 _TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4),
@@ -89,5 +85,6 @@ SPECS = (
            in_place="causal_conv1d of one token"),
         Op("token_shift", "token_shift", options=("fixed",), typical=_SHIFTS),
         Op("causal_conv1d_fn", "causal_conv1d", options=("bias", "silu"))),
-        axes=AXES, typical={**_TYPICAL, **DECODING}, counted=channels, limits=LIMITS),
-    Family("conv_update", launches_of_update, axes=AXES, typical=DECODING, counted=one_token, limits=LIMITS))
+        axes=AXES, typical={**_TYPICAL, **DECODING}, counted=having(H=1), limits=LIMITS),
+    Family("conv_update", launches_of_update, axes=AXES, typical=DECODING, counted=having(T=1, H=1),
+           limits=LIMITS))

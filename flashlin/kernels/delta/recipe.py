@@ -77,12 +77,11 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         grads = [scans.over_tokens("delta_grads", problem, tile(strip), finishing(strip, num_stages),
                                    per_chunk | trait_set("mixed_sum"), num_stages)
                  for strip, num_stages in ways]
-        fits = [launch for launch in grads if launch.shared <= target.shared]
         back = _overlapped(problem, target, part, back=True)
         kernels.append(walk("delta_states", states))
         if part or not back:  # which of parts alone makes their gradients
             kernels.append(walk("delta_reverse", reverse, moved))
-        kernels += [*([back] if back else []), scans.least_spilled(fits or grads[-1:], target)]
+        kernels += [*([back] if back else []), scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
 

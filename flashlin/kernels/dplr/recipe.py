@@ -3,15 +3,13 @@ torch, no triton. Problem.H counts value heads; with b there are two writing vec
 one."""
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flashlin.compat.target import Target, lanes
 from flashlin.compat.traits import of_tile, trait_set
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
-from flashlin.kernels.configs import BLOCK, Config, over_v, padded
+from flashlin.kernels.configs import BLOCK, Config, Strip, over_v, padded
 from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 
@@ -21,13 +19,6 @@ from flashlin.kernels.recurrent import recipe as recurrent
 # thread.
 SHORT = 32
 WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
-
-
-class Strip(NamedTuple):
-    """What a program that has a chunk to itself takes at a time: channels, and columns of v."""
-    K: int
-    V: int
-    num_warps: int
 
 
 # Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
@@ -105,7 +96,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
     def facts(config: Config) -> frozenset[str]:
         """The facts of a scan's tile and of the tiles that come with it."""
-        forward = scans.narrow_state(config) | narrow_scores(config.BT, wide)
+        forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
     candidates = (config for config in over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
@@ -121,7 +112,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
                                  size * 4 * BT * width + 12 * BT ** 2, per_chunk | facts)
 
     def prepared(rest: str) -> Launch:
-        kinds = [preparing("dplr_prepare" + rest, width, narrow_scores(BT, width))
+        kinds = [preparing("dplr_prepare" + rest, width, of_tile("narrow_scores", BT, width))
                  for width in (wide, max(16, wide // 2))]
         every = [way for launch in kinds for way in (launch, *scans.ways(launch, problem))]
         return scans.least_spilled(every, target)
@@ -156,11 +147,6 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         kernels += [walk("dplr_states", single, scanning(single)),
                     walk("dplr_reverse", single, reverse(single)), *gradients]
     return tuple(kernels)
-
-
-def narrow_scores(BT: int, wide: int) -> frozenset[str]:
-    """The fact of a tile of scores, see compat/traits.py."""
-    return of_tile("narrow_scores", BT, wide)
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:

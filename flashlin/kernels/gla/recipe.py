@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
-from flashlin.guards import launch_table
 from flashlin.guards.family import Op, over_heads
 from flashlin.guards.plan_types import Launch, Problem, operands_of, traits_of
 from flashlin.kernels import scans
@@ -90,8 +89,8 @@ def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...]
     if target.backend == "interpreter":
         return True
     own = [launch for launch in launches if launch.kernel.endswith(("_one", "_rest"))]
-    return fit and release(target.triton) >= TRIED and (problem.trial or all(
-        launch_table.has_run(launch.config, (problem.op,), problem.dtype, target) for launch in own))
+    return fit and release(target.triton) >= TRIED and all(
+        scans.may_start(launch, problem, target) for launch in own)
 
 
 SPECS = (over_heads(

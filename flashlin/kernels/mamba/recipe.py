@@ -10,7 +10,7 @@ from flashlin.compat.target import Target
 from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.conv.recipe import AXES, CHANNELS, DECODING, LIMITS
-from flashlin.kernels.elementwise import block, cdiv, channels, moving
+from flashlin.kernels.elementwise import block, cdiv, having, moving
 
 STATE_UPDATE, WINDOW = "state_update", "conv_window"
 ELEMENTS = 2048  # of the state in a program: 16 a thread
@@ -31,16 +31,12 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                    span=elements),)
 
 
-def _one_token(sizes: Sizes) -> Sizes:
-    return sizes._replace(T=1)
-
-
 MAX_STATE = 4096  # columns of a state, which a program adds up
 SPECS = (
     Family(WINDOW, launches,
            (Op("mamba_causal_conv1d_update", "causal_conv1d", in_place="causal_conv1d_fn"),),
-           axes=AXES, typical=DECODING, counted=channels, limits=LIMITS),
+           axes=AXES, typical=DECODING, counted=having(H=1), limits=LIMITS),
     Family(STATE_UPDATE, launches, (Op("selective_state_update", "state_update", in_place="plain torch"),),
            axes={"K": "columns of a head's state", "V": "size of a head"},
-           typical={"decoding": Sizes(128, 1, 80, 128, 64)}, counted=_one_token,
+           typical={"decoding": Sizes(128, 1, 80, 128, 64)}, counted=having(T=1),
            limits=(Limit("K", MAX_STATE, "states of {} columns"),)))

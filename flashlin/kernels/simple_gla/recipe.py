@@ -1,23 +1,13 @@
 """Which launches a scalar-decay problem makes. Plain Python: no tensor, no torch, no triton."""
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flashlin.compat.target import Target
 from flashlin.compat.versions import release
 from flashlin.guards.family import Op, Sizes, over_heads
 from flashlin.guards.plan_types import Launch, Problem, traits_of
 from flashlin.kernels import scans
-from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_k, over_v, padded
+from flashlin.kernels.configs import BLOCK, Config, Strip, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
-
-
-class Strip(NamedTuple):
-    """Of the gradients, the columns of q and k and of v that a program has at a time, and its warps."""
-    K: int
-    V: int
-    num_warps: int
-
 
 # Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where
 # heads share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled
@@ -153,8 +143,7 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
         kernel, heads = ("simple_gla_shared", {"BH": HEADS}) if several else ("simple_gla_grads", {})
         found.append(scans.over_tokens(kernel, problem, dict(BT=BT, BK=BK, BV=BV, **heads), shared, traits,
                                        num_warps=strip.num_warps))
-    fits = [launch for launch in found if launch.shared <= target.shared]
-    return scans.least_spilled(fits or found[-1:], target)
+    return scans.least_spilled_that_fits(found, target)
 
 
 def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
