@@ -128,7 +128,7 @@ class Batch:
         shared = {"T": self.T, "H": self.H, "HV": self.HV, "L": self.L, **self.x._asdict(), **more}
         for part in self.slices:
             n = part.stop - part.start
-            mine = shared if n == self.N else self._cut(shared, part)
+            mine = shared if n == self.N else cut(shared, part)
             mine["N"], mine["part"] = n, part
             mine["rows"] = rows = self.B * self.T if self.packed else n * self.T
             mine["S"], mine["slots"] = -(-rows // (BT * n)) or 1, rows // BT + n + 1
@@ -136,15 +136,16 @@ class Batch:
             yield mine
             mine.clear()  # scratch goes before gradients are added up
 
-    def _cut(self, shared: dict[str, Any], part: slice) -> dict[str, Any]:
-        """The same for some of the sequences. Packed ones keep the whole row: their bounds are what is cut."""
-        mine = {name: x[part] if self._is_divided(name, x) else x for name, x in shared.items()}
-        if self.packed:
-            mine["bounds"] = self.x.bounds[part.start:part.stop + 1]
-        return mine
 
-    def _is_divided(self, name: str, x: object) -> bool:
-        return isinstance(x, torch.Tensor) and (name in STATES or (x.ndim > 2 and not self.packed))
+def cut(given: dict[str, Any], part: slice) -> dict[str, Any]:
+    """Return what some of the sequences have of a launch's values. Packed ones keep the whole row: of theirs
+    the states and the bounds are cut."""
+    packed = given["bounds"] is not None
+    mine = {name: x[part] if isinstance(x, torch.Tensor) and (name in STATES or (x.ndim > 2 and not packed))
+            else x for name, x in given.items()}
+    if packed:
+        mine["bounds"] = given["bounds"][part.start:part.stop + 1]
+    return mine
 
 
 def parts(plan: Plan, N: int, most: int = 0) -> list[slice]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashlin.compat.launch import start
 from flashlin.guards.plan_types import Launch, Plan
-from flashlin.kernels.batch import parts
+from flashlin.kernels.batch import cut, parts
 from flashlin.kernels.hgrn.recipe import segments
 from flashlin.kernels.tile_ops import sequence_of, zero_gaps
 
@@ -194,8 +194,8 @@ def launch_forward(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: 
     ht = x.new_empty((N, x.shape[2]), dtype=torch.float32) if has_ht else None
     if N == 0:  # no program would run to write them
         return o.zero_(), ht
-    walk(plan, plan.launch("hgrn_forward"), hgrn_forward, 1, split, "x", dict(x=x, g=g, o=o, bounds=bounds),
-         dict(h0=h0, ht=ht))
+    walk(plan, plan.launch("hgrn_forward"), hgrn_forward, 1, split, "x", x=x, g=g, o=o, bounds=bounds, h0=h0,
+         ht=ht)
     return o, ht
 
 
@@ -206,28 +206,21 @@ def fills_gaps(split: list[slice], bounds: Tensor | None) -> bool:
 
 
 def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice], walked: str,
-         rows: dict[str, Any], states: dict[str, Tensor | None]) -> None:
+         **tensors: Any) -> None:
     """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
     have more than one.
 
-    step: 1 or -1, as of hgrn_ends. walked: the name of what states are made of. rows, states: the kernel's
-    tensors by name, those [B, T, D] with bounds and those [N, D].
+    step: 1 or -1, as of hgrn_ends. walked: the name of what states are made of. tensors: the kernel's, by
+    name.
     """
-    _, T, D = rows["g"].shape
-    S, packed = segments(plan.problem, plan.target), rows["bounds"] is not None
+    _, T, D = tensors["g"].shape
+    S, packed = segments(plan.problem, plan.target), tensors["bounds"] is not None
     strips = -(-D // launch.block("BD"))
     for part in split:
         n = part.stop - part.start
-        if len(split) > 1:
-            # packed sequences keep the whole row: their bounds are what is cut
-            own = {name: None if x is None else x[part] for name, x in states.items()}
-            own |= {name: x if packed or x is None else x[part] for name, x in rows.items()}
-            if packed:
-                own["bounds"] = rows["bounds"][part.start:part.stop + 1]
-        else:
-            own = rows | states
+        own = cut(tensors, part) if len(split) > 1 else tensors
         # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
-        decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=rows["g"].device)
+        decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=tensors["g"].device)
         sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D)
         if S > 1:
             start(plan.launch("hgrn_ends"), hgrn_ends, n * (S - 1) * strips, dict(
