@@ -266,9 +266,8 @@ def launch_forward(
     return y, ht
 
 
-def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None,
-           residual: Tensor | None, cache: Tensor, silu: bool,
-           dtype: torch.dtype) -> Tensor:
+def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+           cache: Tensor, silu: bool, dtype: torch.dtype) -> Tensor:
     """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the
     others contiguous."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -86,8 +86,7 @@ def cross_entropy_forward(
 
 
 def launch_forward(plan: Plan, logits: Tensor, target: Tensor, scale: float, cap: float | None,
-        smoothing: float, squares: float, ignore_index: int) -> tuple[Tensor, Tensor,
-        Tensor]:
+                   smoothing: float, squares: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32
     or int64, contiguous, of any values."""
     N, V = logits.shape

@@ -317,17 +317,9 @@ def delta_grads(
             K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
 
 
-def launch_backward(
-    plan: Plan,
-    x: Inputs,
-    how: Scalars,
-    do: torch.Tensor,
-    dht: torch.Tensor | None,
-    needs: frozenset[str],
-    A: torch.Tensor,
-    A_low: torch.Tensor | None,
-    lines: torch.Tensor,
-) -> dict[str, torch.Tensor | None]:
+def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
+                    needs: frozenset[str], A: torch.Tensor, A_low: torch.Tensor | None,
+                    lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """The gradients by name, for launch_forward's tensors and what it kept; do [B, T, HV, V], dht like its
     final state. Those of beta, g and h0 are fp32."""
     batch, whole = Batch(plan, x), needs != STATE_ALONE

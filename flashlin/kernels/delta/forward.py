@@ -335,9 +335,8 @@ def delta_states(
         put(u, b_u, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
 
 
-def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None,
-                                                                 torch.Tensor,
-                                                      torch.Tensor | None, torch.Tensor]:
+def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
+        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(o, final state or None), then what backward wants again: A [B, T, HV, 64], the inverse of each chunk
     in rows of its length; of 16 bits A_low, what its rounding lost; lines [2, HV, B * T] of beta and summed
     g, fp32. Starts the plan's launches."""

@@ -341,8 +341,7 @@ UNREAD = {MIX: "h", SCALE: "marks"}  # which backward's kernel does not take
 
 
 def launch_backward(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
-                    bound: float | None,
-        sums: bool) -> list[Tensor | None]:
+                    bound: float | None, sums: bool) -> list[Tensor | None]:
     """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors:
     what launch_forward got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
     contiguous gradients of what it gave."""

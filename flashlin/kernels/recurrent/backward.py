@@ -207,8 +207,8 @@ def recurrent_backward(
 
 
 def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float,
-                    do: torch.Tensor,
-        dht: torch.Tensor | None, needed: frozenset[str]) -> dict[str, torch.Tensor]:
+                    do: torch.Tensor, dht: torch.Tensor | None,
+                    needed: frozenset[str]) -> dict[str, torch.Tensor]:
     """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
     h0 if ``needed``; q and k, and a and b, are needed together. x: launch_forward's tensors, all contiguous.
     do like o, dht like the final state, contiguous."""

@@ -279,9 +279,8 @@ def recurrent_forward(
 
 
 def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool,
-                   out_dtype: torch.dtype,
-        in_place: bool = False, indices: torch.Tensor | None = None) -> tuple[torch.Tensor,
-        torch.Tensor | None, torch.Tensor | None]:
+                   out_dtype: torch.dtype, in_place: bool = False, indices: torch.Tensor | None = None,
+                   ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
 
     x: all contiguous but q, k and v, whose tokens may lie further apart, and the states of a pool, which may,

@@ -105,8 +105,8 @@ def recurrent_pool(
 
 
 def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor,
-                accepted: torch.Tensor | None,
-        flags: tuple[str, ...], scale: float, out_dtype: torch.dtype) -> torch.Tensor:
+                accepted: torch.Tensor | None, flags: tuple[str, ...], scale: float,
+                out_dtype: torch.dtype) -> torch.Tensor:
     """o [B, T, HV, V], after writing to the pool [P, HV, V, K]. x without h0, all contiguous but q, k and v,
     whose tokens may lie further apart; indices [N, columns] contiguous, accepted and bounds of its dtype;
     each state of the pool contiguous."""

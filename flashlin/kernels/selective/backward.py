@@ -270,7 +270,7 @@ def launch_backward(
         scratch = u.new_empty((launch.grid[0], SEGMENT // 2, launch.block("BN"), launch.block("BD")),
                               dtype=torch.float32)
         start(launch, selective_backward, launch.grid[0], dict(
-            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=dy),
+            arguments(u, delta, A, B, C, dy, D, z, bias, softplus=softplus),
             dy=dy, states=states, dlast=None if dlast is None else wide(dlast), du=du, ddelta=ddelta, dz=dz,
             dA=dA, dB=dB, dC=dC, dskip=dskip, dbias=dbias, scratch=scratch, b_count=b,
             O_TOGETHER=together(du), **strides(du, "o_b", "o_d", "o_t")))

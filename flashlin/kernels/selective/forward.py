@@ -299,18 +299,16 @@ def launch_forward(
     if last.numel():
         launch = plan.launch("selective_forward")
         start(launch, selective_forward, launch.grid[0], dict(
-            arguments(u, delta, A, B, C, D, z=z, bias=bias, softplus=softplus, like_y=y),
+            arguments(u, delta, A, B, C, y, D, z, bias, softplus=softplus),
             y=y, states=states, last=last))
     return y, last, states
 
 
 def arguments(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, like_y: Tensor,
+    D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     *,
-    z: Tensor | None, bias: Tensor | None,
     softplus: bool,
-    like_y: Tensor,
 ) -> dict[str, Any]:
     """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
     are taken here."""
