@@ -89,7 +89,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         # ours have a slot more, which no token sees
         state = None if initial_states is None else F.pad(initial_states, (1, 0))
         y, final = conv.convolve(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
-                                    return_final_states)
+                                 return_final_states)
     y = y.transpose(1, 2)
     y = y.contiguous() if x.is_contiguous() else y
     if final is None:

@@ -118,8 +118,7 @@ def fused_recurrent_delta_rule(
     initial_state keeps its gradient.
     """
     op = "fused_recurrent_delta_rule"
-    flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                            state_v_first=state_v_first)
+    flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
     return run_recurrent(op, Inputs(q, k, v, beta, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state, state_indices, inplace_state)
 

@@ -132,7 +132,6 @@ def fused_recurrent_dplr_delta_rule(
 
     Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
     """
-    op = "fused_recurrent_dplr_delta_rule"
-    return run_recurrent(op, Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens),
-                         flags_of(reverse=reverse), scale, output_final_state,
-                         called={"gk": "gk", "a": "a", "b": "b"})
+    inputs = Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens)
+    return run_recurrent("fused_recurrent_dplr_delta_rule", inputs, flags_of(reverse=reverse), scale,
+                         output_final_state, called={"gk": "gk", "a": "a", "b": "b"})

@@ -173,9 +173,8 @@ def fused_recurrent_gated_delta_rule(
     if use_beta_sigmoid_in_kernel and beta is None:
         raise ValueError(f"{op}: beta: got None, need a tensor with use_beta_sigmoid_in_kernel")
     flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                            allow_neg_eigval=allow_neg_eigval,
-                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+                     use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+                     state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, g, None, gk, gv, A_log=A_log, dt_bias=dt_bias, h0=initial_state,
                     bounds=cu_seqlens)
     return run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state)

@@ -140,7 +140,7 @@ def fused_recurrent_gdn2(
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
     A_log, dt_bias, bound = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     flags = flags_of("delta", "erase", bound=bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+                     state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, w, gk=g, a=b, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
     return run_recurrent(op, inputs, flags, scale, output_final_state,
                          called={"gk": "g", "a": "b", "beta": "w"})

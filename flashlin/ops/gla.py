@@ -99,8 +99,7 @@ def fused_recurrent_gla(
     """
     op = "fused_recurrent_gla"
     check_qkv(q, k, v)
-    flags = flags_of(reverse=reverse,
-                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+    flags = flags_of(reverse=reverse, state_v_first=v_first(op, state_v_first, transpose_state_layout))
     return run_recurrent(op, Inputs(q, k, v, gk=gk, gv=gv, h0=initial_state, bounds=cu_seqlens), flags, scale,
                          output_final_state)
 

@@ -231,9 +231,8 @@ def fused_recurrent_kda(
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     A_log, dt_bias, bound = gate_of(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     flags = flags_of("delta", bound=bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                            allow_neg_eigval=allow_neg_eigval,
-                            state_v_first=v_first(op, state_v_first, transpose_state_layout))
+                     use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+                     state_v_first=v_first(op, state_v_first, transpose_state_layout))
     inputs = Inputs(q, k, v, beta, gk=g, A_log=A_log, dt_bias=dt_bias, h0=initial_state, bounds=cu_seqlens)
     return run_recurrent(op, inputs, flags, scale, output_final_state, state_indices, inplace_state,
                          called={"gk": "g", "beta": "beta"})

@@ -108,10 +108,9 @@ def fused_recurrent_rwkv6(
     v, w and initial_state get wrong ones wherever the loss depends on it; shapes and cu_seqlens are checked,
     CPU tensors work.
     """
-    op = "fused_recurrent_rwkv6"
-    return run_recurrent(op, Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens),
-                         flags_of("before", reverse=reverse), scale, output_final_state,
-                         called={"q": "r", "gk": "w", "bonus": "u"})
+    inputs = Inputs(r, k, v, gk=w, bonus=u, h0=initial_state, bounds=cu_seqlens)
+    return run_recurrent("fused_recurrent_rwkv6", inputs, flags_of("before", reverse=reverse), scale,
+                         output_final_state, called={"q": "r", "gk": "w", "bonus": "u"})
 
 
 @entry

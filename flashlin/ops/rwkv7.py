@@ -112,10 +112,9 @@ def fused_mul_recurrent_rwkv7(
     Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does, kk
     and a included.
     """
-    op = "fused_mul_recurrent_rwkv7"
-    return run_recurrent(op, Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens),
-                         flags_of("rate", reverse=reverse), scale, output_final_state,
-                         called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
+    inputs = Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens)
+    return run_recurrent("fused_mul_recurrent_rwkv7", inputs, flags_of("rate", reverse=reverse), scale,
+                         output_final_state, called={"q": "r", "gk": "w", "a": "kk", "b": "a"})
 
 
 @entry
