@@ -2,8 +2,8 @@
 it. explain: one call's plan.
 
 What doctor says is what happens: its lines are dispatch's own plans. Works with torch and Triton broken or
-missing. How it is made: ``machine`` asks this machine, ``outlook`` plans typical calls, ``quick``
-really runs some, ``report`` shows it.
+missing. How it is made: ``machine`` asks this machine, ``typical_plans`` plans typical calls,
+``self_test`` really runs some, ``report`` shows it.
 """
 from __future__ import annotations
 
@@ -88,11 +88,9 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
         planned = {name: typical_plans.typical(name, card, machine.policy) for name in ops}
         rows += [typical_plans.summary(name, where, planned[name]) if not stopped[name] else
                  OpPlan(op=name, where=where, path="cannot run", way="cannot run", verdict="problem",
-                        because=stopped[name],
-                        remedy="see the checks", evidence="no record") for name in ops]
-        issues += [typical_plans.issue_row(issue, where,
-                                     [plan for plans in planned.values() for plan in plans.values()])
-                   for issue in issues_here(card)]
+                        because=stopped[name], remedy="see the checks", evidence="no record") for name in ops]
+        plans = [plan for of_op in planned.values() for plan in of_op.values()]
+        issues += [typical_plans.issue_row(issue, where, plans) for issue in issues_here(card)]
         checks += typical_plans.unknown(where, card)
         if run and not machine.stops_everything:
             ran += self_test.watch(where.split(", ")[0], op, machine.policy)

@@ -83,10 +83,9 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
         models={re.sub(r"^.*(modeling|modular|unsloth_compiled_module)_", "", where): frozenset((one.kernel, one.implementation) for one in ones)
                 for where, ones in calls.items() if FILES.fullmatch(where)},
         patched=frozenset(patching._in_force))
-    found_out = Section(tuple(_package(name, version, imports, calls, machine.torch is not None)
-                              for name, version in versions.items()),
-                        tuple(_bindings(calls, imports, stack)), tuple(_flaws(stack)))
-    return found_out, imports
+    rows = tuple(_package(name, version, imports, calls, machine.torch is not None)
+                 for name, version in versions.items())
+    return Section(rows, tuple(_bindings(calls, imports, stack)), tuple(_flaws(stack))), imports
 
 
 def distributions() -> dict[str, str]:
