@@ -59,9 +59,8 @@ def _register_operators(_: object = None) -> None:
     """Import every module that defines torch.library operators."""
     from flashlin.kernels.families import PUBLIC
     _no_longer_watch()
-    for module in sorted({f"flashlin.ops.{op.module}" for op in PUBLIC.values()}):
-        import_module(module)
-    for module in ("flashlin.serving.delta", "flashlin.tokens"):
+    of_ops = {f"flashlin.ops.{op.module}" for op in PUBLIC.values()}
+    for module in sorted({*of_ops, "flashlin.serving.delta", "flashlin.tokens"}):
         import_module(module)
 
 
