@@ -25,7 +25,7 @@ from flashlin.integrations.bindings import named_like
 from flashlin.integrations.calling import by_name
 from flashlin.integrations.model_fixes import mend, warning
 from flashlin.integrations.on_a_cpu import explaining
-from flashlin.integrations.patching import Patch, comes
+from flashlin.integrations.patching import Patch
 from flashlin.kernels.families import PUBLIC
 
 # What fla's Mamba layers take of mamba_ssm and causal_conv1d, None where those are missing.
@@ -72,17 +72,8 @@ OPTIONS = tuple(inspect.signature(flashlin.FusedCrossEntropyLoss).parameters)
 
 
 class FlaPatch(Patch):
-    package = "fla"
+    package, distribution = "fla", "flash-linear-attention"
     watched = ("fla",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()  # models that have been warned about
-
-    def begin(self) -> None:
-        if not comes("fla"):
-            raise ImportError("fla is not installed: pip install flash-linear-attention", name="fla")
-        super().begin()
 
     def left(self) -> dict[str, str]:
         ops = sys.modules.get("fla.ops")
@@ -92,7 +83,7 @@ class FlaPatch(Patch):
         return {**dict.fromkeys(theirs, why), **self.bindings.left}
 
     def reads(self, name: str) -> bool:
-        return name.partition(".")[0] == "fla" and not any(part in name for part in OTHER_HARDWARE)
+        return super().reads(name) and not any(part in name for part in OTHER_HARDWARE)
 
     def read(self, module: ModuleType) -> None:
         activations = "activations" in module.__name__
@@ -132,7 +123,7 @@ class FlaPatch(Patch):
                 does.append("runs on any device")
             if name == FORWARD and kind.__name__ in MODEL_OF:
                 model = MODEL_OF[kind.__name__]
-                stand_in = warning(stand_in, model, self._said, mixes=MIXES.get(model, ""),
+                stand_in = warning(stand_in, model, self.said, mixes=MIXES.get(model, ""),
                                    ahead=AHEAD.get(model, ""))
                 does.append(f"warns of {'packed rows' if model in MIXES else 'training'}")
             if name == PREPARE and takes(method, COUNTED_BY) and not takes(method, NEW) and prepares_by(NEW):

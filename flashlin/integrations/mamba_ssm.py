@@ -90,9 +90,6 @@ class PackagePatch(Patch):
             self._fill()
         super().begin()
 
-    def reads(self, name: str) -> bool:
-        return name.partition(".")[0] == self.package
-
     def end(self) -> None:
         if self._stand_ins is not None:
             self._stand_ins.end()

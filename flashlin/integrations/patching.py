@@ -29,13 +29,18 @@ CARRIERS = {"fla": "unsloth_zoo"}  # who may bring a copy of a package and load 
 class Patch:
     """What is done to one package. Subclasses say how; ``bindings`` knows what was done."""
     package = ""
+    distribution = ""  # what pip calls the package, if it must be installed
     watched: Sequence[str] = ()  # packages whose modules may bring more when they are imported
 
     def __init__(self) -> None:
         self.bindings = Bindings()
+        self.said: set[str] = set()  # models that have been warned about
 
     def begin(self) -> None:
         """Patch what is loaded. ImportError where there is nothing to patch, and never will be."""
+        if self.distribution and not comes(self.package):
+            raise ImportError(f"{self.package} is not installed: pip install {self.distribution}",
+                              name=self.package)
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and self.reads(name):
                 self.read(module)
@@ -48,8 +53,8 @@ class Patch:
             self.bindings.sweep([module])
 
     def reads(self, name: str) -> bool:
-        """Whether ``read`` wants the module of this name."""
-        return False
+        """Return True if ``read`` wants the module of this name."""
+        return name.partition(".")[0] == self.package
 
     def read(self, module: ModuleType) -> None:
         """Note what takes the place of what this module defines."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from flashlin.compat.known_flaws import UNPATCHED
 from flashlin.integrations.bindings import MISSING, free_variables, layers, named_like
-from flashlin.integrations.patching import Patch, arrived, found
+from flashlin.integrations.patching import Patch, arrived
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
 UNSLOTH = "unsloth_zoo.compiler"  # writes modeling files anew
@@ -134,7 +134,7 @@ def is_modeling(name: str) -> bool:
 class TransformersPatch(Patch):
     """See the module. What it cannot do: models compiled or exported before keep what was traced; a
     ``kernelize`` with a mapping of one's own, called later, puts its kernels over flashlin's."""
-    package = "transformers"
+    package = distribution = "transformers"
     watched = ("transformers", "transformers_modules", "unsloth_compiled_module*", "unsloth_zoo")
 
     def __init__(self) -> None:
@@ -142,11 +142,8 @@ class TransformersPatch(Patch):
         self._done: weakref.WeakSet[ModuleType] = weakref.WeakSet()
         self._in_layers: dict[tuple[str, str], Any] = {}  # (module, attribute of its layers) -> stand-in
         self._lazily: dict[str, ModuleType] = {}
-        self._said: set[str] = set()
 
     def begin(self) -> None:
-        if not found("transformers"):
-            raise ImportError("transformers is not installed: pip install transformers", name="transformers")
         super().begin()
         if self._in_layers:
             self._see_layers(layers())
@@ -283,7 +280,7 @@ class TransformersPatch(Patch):
             forward = vars(one).get("forward")
             if isinstance(forward, FunctionType) and not self.bindings.knows(forward):
                 ours = watched(forward, by_seq_idx="selective_scan_fn" not in kernels and told,
-                               said=self._said, mixes=mixes, but_flash=own_mask)
+                               said=self.said, mixes=mixes, but_flash=own_mask)
                 self.bindings.stand(one, "forward", ours, "its own forward, told of packed rows")
 
     def _see_masks(self, module: ModuleType) -> None:

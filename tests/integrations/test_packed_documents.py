@@ -131,7 +131,7 @@ def test_a_single_document_is_no_reason_to_warn() -> None:
     mask[0, :5] = 0
     places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     with torch.no_grad(), flashlin.patched("transformers"):
-        vars(patching._in_force["transformers"])["_said"].clear()
+        patching._in_force["transformers"].said.clear()
         for model in ("mamba", "glm5_next"):
             made = build(named(model))
             for marks in ({"attention_mask": mask}, {"position_ids": places, "attention_mask": mask}):

@@ -201,7 +201,7 @@ def test_documents_of_a_row_are_kept_apart_or_one_warning_says_why_not(name: str
     said: list[str] = []
     with torch.no_grad(), flashlin.patched("transformers"):
         for marks in MARKS.values():
-            vars(patching._in_force["transformers"])["_said"].clear()
+            patching._in_force["transformers"].said.clear()
             with warnings.catch_warnings(record=True) as now:
                 warnings.simplefilter("always")
                 apart = packed(model, **marks) < 2e-6
