@@ -1,5 +1,6 @@
-"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES; dispatch, doctor,
-``flashlin why``, docs/TROUBLESHOOTING.md and the tests read that tuple.
+"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES, or ``_Compiled(...)`` if
+a test compiles its proof. Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read that
+tuple.
 
 Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on
 the problem, never on an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with
@@ -8,7 +9,7 @@ to hear.
 """
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from flashlin.compat.known import END, FLA, ILLEGAL, PRE_VOLTA, TRITON, KnownIssue
 from flashlin.compat.target import Target
@@ -34,6 +35,13 @@ _DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
 # of other packages' kernels only
 _FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
+# Issues that have facts in common: of which a test compiles the proof, of Triton's autotuner, and of tiles
+# that are too narrow for Hopper.
+_Compiled = partial(KnownIssue, proof=_PROVEN, confidence="compiled")
+_OfTuner = partial(KnownIssue, traits=_TUNED, proof=_TUNING, confidence="ran")
+_Narrow = partial(
+    KnownIssue, symptoms=(ILLEGAL,), since="3.3.0", capabilities=ON_HOPPER, min_warps=4,
+    remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran")
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
@@ -42,7 +50,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         capabilities=(PRE_VOLTA, VOLTA), need="a card of compute capability 7.0 or newer, or the torch path",
         remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility",
         proof="Triton's readme", confidence="documented"),
-    KnownIssue(
+    _Compiled(
         id="bf16-pre-ampere-32",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher; dots raise IndexError: map::at on "
                "sm_75",
@@ -51,40 +59,35 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=trait_set("bf16"),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
-        proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16",
-        confidence="compiled"),
-    KnownIssue(
+        proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16"),
+    _Compiled(
         id="half-dot-volta-32",
         effect="the compiler aborts: Failed to compute parent layout for slice layout",
         symptoms=("LLVM ERROR: Failed to compute parent layout for slice layout",),
         since="3.2.0", fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=_HALF_DOT,
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN,
-        confidence="compiled"),
-    KnownIssue(
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path")),
+    _Compiled(
         id="mma-to-mma-volta",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
         symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=(VOLTA, TURING), traits=trait_set("half_dot", "mixed_sum"),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=TRITON + "4492",
-        proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=TRITON + "4492"),
+    _Compiled(
         id="v-first-volta",
         effect="Unsupported Shared -> DotOperand[MMAv1] conversion, or an abort (3.2): products with a "
                "state stored [V, K]",
         symptoms=("Unsupported Shared -> DotOperand[MMAv1] conversion",
                   "LLVM ERROR: Failed to emit transfer from register to shared"),
         fixed_in="3.3.0", capabilities=(VOLTA, TURING), traits=trait_set("half_dot", "v_first"),
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN_HERE_ONLY,
-        confidence="compiled"),
-    KnownIssue(
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="half-dot-33-pre-ampere",
         effect="'Unsupported conversion from bf16 to f16', 'Unsupported rounding mode for conversion': "
                "every dot on 16-bit operands fails to compile",
         symptoms=("Unsupported conversion from bf16 to f16", "Unsupported conversion from f16 to f16",
                   "LLVM ERROR: Unsupported rounding mode for conversion"),
         since="3.3.0", fixed_in="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
-        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=FLA + "458",
-        proof=_PROVEN, confidence="compiled"),
+        need="fp32 operands, or Triton 3.4", remedies=("via_fp32", "torch_path"), url=FLA + "458"),
     KnownIssue(
         id="half-dot-34-pre-ampere",
         effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes "
@@ -93,168 +96,152 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         spared=_FOREIGN,  # what its own author has asked for runs, if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+    _Compiled(
         id="tf32-dot-turing-32",
         effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
         symptoms=("IndexError: map::at",),
         fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=trait_set("tf32_dot"),
         need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
-        remedies=("torch_path",), url=FLA + "75", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        remedies=("torch_path",), url=FLA + "75"),
+    _Compiled(
         id="mma-to-mma-31",
         effect="the process aborts: mma -> mma layout conversion is only supported on Ampere",
         symptoms=("mma -> mma layout conversion is only supported on Ampere",),
         fixed_in="3.2.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
         need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"),
-        url=TRITON + "4492", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        url=TRITON + "4492"),
+    _Compiled(
         id="reshape-outs-32", effect="the process aborts: assertion in LinearLayout::reshapeOuts",
         symptoms=("LinearLayout::reshapeOuts",
                   "Assertion `getTotalOutDimSize() == std::accumulate"),
         since="3.2.0", fixed_in="3.3.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196",
-        proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196"),
+    _Compiled(
         id="stmatrix-33", effect="PassManager::run failed: chooseStMatrixLayoutLeadingOffset",
         symptoms=("chooseStMatrixLayoutLeadingOffset", "Assertion `instrN >= numColsPerChunk"),
         since="3.3.0", fixed_in="3.4.0", capabilities=ON_HOPPER, traits=_DOT, min_warps=8,
-        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196",
-        proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        need="at most 4 warps, or Triton 3.4", remedies=("limit_num_warps", "torch_path"), url=FLA + "196"),
+    _Compiled(
         id="tall-state-32",
         effect="the compiler aborts: 'Failed to emit transfer from register to shared' (3.2), UNREACHABLE "
                "(3.0, 3.1)",
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
-        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("tall_state", "half_dot"),
-        min_warps=4,
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("tall_state", "half_dot"), min_warps=4,
         need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
-        remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known",
-        confidence="compiled"),
-    KnownIssue(
+        remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known"),
+    _Compiled(
         id="narrow-state-32",
         effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed to emit "
                "transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and "
                "3.1); beside fewer columns it compiles, and nobody has run it",
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
-        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"),
-        min_warps=4, need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
-        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
-    KnownIssue(
+        fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"), min_warps=4,
+        need="chunks of 32 tokens, or Triton 3.3", remedies=("other_tile", "torch_path"),
+        proof=_PROVEN_HERE_ONLY),
+    _Narrow(
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
                "columns, with one stage, or rows, with two; or columns with any, where a tensor does not "
                "begin at a multiple of 16 bytes, since nothing is on its way then (the chunk ops copy these)",
-        symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"),
-        min_warps=4,
+        traits=trait_set("half_dot", "narrow_state"),
         need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with "
-             "one, but not with two; nobody has run another release)",
-        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
-    KnownIssue(
+             "one, but not with two; nobody has run another release)"),
+    _Narrow(
         id="hopper-narrow-scores",
         effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
                "channels at a time",
-        symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_scores"),
-        min_warps=4, need="64 channels at a time, or chunks of 32 tokens",
-        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
-    KnownIssue(
+        traits=trait_set("half_dot", "narrow_scores"),
+        need="64 channels at a time, or chunks of 32 tokens"),
+    _Narrow(
         id="hopper-narrow-grads",
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
                "channels at a time, or fewer than 64 beside more than 32 columns",
-        symptoms=(ILLEGAL,),
-        since="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_grads"),
-        min_warps=4,
-        need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)",
-        remedies=("other_tile", "torch_path"), url=TRITON + "11366", proof=_NARROW, confidence="ran"),
-    KnownIssue(
+        traits=trait_set("half_dot", "narrow_grads"),
+        need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)"),
+    _Compiled(
         id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',
                   *(f"Value '{sm}' is not defined for option 'gpu-name'"
                     for sm in ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"))),
         fixed_in="3.3.0", capabilities=(BLACKWELL, END), need="Triton 3.4", remedies=("torch_path",),
-        url=TRITON + "6120", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        url=TRITON + "6120"),
+    _Compiled(
         id="sm120-dot-330", effect="every dot fails to compile",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',),
         since="3.3.0", fixed_in="3.3.1", capabilities=(SM12, END), traits=_DOT, need="Triton 3.3.1",
-        remedies=("torch_path",), url=TRITON + "6120", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        remedies=("torch_path",), url=TRITON + "6120"),
+    _Compiled(
         id="sm103-llvm-33", effect="the compiler aborts: Cannot select",
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.shfl.sync",),
         since="3.3.0", fixed_in="3.4.0", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
-        remedies=("torch_path",), url=TRITON + "8473", proof=_PROVEN, confidence="compiled"),
+        remedies=("torch_path",), url=TRITON + "8473"),
     KnownIssue(
         id="sm103-llvm-350", effect="the compiler aborts: Cannot select: tcgen05.wait.st",
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05.wait.st",),
         since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
         remedies=("torch_path",), url=TRITON + "8473",
         proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0"),
-    KnownIssue(
+    _Compiled(
         id="sm103-ptxas", effect="ptxas does not know sm_103",
         symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
-        url=TRITON + "8473", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        url=TRITON + "8473"),
+    _Compiled(
         id="sm110-ptxas", effect="ptxas does not know sm_110",
         symptoms=("Value 'sm_110a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="13.0", capabilities=(SM11, SM12),
         need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
-        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
-    KnownIssue(
+        proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="sm121-ptxas", effect="ptxas does not know sm_121",
         symptoms=("Value 'sm_121a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
         need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
-        url=TRITON + "10331", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        url=TRITON + "10331"),
+    _Compiled(
         id="ptxas-127-32",
         effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an "
                "assembler newer than 12.6",
         symptoms=("Unsupported .version", "Triton only support CUDA 10.0 or higher"),
         fixed_in="3.3.0", ptxas_since="12.7",
         need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",),
-        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
-    KnownIssue(
+        proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="ptxas-13-34",
         effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13",
         symptoms=("Triton only support CUDA 10.0 or higher",),
         fixed_in="3.5.0", ptxas_since="13.0", need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5",
-        remedies=("torch_path",), proof=_PROVEN_HERE_ONLY, confidence="compiled"),
-    KnownIssue(
+        remedies=("torch_path",), proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="hoist-tmem-34",
         effect="Failed to hoist tmem_store: a state that takes the difference of two products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
-        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
-        traits=trait_set("half_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
-        remedies=("limit_num_warps", "torch_path"), url=FLA + "607",
-        proof=_PROVEN + "; the reverse scan of our own delta rule has it, too", confidence="compiled"),
-    KnownIssue(
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL, traits=trait_set("half_dot", "rmw_acc"),
+        min_warps=4, need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps", "torch_path"),
+        url=FLA + "607", proof=_PROVEN + "; the reverse scan of our own delta rule has it, too"),
+    _Compiled(
         id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
-        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL,
-        traits=trait_set("tf32_dot", "rmw_acc"), min_warps=4, need="at most 2 warps, or Triton 3.5",
-        remedies=("limit_num_warps",), url=FLA + "607", proof=_PROVEN, confidence="compiled"),
-    KnownIssue(
+        since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL, traits=trait_set("tf32_dot", "rmw_acc"),
+        min_warps=4, need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps",), url=FLA + "607"),
+    _Compiled(
         id="latencies-35-tf32",
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
         symptoms=("Pipeline failed while executing [`TritonGPUAssignLatencies`",),
-        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
-        traits=trait_set("tf32_dot", "rmw_acc"), min_warps=4, min_stages=2,
-        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps",),
-        proof=_PROVEN_HERE_ONLY, confidence="compiled"),
-    KnownIssue(
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL, traits=trait_set("tf32_dot", "rmw_acc"),
+        min_warps=4, min_stages=2, need="at most 2 warps, one stage, or Triton 3.6",
+        remedies=("limit_num_warps",), proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="dominance-35",
         effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
                "loop has made",
         symptoms=("operand #2 does not dominate this use",),
-        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL,
-        traits=trait_set("dot", "fresh_acc"), min_warps=4, min_stages=2,
-        need="at most 2 warps, one stage, or Triton 3.6", remedies=("limit_num_warps", "torch_path"),
-        url=FLA + "638", proof=_PROVEN, confidence="compiled"),
+        since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL, traits=trait_set("dot", "fresh_acc"),
+        min_warps=4, min_stages=2, need="at most 2 warps, one stage, or Triton 3.6",
+        remedies=("limit_num_warps", "torch_path"), url=FLA + "638"),
     KnownIssue(
         id="blackwell-chained-acc",
         effect="silently wrong results: two products a turn into one accumulator, which also take a third "
@@ -340,14 +327,13 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         traits=_FOREIGN,
         need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
         url=TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33"),
-    KnownIssue(
+    _Compiled(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
         symptoms=("Feature '.bf16' requires .target sm_80 or higher",),
         since="3.9.0", capabilities=PRE_AMPERE, traits=trait_set("both_halves"),
-        need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY,
-        confidence="compiled"),
-    KnownIssue(
+        need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY),
+    _Compiled(
         id="row-sums-read-twice",
         effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that adds up the "
                "sums, or maxima, of a tile's rows, as the tile was loaded, where what it ends with is not "
@@ -355,7 +341,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Assertion `loopResult.hasOneUse()' failed",),
         fixed_in="3.8.0", traits=trait_set("foreign", "row_sums"),
         need="tiles that are added up in the loop and summed after it, or Triton 3.8",
-        url="https://github.com/triton-lang/triton/pull/11682", proof=_PROVEN, confidence="compiled"),
+        url="https://github.com/triton-lang/triton/pull/11682"),
     KnownIssue(
         id="row-sums-read-inside",
         effect="silently wrong values: a loop that adds up the sums, or maxima, of a tile's rows, as the "
@@ -374,34 +360,30 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         traits=_FOREIGN, need="sums of something that is computed of the tile",
         url=TRITON + "11631",
         proof="the thread; compiled with 3.0 to 3.9"),
-    KnownIssue(
+    _Compiled(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
         since="3.9.0", traits=trait_set("make_block_ptr"), need="pointers and masks, or Triton 3.8",
-        url=TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too",
-        confidence="compiled"),
-    KnownIssue(
+        url=TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too"),
+    _Compiled(
         id="gather-32", effect="AttributeError: triton.language has no gather",
         symptoms=("module 'triton.language' has no attribute 'gather'",),
-        fixed_in="3.3.0", traits=trait_set("gather"), need="Triton 3.3", url=FLA + "329", proof=_PROVEN,
-        confidence="compiled"),
-    KnownIssue(
+        fixed_in="3.3.0", traits=trait_set("gather"), need="Triton 3.3", url=FLA + "329"),
+    _Compiled(
         id="descriptors-33", effect="AttributeError: triton.language has no make_tensor_descriptor",
         symptoms=("module 'triton.language' has no attribute 'make_tensor_descriptor'",),
-        fixed_in="3.4.0", traits=trait_set("make_tensor_descriptor"), need="Triton 3.4", url=FLA + "550",
-        proof=_PROVEN, confidence="compiled"),
+        fixed_in="3.4.0", traits=trait_set("make_tensor_descriptor"), need="Triton 3.4", url=FLA + "550"),
     KnownIssue(
         id="descriptors-allocator",
         effect="Kernel requires a runtime memory allocation, but no allocator was set",
         symptoms=("Kernel requires a runtime memory allocation, but no allocator was set",),
         since="3.4.0", capabilities=(HOPPER, END), traits=trait_set("make_tensor_descriptor"),
         need="triton.set_allocator(...) before the first launch", url=TRITON + "10002", proof="the thread"),
-    KnownIssue(
+    _Compiled(
         id="bf16-atomics-33", effect="atomic_add does not support bf16",
         symptoms=("ValueError: atomic_add does not support bf16",),
         fixed_in="3.4.0", traits=trait_set("atomic_add", "bf16"), need="sums in fp32, or Triton 3.4",
-        url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1", proof=_PROVEN,
-        confidence="compiled"),
+        url="https://github.com/fla-org/flash-linear-attention/commit/a9dac8b1"),
     KnownIssue(
         id="amd-stages-36",
         effect="the compiler aborts: operation destroyed but still has uses, in loops of several loads with "
@@ -470,35 +452,31 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         amd=("gfx950",), traits=_FOREIGN,
         need="another convolution, such as flashlin's in plain torch", url=FLA + "1156",
         proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
-    KnownIssue(
+    _OfTuner(
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
                "configurations give",
         symptoms=("IndexError: list index out of range",),
         seen_in=_TUNER + "run",
-        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354", proof=_TUNING,
-        confidence="ran"),
-    KnownIssue(
+        fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354"),
+    _OfTuner(
         id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
         symptoms=("ValueError: '...' is not in list",),
         seen_in=_TUNER + "__init__",
-        fixed_in="3.2.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.2", proof=_TUNING,
-        confidence="ran"),
-    KnownIssue(
+        fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2"),
+    _OfTuner(
         id="autotune-unknown-keys-39",
         effect="ValueError at import: key contains names that are not kernel arguments",
         symptoms=("ValueError: key contains names that are not kernel arguments",),
-        since="3.9.0", traits=_TUNED, need=_OUR_TUNER + ", or fla-core 0.6.0", url=TRITON + "11602",
-        proof=_TUNING, confidence="ran"),
-    KnownIssue(
+        since="3.9.0", need=_OUR_TUNER + ", or fla-core 0.6.0", url=TRITON + "11602"),
+    _OfTuner(
         id="autotune-driver-33",
         effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
         symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
         seen_in=_TUNER + "__init__",
-        since="3.2.0", fixed_in="3.4.0", traits=_TUNED, need=_OUR_TUNER + ", or Triton 3.4", proof=_TUNING,
-        confidence="ran"),
-    KnownIssue(
+        since="3.2.0", fixed_in="3.4.0", need=_OUR_TUNER + ", or Triton 3.4"),
+    _OfTuner(
         id="autotune-one-bad-configuration",
-        effect="one configuration that does not compile ends the call, or the process",
-        traits=_TUNED, need=_OUR_TUNER, url=FLA + "552", proof=_TUNING, confidence="ran"),
+        effect="one configuration that does not compile ends the call, or the process", need=_OUR_TUNER,
+        url=FLA + "552"),
 )
