@@ -5,9 +5,15 @@ tuple.
 """
 from __future__ import annotations
 
+from functools import partial
+
 from flashlin.compat.known import EVERYWHERE, FLA, ILLEGAL, TRITON, Known
 
 _TUNER = "triton/runtime/autotuner.py"
+# Failures that have facts in common: of machines that lack what Triton needs, and of texts that many print.
+_Unequipped = partial(Known, handled="FLASHLIN_PATH=torch runs its ops without Triton meanwhile",
+                      proof="read in Triton 3.0 to 3.9")
+_General = partial(Known, general=True, cards="any; the lines before decide", proof="Triton 3.0 to 3.9")
 
 KNOWN_FAILURES: tuple[Known, ...] = (
     Known(
@@ -153,39 +159,32 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         handled="its delta rules take float32",
         need="cast to bfloat16",
         proof="read in fla 0.6.0"),
-    Known(
+    _Unequipped(
         id="no-compiler",
         effect="Triton compiles a small launcher in C and finds no compiler",
         symptoms=("Failed to find C compiler",),
         cards="containers and machines without build tools",
-        handled="FLASHLIN_PATH=torch runs its ops without Triton meanwhile",
-        need="apt-get install gcc, or CC=/path/to/compiler",
-        proof="read in Triton 3.0 to 3.9"),
-    Known(
+        need="apt-get install gcc, or CC=/path/to/compiler"),
+    _Unequipped(
         id="no-python-headers",
         effect="Triton's launcher does not compile: Python's headers are missing",
         symptoms=("fatal error: Python.h: No such file or directory",),
         cards="a system Python without its development files",
-        handled="FLASHLIN_PATH=torch runs its ops without Triton meanwhile",
-        need="apt-get install python3-dev, or a Python of uv or conda, which brings them",
-        proof="read in Triton 3.0 to 3.9"),
-    Known(
+        need="apt-get install python3-dev, or a Python of uv or conda, which brings them"),
+    _Unequipped(
         id="no-libcuda",
         effect="Triton does not find the driver's library",
         symptoms=("libcuda.so cannot found!", "libcuda.so.1: cannot open shared object file"),
         cards="containers that were started without the GPU; WSL",
-        handled="FLASHLIN_PATH=torch runs its ops without Triton meanwhile",
         need="docker run --gpus all; or sudo ldconfig; or LD_LIBRARY_PATH at the folder of "
-             "libcuda.so.1",
-        proof="read in Triton 3.0 to 3.9"),
-    Known(
+             "libcuda.so.1"),
+    _Unequipped(
         id="cache-closed",
         effect="Triton cannot write what it has compiled",
         symptoms=("Permission denied: '.../.triton", "Read-only file system: '.../.triton"),
         cards="a home that is read-only, or another user's: containers and clusters",
         handled="flashlin doctor finds it before anything is compiled",
-        need="set TRITON_CACHE_DIR to a writable folder of your own, such as a new one of mktemp -d",
-        proof="read in Triton 3.0 to 3.9"),
+        need="set TRITON_CACHE_DIR to a writable folder of your own, such as a new one of mktemp -d"),
     Known(
         id="torch-without-code",
         effect="the wheel of torch has no code for this card",
@@ -204,36 +203,28 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         need="pip install the Triton that torch asks for (pip show torch)",
         proof="https://github.com/NixOS/nixpkgs/issues/432046"),
     # --- what many failures print ---
-    Known(
+    _General(
         id="launcher-does-not-compile",
-        general=True,
         effect="the C compiler refused the launcher that Triton makes for a kernel, for a reason in the "
                "lines before: often that Python.h or libcuda is missing",
         symptoms=("'-lcuda'", "'-l:libcuda.so.1'"),
-        cards="any; the lines before decide",
         handled="flashlin doctor looks for all that it needs; FLASHLIN_PATH=torch runs its ops meanwhile",
-        need="read the line that begins with the source's name or with ld, and give that, too",
-        proof="Triton 3.0 to 3.9"),
-    Known(
+        need="read the line that begins with the source's name or with ld, and give that, too"),
+    _General(
         id="assembler-failed",
-        general=True,
         effect="ptxas, the assembler, refused what Triton made, for a reason in the lines after it",
         symptoms=("PTXASError", "PTXAS error", "Internal Triton PTX codegen error"),
         cards="any; the reason decides",
         handled="known reasons are planned around; an op's kernels that nobody has run on such a card are "
                 "first tried in a child process",
-        need="read the line that begins with ptxas, and give that, too",
-        proof="Triton 3.0 to 3.9"),
-    Known(
+        need="read the line that begins with ptxas, and give that, too"),
+    _General(
         id="compiler-pass-failed",
-        general=True,
         effect="a pass of Triton's compiler failed; which one is told by lines that it wrote to stderr "
                "before",
         symptoms=("PassManager::run failed",
                   "Failures have been detected while processing an MLIR pass pipeline"),
-        cards="any; the lines before decide",
         handled="known reasons are planned around; an op's kernels that nobody has run on such a card are "
                 "first tried in a child process",
-        need="run it again with 2>&1, and give the lines before this one, too",
-        proof="Triton 3.0 to 3.9"),
+        need="run it again with 2>&1, and give the lines before this one, too"),
 )
