@@ -1,8 +1,8 @@
-"""What other packages do slowly or wrongly without a word, as data. Adding one is one ``Flaw(...)`` literal
-in KNOWN_FLAWS, or a shorter form such as ``_Patched(...)``; doctor and the tests read that tuple.
+"""Silent slowdowns and wrong results of other packages, as data. Adding one is one ``Flaw(...)`` literal in
+KNOWN_FLAWS, or a shorter form such as ``_Patched(...)``. Doctor and the tests read that tuple.
 
-Matched on what is installed, on the card, and on which functions the loaded models are bound to; never on
-what a program does with them, which nobody can see from here.
+A flaw is matched on the installed packages, on the card, and on the functions that the loaded models are
+bound to. It is never matched on what a program does with them, because flashlin cannot see that.
 """
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES, or ``_Compiled(...)`` if
-a test compiles its proof. Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read that
-tuple.
+"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES, or ``_Compiled(...)``
+if a test compiles its proof. Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read
+that tuple.
 
 Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on
-the problem, never on an op's name. ``remedies`` empty means: told by doctor, never acted upon. An issue with
-a trait of TILE_FACTS objects to one tile of several: its first remedy is ``other_tile``, of which nobody has
-to hear.
+the problem, never on an op's name. An issue without ``remedies`` is reported by doctor and changes no plan.
+An issue with a trait of TILE_FACTS objects to one tile of several. Its first remedy is then ``other_tile``,
+which is not announced.
 """
 from __future__ import annotations
 
