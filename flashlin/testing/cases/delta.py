@@ -1,16 +1,24 @@
-"""Inputs of the delta families. Besides random ones: keys that resemble each other, which break a careless
-inverse, and extreme gates."""
+"""Cases of the delta rules, of the delta product and of Comba.
+
+Besides random inputs they have extreme gates, and keys that resemble each other, which break a careless
+inverse."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from flashlin.kernels.delta.reference import recurrence
-from flashlin.testing.cases import sequences
-from flashlin.testing.cases.inputs import FLOAT32, Input, Maker, decays, keys, rates, times, unit
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashlin.kernels.delta.reference import fed_back, product, recurrence
+from flashlin.kernels.norm.reference import normalise
+from flashlin.testing.cases import inputs, sequences
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, decays, keys, rates, unit
 from flashlin.testing.cases.op import Op
-from flashlin.testing.cases.recurrent import forward_in_parts
+from flashlin.testing.cases.recurrent import INFERENCE, forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
-from flashlin.testing.compare import Case
+from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
 # One key with beta = 1: every token overwrites the last one's value, so what the gates' gradients gain from
@@ -23,7 +31,7 @@ REFLECTED = {"*": 0.6, "d*": 0.6, "dbeta": 0.6}
 
 
 QKV = {"q": Input("B T H K", unit), "k": Input("B T H K", keys), "v": Input("B T HV V")}
-REST = {"beta": Input("B T HV", rates, FLOAT32), "A_log": Input("HV", times(0.5), FLOAT32, "raw"),
+REST = {"beta": Input("B T HV", rates, FLOAT32), "A_log": Input("HV", inputs.times(0.5), FLOAT32, "raw"),
         "dt_bias": Input("HV", dtype=FLOAT32, when="raw"),
         "initial_state": Input("N HV K V", dtype=FLOAT32, when="state")}
 # keys: one of KEYS. rate: of beta. gate: of g. raw: gate and beta become decays and rates inside the op.
@@ -64,5 +72,96 @@ def _family(case: Op) -> list[Case]:
 
 
 reference = partial(sequences.outputs, recurrence, {})
-CASES = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES)),
-         *_family(Op("chunk_gated_delta_rule", gated_rule, reference, TOLERANCES))]
+CASES: list[Case] = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES)),
+                     *_family(Op("chunk_gated_delta_rule", gated_rule, reference, TOLERANCES))]
+
+
+# The delta product: numbers of steps, keys that resemble each other, packed sequences, no gate.
+
+def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
+    """The values of one row of each token, where k, v and beta have n."""
+    return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw["n"])::draw["n"]]
+
+
+_inputs_of_rows = {**gated_rule.inputs, "q": Input("B T H K", _of_rows(unit, lambda n: n - 1)),
+                   "k": Input("B T*n H K", keys), "v": Input("B T*n HV V"),
+                   "beta": Input("B T*n HV", rates, FLOAT32),
+                   "g": Input("B T HV", _of_rows(decays(0.0), lambda n: 0), FLOAT32, "gate")}
+_of_steps = Maker(_inputs_of_rows, {**FACTS, "T": 50, "n": 2})
+
+
+def _with_steps(op: Op, id: str, options: dict[str, Any] | None = None, n: int = 2, **facts: Any) -> Case:
+    return op(id, {"num_householder": n, **(options or {})}, n=n, **facts)
+
+
+def _product_op(name: str) -> partial[Case]:
+    return partial(_with_steps, Op(name, _of_steps, partial(sequences.outputs, product, {}), TOLERANCES))
+
+
+_product = _product_op("chunk_gated_delta_product")
+_token_product = _product_op("fused_recurrent_gated_delta_product")
+_few: dict[str, Any] = {"B": 1, "K": 16, "V": 24}
+CASES += [
+    _product("random", quick=True), _product("three", {"scale": -0.7}, n=3, T=33, K=32, V=40),
+    _product("one", n=1, T=40, K=32, V=32), _product("packed", edges=(0, 1, 1, 33, 65, 75)),
+    _product("no-gate", {"g": None}, gate="", K=32, V=32),
+    _product("no-state", state=False, T=32, K=32, V=32),
+    _product("grouped", H=2, HV=6, K=32, V=40, T=35), _product("odd", K=100, V=36, T=35),
+    _product("alike-l2", L2, keys="alike"),
+    _product("one-key", allowed=FORGETFUL, keys="one-key", rate="1", K=32, V=32),
+    _product("resets", gate="resets", K=32, V=40, B=1), _product("g=-inf", gate="-inf", T=10, K=32, V=32),
+    _token_product("random", quick=True, T=4, **_few), _token_product("three-l2", L2, n=3, T=3, **_few),
+    _token_product("packed", T=5, edges=(0, 2, 2, 5), **_few),
+    _token_product("no-gate", {"g": None}, gate="", T=3, **_few),
+    _token_product("segments", T=33, HV=1, H=1, **_few)]
+
+
+# Comba: the gated delta rule with a vector p that the state is read with.
+
+def _reading(made: Tensors, draw: Draw) -> Tensors:
+    """With p out of the numbers that were drawn for it."""
+    if "p" in made:
+        k, p = made["k"], made["p"]
+        p = F.normalize(p, dim=-1) if draw["reads"] == "own" else k * p[..., :1].sigmoid()
+        made["p"] = p.to(k.dtype)
+    return made
+
+
+# reads: p is a ``share`` of k, as the layer has it, or a vector of length 1 of its ``own``; "" without p.
+_make_comba = gated_rule.but(
+    inputs={**gated_rule.inputs, "p": Input("B T H K", dtype=FLOAT32, when="reads")}, finish=_reading,
+    facts={**FACTS, "reads": "share"})
+
+
+def _comba_reference(*, use_qk_l2norm_in_kernel: bool = False, **given: Any) -> tuple[Tensor, Tensor]:
+    if use_qk_l2norm_in_kernel and given.get("p") is not None:
+        given["p"] = normalise("l2", given["p"], eps=1e-6)[0]
+    return sequences.outputs(fed_back, {}, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **given)
+
+
+_comba = Op("chunk_comba", _make_comba, _comba_reference, {**TOLERANCES, "dp": 0.01})
+_token_comba = _comba._replace(name="fused_recurrent_comba")
+_inference_comba = _token_comba._replace(constant=INFERENCE)
+BARE: dict[str, Any] = {"rate": "1", "without": ("beta",)}
+_short: dict[str, Any] = {"B": 1, "K": 16, "V": 24, "T": 5}
+CASES += [
+    _comba("random", quick=True, B=1, T=70), _comba("own", reads="own", K=32, V=32),
+    _comba("p=None", {"p": None}, reads="", K=32, V=32, T=70),
+    _comba("beta=None", {"scale": -0.7}, **BARE, reads="own", K=32, V=32, T=70),
+    _comba("no-state", state=False, T=64, K=32, V=32), _comba("packed", edges=(0, 1, 1, 66, 130, 150)),
+    _comba("odd", K=100, V=36, T=70), _comba("grouped", H=2, HV=6, K=32, V=40, T=70),
+    _comba("alike-l2", L2, keys="alike", K=32, V=32),
+    _comba("one-key", allowed=FORGETFUL, keys="one-key", rate="1", reads="", options={"p": None}),
+    _comba("resets", gate="resets", K=32, V=40, B=1), _comba("g=-inf", gate="-inf", T=20),
+    _comba("g=-20", gate="-20", reads="own", T=70, K=32, V=40), _comba("strong", gate="strong", reads="own"),
+    *(_comba(name, gate=sequences.SLOW, **sequences.LONG[name])
+      for name in ("in-parts", "in-parts-64", "in-parts-wide", "in-parts-256")),
+    forward_in_parts(_comba, 64), forward_in_parts(_comba, 128),
+    _token_comba("random", quick=True, **_short), _token_comba("packed", edges=(0, 0, 3, 5), **_short),
+    _token_comba("grouped-l2", L2, H=1, HV=2, **_short),
+    _token_comba("beta=None", **BARE, reads="own", H=1, HV=2, **_short),
+    _token_comba("p=None", {"p": None}, reads="", H=1, HV=2, **_short),
+    _inference_comba("g=-inf", gate="-inf", **_short),
+    _inference_comba("inference", L2, keys="raw", H=1, HV=2, B=1, K=23, V=40, T=5),
+    _inference_comba("inference-bare", {**L2, "p": None}, reads="", **BARE, keys="raw", H=1, HV=2,
+                     edges=(0, 0, 3, 5), K=16, V=24)]

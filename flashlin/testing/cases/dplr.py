@@ -1,20 +1,23 @@
-"""Cases of the delta rules with a decay for each key channel: decays at both ends and side by side, keys that
-resemble each other, vectors as the layers have them, states, packed sequences, odd sizes."""
+"""Cases of the delta rules with a decay for each key channel, Gated DeltaNet 2 among them.
+
+Decays lie at both ends and side by side, keys resemble each other, and vectors are as the layers have them.
+Others have states, packed sequences and odd sizes."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashlin.kernels.delta.reference import recurrence as recurrence_of_keys
-from flashlin.kernels.dplr.reference import recurrence
+from flashlin.kernels.dplr.reference import erasing, recurrence
 from flashlin.testing.cases import delta, sequences
 from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays, keys, renamed
 from flashlin.testing.cases.op import Op
-from flashlin.testing.cases.recurrent import forward_in_parts
+from flashlin.testing.cases.recurrent import INFERENCE, forward_in_parts
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case
 
@@ -87,7 +90,7 @@ _dplr = _op("chunk_dplr_delta_rule", dplr)
 _rwkv7 = _op("chunk_rwkv7", dplr.but(inputs=renamed(dplr.inputs, r="q", w="gk")), scale=1.0, q="r",
              gk="w")
 _iplr = _op("chunk_iplr_delta_rule", dplr.having(without=("gk",)))
-CASES = [
+CASES: list[Case] = [
     *_shared(_kda), _kda("grouped", H=2, HV=6, K=32, V=40, T=40),
     _kda("v-first", V_FIRST, K=24, V=40, T=70),
     _kda("gates", INSIDE, raw=True, keys="raw", allowed={"dg": 0.03}),
@@ -99,3 +102,35 @@ CASES = [
     _rwkv7("packed", gate="layer", edges=(0, 20, 20, 90), K=32, V=32),
     _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True, T=40),
     _iplr("free", free=True, T=70), _iplr("packed", {"scale": 0.5}, edges=(0, 20, 20, 90), K=32, V=32)]
+
+# Gated DeltaNet 2: Kimi Delta Attention's inputs with rates of erasing and writing.
+GDN2_GATE = {**L2, "use_gate_in_kernel": True}
+# rate: of b; w is random. Beta is drawn and dropped: the numbers behind it stay those that GPUs have had.
+_gdn2 = kda.but(
+    facts={**FACTS, "without": ("beta",)},
+    inputs={**kda.inputs, "b": Input("B T HV K", lambda draw, shape: draw.rates(draw["rate"], shape)),
+            "w": Input("B T HV V", lambda draw, shape: draw.rates("random", shape))})
+_chunk_gdn2, _recurrent_gdn2 = (
+    Op(name, _gdn2, partial(sequences.outputs, erasing, {}), {**TOLERANCES, "db": 0.02})
+    for name in ("chunk_gdn2", "fused_recurrent_gdn2"))
+_inference_gdn2 = _recurrent_gdn2._replace(constant=INFERENCE)
+_small: dict[str, Any] = {"K": 16, "V": 24, "T": 5}
+CASES += [
+    _chunk_gdn2("random", quick=True, T=70), _chunk_gdn2("batch", B=3, K=32, V=32),
+    _chunk_gdn2("no-state", {"scale": -0.7}, state=False, T=64, K=32, V=32),
+    _chunk_gdn2("packed", edges=(0, 1, 1, 66, 130, 150)), _chunk_gdn2("odd", K=100, V=36, T=70),
+    _chunk_gdn2("grouped", H=2, HV=6, K=32, V=40, T=40),
+    _chunk_gdn2("v-first", V_FIRST, K=24, V=40, T=70),
+    _chunk_gdn2("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)),
+    _chunk_gdn2("resets", gate="resets", K=32, V=32, T=70), _chunk_gdn2("g=-inf", gate="-inf", T=20, H=1),
+    _chunk_gdn2("one-key", allowed=FORGETFUL, keys="one-key", rate="1"),
+    _chunk_gdn2("gates", GDN2_GATE, raw=True, keys="raw", T=70, allowed={"dg": 0.03}),
+    _chunk_gdn2("bounded", {**GDN2_GATE, "lower_bound": -5.0}, raw=True, keys="raw", T=70, K=32, V=32),
+    _chunk_gdn2("in-parts", gate=sequences.SLOW, **sequences.LONG["in-parts"]),
+    _recurrent_gdn2("random", quick=True, **_small), _recurrent_gdn2("packed", edges=(0, 0, 3, 5), **_small),
+    _recurrent_gdn2("grouped", H=1, HV=2, **_small),
+    _recurrent_gdn2("gates", {**GDN2_GATE, **V_FIRST}, raw=True, keys="raw", **_small),
+    _inference_gdn2("decoding", T=1, K=24, V=40, B=2), _inference_gdn2("decoding-wide", T=1, K=128, V=128),
+    _inference_gdn2("inference", {**GDN2_GATE, **V_FIRST}, raw=True, keys="raw", H=1, HV=2, K=23, V=40, T=5),
+    _inference_gdn2("inference-packed", {**GDN2_GATE, "lower_bound": -5.0}, raw=True, keys="raw", H=1, HV=2,
+               edges=(0, 0, 3, 5), K=16, V=24)]

@@ -1,5 +1,5 @@
-"""Cases of gated linear attention: decays at both ends and side by side, states, packed sequences, odd
-sizes."""
+"""Cases of gated linear attention and of RWKV-6: decays at both ends and side by side, states, packed
+sequences, odd sizes."""
 from __future__ import annotations
 
 from functools import partial
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.cases import sequences
-from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays, renamed
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.sequences import V_FIRST
 from flashlin.testing.compare import Case
 
-TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02}
+TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dw": 0.02}
 
 
 def _values(draw: Draw, shape: str) -> Tensor:
@@ -65,3 +65,19 @@ CASES: list[Case] = [
     _token("reverse-packed", REVERSE, edges=(0, 0, 3, 5), K=16, V=24, values=True),
     _token("segments", B=1, H=1, T=66, K=16, V=16),
     _token("ungated-segments", keys=False, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]
+
+# RWKV-6 chunk by chunk: the same inputs under other names, and a bonus.
+# u: a parameter, so of the model's dtype
+_of_rwkv6 = Maker({**renamed(chunked.inputs, r="q", w="g"), "u": Input("H K")}, FACTS)
+_rwkv6 = Op("chunk_rwkv6", _of_rwkv6, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}),
+            TOLERANCES)
+CASES += [
+    _rwkv6("random", quick=True), _rwkv6("constant", kind="constant"), _rwkv6("one-key", kind="one-key"),
+    _rwkv6("w=0", gate="0"), _rwkv6("w=-20", gate="-20"), _rwkv6("strong", gate="strong"),
+    _rwkv6("resets", gate="resets"), _rwkv6("layer", {"scale": 1.0}, state=False, T=64),
+    _rwkv6("packed", {"scale": -0.7}, edges=(0, 1, 1, 66, 130, 150)),
+    _rwkv6("strong-packed", gate="strong", edges=(0, 17, 97, 97, 130)), _rwkv6("wide", K=128, V=128, T=100),
+    _rwkv6("odd", K=100, V=36, T=70), _rwkv6("one-token", T=1), _rwkv6("two-tokens", T=2),
+    _rwkv6("short", T=21), _rwkv6("K=256,V=512", K=256, V=512, B=1, T=80),
+    _rwkv6("K=512,V=64", K=512, B=1, T=80),
+    *(_rwkv6(name, gate=sequences.SLOW, **facts) for name, facts in sequences.LONG.items())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,8 +12,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashlin.testing.cases import forgetting
 from flashlin.testing.compare import Tensors
+
+STRENGTHS = (-math.inf, -1e9, -1e6, -1e4)
+
+
+def with_resets(g: Tensor) -> Tensor:
+    """Return g [B, T, ...] with log decays of all STRENGTHS at some tokens.
+
+    These are neighbours, both sides of a chunk's edge and the last token. Every other head or channel also
+    forgets at its first token, so that nothing is left of its initial state."""
+    T, strengths = g.shape[1], cycle(STRENGTHS)
+    for t in (3, 4, 29, 31, 32, 63, 64, 77, T - 1):
+        if t < T:
+            g[:, t] = next(strengths)
+    g[:, 0, ..., 1::2] = -math.inf
+    return g
+
+
+def every_other(g: Tensor) -> Tensor:
+    """Return g [B, T, ...] with as many tokens that forget everything as leave any decay between two of them."""
+    g[:, ::2] = -math.inf
+    return g
+
+
+# What makes the gate of a case out of random log decays, by the name that its maker takes.
+DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"random": lambda g: g, "resets": with_resets,
+                                                "every-other": every_other}
+
+
+def raw_gates(kind: str, g: Tensor) -> Tensor:
+    """Return raw gates g [B, T, ...], whose softplus is taken off, changed so that the same tokens forget
+    everything. They stay finite, or gradients would be NaN on paper."""
+    return -DECAYS[kind](-g).clamp(min=-1e9)
 
 
 class Draw:
@@ -51,11 +83,11 @@ class Draw:
         return torch.randint(0, high, self.shape(dimensions), generator=self.generator)
 
     def decay(self, kind: str, dimensions: str, shift: float = 2.0) -> Tensor:
-        """Log decays: of one of forgetting.KINDS (logsigmoid of normal numbers + shift); ``layer`` (uniform
+        """Log decays: of one of DECAYS (logsigmoid of normal numbers + shift); ``layer`` (uniform
         in -0.607 .. 0, as in RWKV-7); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
         all 0); or all the number that ``kind`` spells."""
-        if kind in forgetting.KINDS:
-            return forgetting.KINDS[kind](F.logsigmoid(self(dimensions) + shift))
+        if kind in DECAYS:
+            return DECAYS[kind](F.logsigmoid(self(dimensions) + shift))
         if kind == "layer":
             return -0.6065306597 * self.uniform(dimensions)
         if kind == "strong":
@@ -90,7 +122,7 @@ def decays(shift: float = 2.0, size: float = 1.0) -> Values:
     which become decays inside the op."""
     def values(draw: Draw, shape: str) -> Tensor:
         if draw.facts.get("raw"):
-            return forgetting.raw(draw["gate"], size * draw(shape))
+            return raw_gates(draw["gate"], size * draw(shape))
         return draw.decay(draw["gate"], shape, shift)
     return values
 

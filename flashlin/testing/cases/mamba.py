@@ -287,7 +287,8 @@ def norm_reference(
 _scan = Op("mamba_chunk_scan_combined", make_scan, partial(scan, dt_softplus=True), SCAN,
            ("y", "ht", "states"), {"dt_softplus": True, "return_final_states": True, "chunk_size": 64})
 _selective = Op("selective_scan_fn", make_selective.having(last=True),
-                partial(selective, delta_softplus=True), SCAN, ("y", "ht"), {"delta_softplus": True, "return_last_state": True})
+                partial(selective, delta_softplus=True), SCAN, ("y", "ht"),
+                {"delta_softplus": True, "return_last_state": True})
 _SIZES: dict[str, Any] = {"headdim": 16, "ngroups": 2, "rmsnorm_eps": 1e-5}
 _layer = Op("mamba_split_conv1d_scan_combined", make_layer, partial(layer_reference, **_SIZES), LAYER,
             ("y", "ht"), {**_SIZES, "conv1d_bias": None, "chunk_size": 64, "return_final_states": True})

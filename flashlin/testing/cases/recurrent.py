@@ -17,8 +17,8 @@ from torch import Tensor
 from flashlin.kernels.delta.reference import recurrence
 from flashlin.kernels.dplr.reference import recurrence as recurrence_of_vectors
 from flashlin.kernels.gla.reference import recurrence as recurrence_of_decays
-from flashlin.testing.cases import forgetting, sequences
-from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, Values, decays, keys, rates, renamed, unit
+from flashlin.testing.cases import inputs, sequences
+from flashlin.testing.cases.inputs import FLOAT32, Draw, Input, Maker, decays, keys, rates, renamed, unit
 from flashlin.testing.cases.op import Op
 from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
@@ -40,10 +40,10 @@ def forward_in_parts(case: Op, D: int) -> Case:
 def _gate(draw: Draw, shape: str) -> Tensor:
     decay = draw.decay(draw["g"], shape)
     # instead: the numbers drawn after it depend on both draws
-    return forgetting.raw(draw["g"], 8 * draw(shape)) if draw["raw"] else decay
+    return inputs.raw_gates(draw["g"], 8 * draw(shape)) if draw["raw"] else decay
 
 
-def _of(name: str) -> Values:
+def _of(name: str) -> inputs.Values:
     """Log decays of the kind that the fact of this name is."""
     return lambda draw, shape: draw.decay(draw[name], shape)
 
@@ -60,11 +60,11 @@ INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV
           "beta": Input("B T HV of_beta", rates, FLOAT32, "rate"),
           "initial_state": Input("N HV K V", dtype=FLOAT32, when="state"),
           "state_indices": Input("pool", lambda draw, _: torch.tensor(draw["pool"]), when="pool")}
-# keys: one of KEYS. rate: of beta, or ``""`` without it; of_beta: V where it has a number for each channel. g,
-# gk, gv: kinds of decays, or ``""``. raw: gate and beta are as before softplus and sigmoid, from far below to
-# far above zero. pool: the state_indices, into six states.
-FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "rate": "random", "of_beta": None,
-         "g": "", "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
+# keys: one of KEYS. rate: of beta, or ``""`` without it; of_beta: V where it has a number for each channel.
+# g, gk, gv: kinds of decays, or ``""``. raw: gate and beta are as before softplus and sigmoid, from far below
+# to far above zero. pool: the state_indices, into six states.
+FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "rate": "random",
+         "of_beta": None, "g": "", "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
 _make = Maker(INPUTS, FACTS, _sizes)
 
 
