@@ -14,6 +14,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers=={}",), "fla": ("fla-core=={}", "flash-linear-attention=={}", "einops"),
     "kernels": ("kernels=={}",), "mamba_ssm": ("mamba_ssm=={}",), "causal_conv1d": ("causal_conv1d=={}",)}
 SOURCES = ("mamba_ssm", "causal_conv1d")  # no wheels
+# With these they are built of their Python files alone. FORCE: they ask for no wheel of their own first.
+NO_CUDA = {f"{package}_{what}_BUILD": "TRUE" for package in ("MAMBA", "CAUSAL_CONV1D")
+           for what in ("SKIP_CUDA", "FORCE")}
 
 
 def torch_environment(torch: str, triton: str) -> dict[str, str]:
@@ -28,6 +31,7 @@ def stack_environment(cache: Path | None = None, **versions: str) -> dict[str, s
     such as ``transformers="5.23.0", fla="0.6.0"``; installs them at the first call, beside the torch there
     is. 5 to 150 MB each. Raises NotInstallable, which quotes pip."""
     folders = [installed([one.format(version) for one in PACKAGES[package]], f"{package}-{version}", cache,
-                         dependencies=package == "transformers", source=package in SOURCES)
+                         dependencies=package == "transformers",
+                         source=NO_CUDA if package in SOURCES else None)
                for package, version in versions.items()]
     return searched(*folders)

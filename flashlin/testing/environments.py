@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -104,15 +104,13 @@ def place(cache: Path | None = None) -> tuple[Path | None, str]:
     return (None, why) if why else (folder, "")
 
 
-NO_CUDA = {f"{package}_{what}_BUILD": "TRUE" for package in ("MAMBA", "CAUSAL_CONV1D")
-           for what in ("SKIP_CUDA", "FORCE")}  # FORCE: it asks for no wheel of its own first
+def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False,
+              source: Mapping[str, str] | None = None, tell: Tell = on_stderr) -> Path:
+    """Return the folder ``name`` of the cache, filled by pip if it is not there yet. Several processes may
+    call this at once.
 
-
-def installed(requirements: list[str], name: str, cache: Path | None = None, *,
-              dependencies: bool = False, source: bool = False, tell: Tell = on_stderr) -> Path:
-    """The folder ``name`` of the cache, filled by pip if it is not there yet. Safe to call from several
-    processes at once. source: built here of Python files alone, by packages that would compile CUDA
-    otherwise. tell: takes a line when it begins, every few seconds, and when it is done.
+    source: environment variables with which packages without wheels are built here. tell: takes a line when
+    it begins, every few seconds, and when it is done.
 
     Raises NotInstallable, which quotes pip. It is also raised if the cache cannot be written, or if another
     user could change what is imported from it."""
@@ -130,7 +128,8 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *,
     return folder / name
 
 
-def _fill(home: Path, requirements: list[str], dependencies: bool, source: bool, tell: Tell) -> None:
+def _fill(home: Path, requirements: list[str], dependencies: bool, source: Mapping[str, str] | None,
+          tell: Tell) -> None:
     with locked(home.with_name(f".{home.name}.lock")):
         if home.exists():  # another process was faster
             return
@@ -140,14 +139,14 @@ def _fill(home: Path, requirements: list[str], dependencies: bool, source: bool,
                        *(["--no-build-isolation"] if source else ["--only-binary", ":all:"]),
                        *([] if dependencies else ["--no-deps"])]
             _pip(python("pip", "install", *options, *requirements), fresh,
-                 NO_CUDA if source else {}, " ".join(requirements), tell)
+                 source or {}, " ".join(requirements), tell)
             fresh.chmod(0o755)
             fresh.rename(home)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _pip(command: list[str], into: Path, environment: dict[str, str], what: str, tell: Tell) -> None:
+def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: str, tell: Tell) -> None:
     """Run pip, and tell how far it is: by what it has written, since how much that will be only newer ones
     say. What it downloads lies beside the folder, where there is room for it."""
     began = time.monotonic()
