@@ -46,15 +46,20 @@ def over_tokens(step: Step, *fixed: str) -> Callable[..., tuple[Tensor, Tensor]]
         named |= dict(zip(names, tensors, strict=False))
         given = {name: x.double() for name, x in named.items() if x is not None}
         constant = {name: given.pop(name) for name in fixed if name in given}
-        (B, _, _, K), v = given["q"].shape, given["v"]
+        K, v = given["q"].shape[3], given["v"]
         HV, V = v.shape[2], v.shape[-1]
         tokens = {name: x if x.shape[2] == HV else x.repeat_interleave(HV // max(x.shape[2], 1), 2)
                   for name, x in given.items()}
-        N = B if bounds is None else len(bounds) - 1
-        S = v.new_zeros(N, HV, K, V) if h0 is None else h0.double()
+        S = before(h0, v, bounds, HV, K, V)
         o, S = token_by_token(partial(step, **constant), tokens, S, bounds, reverse)
         return scale * o, S
     return recurrence
+
+
+def before(given: Tensor | None, x: Tensor, bounds: Tensor | None, *shape: int) -> Tensor:
+    """Return the states [N, *shape] before the first tokens of x [B, ...]: the given ones, or zeros."""
+    N = len(x) if bounds is None else len(bounds) - 1
+    return x.new_zeros(N, *shape, dtype=torch.float64) if given is None else given.double()
 
 
 def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Iterable[int] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashlin.kernels.oracle import token_by_token
+from flashlin.kernels.oracle import before, token_by_token
 
 
 def convolve(
@@ -24,7 +24,7 @@ def convolve(
         return window, (z / (1 + (-z).exp()) if activation else z) + residual
     x, weight = x.double(), weight.double()
     tokens = {"x": x, "residual": torch.zeros_like(x) if residual is None else residual.double()}
-    return token_by_token(step, tokens, _initial(initial_state, x, cu_seqlens, weight.shape), cu_seqlens)
+    return token_by_token(step, tokens, before(initial_state, x, cu_seqlens, *weight.shape), cu_seqlens)
 
 
 def shift(x: Tensor, cache: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -32,9 +32,4 @@ def shift(x: Tensor, cache: Tensor | None = None, cu_seqlens: Tensor | None = No
     comes its cache [N, D], or 0."""
     def step(last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, last - x
-    return token_by_token(step, {"x": x.double()}, _initial(cache, x, cu_seqlens, x.shape[2:]), cu_seqlens)
-
-
-def _initial(given: Tensor | None, x: Tensor, bounds: Tensor | None, shape: torch.Size) -> Tensor:
-    N = len(x) if bounds is None else len(bounds) - 1
-    return torch.zeros(N, *shape, dtype=torch.float64) if given is None else given.double()
+    return token_by_token(step, {"x": x.double()}, before(cache, x, cu_seqlens, *x.shape[2:]), cu_seqlens)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashlin.kernels.oracle import token_by_token
+from flashlin.kernels.oracle import before, token_by_token
 
 
 def step(h: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,6 +17,5 @@ def recurrence(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
     """Return (all h [B, T, D], final states [N, D]). x, g [B, T, D], initial_state [N, D] or zeros.
 
     Tokens of no sequence are zero."""
-    N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    h0 = x.new_zeros(N, x.shape[2]) if initial_state is None else initial_state
-    return token_by_token(step, {"x": x.double(), "g": g.double()}, h0.double(), cu_seqlens)
+    states = before(initial_state, x, cu_seqlens, x.shape[2])
+    return token_by_token(step, {"x": x.double(), "g": g.double()}, states, cu_seqlens)

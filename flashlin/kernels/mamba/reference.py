@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashlin.kernels.oracle import token_by_token
+from flashlin.kernels.oracle import before, token_by_token
 
 
 def silu(x: Tensor) -> Tensor:
@@ -64,8 +64,7 @@ def scan(
     def numbered(state: Tensor, begins: Tensor, **token: Any) -> tuple[Tensor, Tensor]:
         y, state = step(torch.where(begins, 0, state), A=A[:, None, None], D=D, **token)
         return state, y
-    n = b if cu_seqlens is None else len(cu_seqlens) - 1
-    states = x.new_zeros(n, H, P, B.shape[3])
+    states = before(None, x, cu_seqlens, H, P, B.shape[3])
     states = states if initial_states is None else torch.cat([initial_states, states[b:]])
     tokens = {"x": x, "dt": dt, "B": B, "C": C, "begins": begins}
     y, ends = token_by_token(numbered, tokens, states, cu_seqlens)
@@ -131,12 +130,12 @@ def trapezoid(
         y = (S q + D v) silu(Z)
     where pairs of channels (2 i, 2 i + 1) are complex numbers. Shapes as in ops/mamba3.py.
     """
-    (b, _, H, P), N, R = V.shape, Q.shape[3], Angles.shape[3]
+    H, P, N, R = *V.shape[2:], Q.shape[3], Angles.shape[3]
     Q, K = (x.repeat_interleave(H // max(x.shape[2], 1), 2) for x in (Q, K))
 
-    def step(before: tuple[Tensor, ...], q: Tensor, key: Tensor, value: Tensor, adt: Tensor, dt: Tensor,
+    def step(carried: tuple[Tensor, ...], q: Tensor, key: Tensor, value: Tensor, adt: Tensor, dt: Tensor,
              trap: Tensor, angles: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        theta, S, k, v = before
+        theta, S, k, v = carried
         dt, share = dt[:, None], 1 / (1 + (-trap[:, None]).exp())
         theta = theta + math.pi * angles.tanh() * dt
         S = S + ((1 - share) * dt * v)[:, :, None] * k[:, None, :]
@@ -145,9 +144,8 @@ def trapezoid(
         out = (S * turned(q + Q_bias, theta)[:, None, :]).sum(-1)
         return (theta, S, k, value), out if D is None else out + D[:, None] * value
     tokens = {"q": Q, "key": K, "value": V, "adt": ADT.mT, "dt": DT.mT, "trap": Trap.mT, "angles": Angles}
-    n = b if bounds is None else len(bounds) - 1
-    before = states or tuple(V.new_zeros(n, H, *sizes) for sizes in ((R,), (P, N), (N,), (P,)))
-    y, (theta, S, k, v) = token_by_token(step, tokens, before, bounds)
+    first = states or tuple(before(None, V, bounds, H, *sizes) for sizes in ((R,), (P, N), (N,), (P,)))
+    y, (theta, S, k, v) = token_by_token(step, tokens, first, bounds)
     return y if Z is None else y * silu(Z), theta.remainder(2 * math.pi), S, k, v
 
 
