@@ -23,7 +23,7 @@ COMPOSED = sorted(set(flashlin.mamba.__all__) - set(OPS) - {"causal_conv1d_updat
 T, H, D, W, N = 6, 2, 8, 4, 2  # two sequences are packed in a batch of one
 EDGES = (0, 4, T)
 SIZES = {"B": 2, "T": T, "H": H, "HV": H, "G": 1, "K": D, "V": D, "D": D, "P": D, "W": W, "L": W, "N": 5,
-         "E": 5, "R": 3, "TR": 9, "n": 1, "out": 5, "shape": (T, D), "rows": (T,)}
+         "E": 5, "R": 3, "TR": 9, "num_householder": 1, "out": 5, "shape": (T, D), "rows": (T,)}
 # Facts of cases with which all tensors are made that go together.
 ALL = {"raw": True, "residual": "same", "gate_dtype": "same", "g": "random", "gk": "random", "gv": "random",
        "gate": "random", "gated": True, "values": True, "tied": False, "of_D": None,

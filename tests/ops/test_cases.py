@@ -106,7 +106,7 @@ def test_declared_tensors_have_their_shapes_and_dtypes() -> None:
         "x": ((2, 3, 4), torch.bfloat16), "gate": ((3,), torch.float64), "bias": ((4,), torch.bfloat16),
         "weight": ((4,), torch.bfloat16), "state": ((2, 5, 6), torch.float32)}
     assert made["x"].min() >= 0 and set(declared()) == set(made) - {"gate"}
-    packed = declared(edges=(0, 2, 7), v_first=True, own="float32")
+    packed = declared(edges=(0, 2, 7), state_v_first=True, own="float32")
     assert packed["x"].shape == (1, 7, 4) and packed["state"].shape == (2, 6, 5)
     assert packed["cu_seqlens"].tolist() == [0, 2, 7] and packed["cu_seqlens"].dtype == torch.int32
 

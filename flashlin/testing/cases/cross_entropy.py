@@ -85,7 +85,7 @@ CASES += [_loss("negative-scale", {"logit_scale": -0.5}), _loss("smoothing-1", {
           _loss("V=8192", V=8192, N=5), _loss("V=8193", ALL, V=8193, N=5), _loss("V=20001", V=20001, N=5),
           _loss("V=256000", ALL, V=256000, N=2), _loss("ignored", ALL, ignored="some"),
           _loss("all-ignored", ALL, ignored="all"), _loss("int32", index="int32", ignored="some"),
-          _loss("ignore-index-in-range", {"ignore_index": 3}, ignored="some", ignore_index=3),
+          _loss("ignore-index-in-range", {"ignore_index": 3}, ignored="some"),
           _loss("one-row", N=1), _loss("no-rows", N=0), _loss("far", kind="far"),
           _loss("far-wide", kind="far", V=9000, N=5),
           _loss("far-capped", {"logit_softcapping": 30.0}, kind="far"), _loss("masked", kind="masked"),

@@ -80,37 +80,31 @@ CASES: list[Case] = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES
 
 def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
     """The values of one row of each token, where k, v and beta have n."""
-    return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw["n"])::draw["n"]]
+    return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw.size("n"))::draw.size("n")]
 
 
 _inputs_of_rows = {**gated_rule.inputs, "q": Input("B T H K", _of_rows(unit, lambda n: n - 1)),
                    "k": Input("B T*n H K", keys), "v": Input("B T*n HV V"),
                    "beta": Input("B T*n HV", rates, FLOAT32),
                    "g": Input("B T HV", _of_rows(decays(0.0), lambda n: 0), FLOAT32, "gate")}
-_of_steps = Maker(_inputs_of_rows, {**FACTS, "T": 50, "n": 2})
-
-
-def _with_steps(op: Op, id: str, options: dict[str, Any] | None = None, n: int = 2, **facts: Any) -> Case:
-    return op(id, {"num_householder": n, **(options or {})}, n=n, **facts)
-
-
-def _product_op(name: str) -> partial[Case]:
-    return partial(_with_steps, Op(name, _of_steps, partial(sequences.outputs, product, {}), TOLERANCES))
-
-
-_product = _product_op("chunk_gated_delta_product")
-_token_product = _product_op("fused_recurrent_gated_delta_product")
+_of_steps = Maker(_inputs_of_rows, {**FACTS, "T": 50, "n": "num_householder", "num_householder": 2})
+_product = Op("chunk_gated_delta_product", _of_steps,
+              partial(sequences.outputs, product, {}, num_householder=2), TOLERANCES,
+              always={"output_final_state": True, "num_householder": 2})
+_token_product = _product._replace(name="fused_recurrent_gated_delta_product")
 _few: dict[str, Any] = {"B": 1, "K": 16, "V": 24}
+ONE_STEP, THREE_STEPS = {"num_householder": 1}, {"num_householder": 3}
 CASES += [
-    _product("random", quick=True), _product("three", {"scale": -0.7}, n=3, T=33, K=32, V=40),
-    _product("one", n=1, T=40, K=32, V=32), _product("packed", edges=(0, 1, 1, 33, 65, 75)),
+    _product("random", quick=True), _product("three", {**THREE_STEPS, "scale": -0.7}, T=33, K=32, V=40),
+    _product("one", ONE_STEP, T=40, K=32, V=32), _product("packed", edges=(0, 1, 1, 33, 65, 75)),
     _product("no-gate", {"g": None}, gate="", K=32, V=32),
     _product("no-state", state=False, T=32, K=32, V=32),
     _product("grouped", H=2, HV=6, K=32, V=40, T=35), _product("odd", K=100, V=36, T=35),
     _product("alike-l2", L2, keys="alike"),
     _product("one-key", allowed=FORGETFUL, keys="one-key", rate="1", K=32, V=32),
     _product("resets", gate="resets", K=32, V=40, B=1), _product("g=-inf", gate="-inf", T=10, K=32, V=32),
-    _token_product("random", quick=True, T=4, **_few), _token_product("three-l2", L2, n=3, T=3, **_few),
+    _token_product("random", quick=True, T=4, **_few),
+    _token_product("three-l2", {**L2, **THREE_STEPS}, T=3, **_few),
     _token_product("packed", T=5, edges=(0, 2, 2, 5), **_few),
     _token_product("no-gate", {"g": None}, gate="", T=3, **_few),
     _token_product("segments", T=33, HV=1, H=1, **_few)]

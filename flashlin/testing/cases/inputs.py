@@ -155,7 +155,8 @@ class Input(NamedTuple):
 
 
 FLOAT32 = "float32"
-GIVEN: Mapping[str, Any] = MappingProxyType({"given": None, "without": (), "edges": ()})
+GIVEN: Mapping[str, Any] = MappingProxyType(
+    {"given": None, "without": (), "edges": (), "state_v_first": False})
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Maker:
 
     facts: what a case may choose, with the usual values; sizes among them. derived: facts that follow from
     others. finish: changes the tensors made. Of every maker a case may choose ``edges`` of packed sequences,
-    ``v_first``, names ``given`` of tensors that are so declared (all if None), or those to go ``without``.
+    ``state_v_first``, names ``given`` of tensors that are so declared (all if None), or those to go
+    ``without``.
     """
     inputs: Mapping[str, Input]
     facts: Mapping[str, Any]
@@ -172,8 +174,8 @@ class Maker:
     finish: Callable[[Tensors, Draw], Tensors] = lambda made, draw: made
 
     def __call__(self, dtype: torch.dtype, generator: torch.Generator, **chosen: Any) -> Tensors:
-        facts = {"v_first": False, **GIVEN, **self.facts, **chosen}
-        if unknown := chosen.keys() - {"v_first", *GIVEN, *self.facts}:
+        facts = {**GIVEN, **self.facts, **chosen}
+        if unknown := chosen.keys() - {*GIVEN, *self.facts}:
             raise TypeError(f"facts: got {', '.join(sorted(unknown))}, need {', '.join(self.facts)}")
         edges = facts["edges"]
         facts |= {"B": 1, "T": edges[-1]} if edges else {}  # packed sequences are one row
@@ -181,7 +183,8 @@ class Maker:
         draw, made = Draw(generator, {**facts, **self.derived(facts)}), Tensors()
         for name, one in self.inputs.items():
             if one.when in ("", "given") or draw[one.when]:
-                shape = one.shape.replace("K V", "V K") if facts["v_first"] and "state" in name else one.shape
+                turned = facts["state_v_first"] and "state" in name
+                shape = one.shape.replace("K V", "V K") if turned else one.shape
                 x = one.of(draw, shape).contiguous()
                 if one.made(name, facts):
                     made[name] = x.to(self.dtype_of(one, draw, dtype)) if x.is_floating_point() else x

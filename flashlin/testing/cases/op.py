@@ -22,7 +22,7 @@ WITHOUT_EFFECT = {"safe_gate", "disable_recompute", "use_graph", "return_interme
 class Op(NamedTuple):
     """Facts that the cases of one op share. Called with what is special about one case, it returns that Case.
 
-    make: the tensors by name, of a dtype, a generator and the facts of a case. reference: the op in float64,
+    make: declares the tensors. reference: the op in float64,
     with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return,
     with their shapes where tests/isolation.py has no call of its own for the op ("" of what only some calls
     return). always: options of every call, without effect on the reference. call: in the place of the op,
@@ -30,7 +30,7 @@ class Op(NamedTuple):
     gradients.
     """
     name: str
-    make: Callable[..., Tensors]
+    make: Maker
     reference: Callable[..., Any]
     tolerances: dict[str, float]
     outputs: Iterable[str] = MappingProxyType({"o": "B T HV V", "ht": "N HV K V"})
@@ -40,17 +40,17 @@ class Op(NamedTuple):
 
     def __call__(self, id: str, options: Mapping[str, Any] | None = None, quick: bool = False,
                  allowed: Mapping[str, float] | None = None, **facts: Any) -> Case:
-        """options: of the call. allowed: tolerances of this case alone."""
+        """options: of the call; one that is called like a fact is also that fact. allowed: tolerances of this
+        case alone."""
         options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
-        facts |= {"v_first": True} if options.get("state_v_first") else {}
+        facts |= {name: x for name, x in options.items() if name in {*GIVEN, *self.make.facts}}
         return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
                     partial(expected, self, options), tolerances, self.constant, quick)
 
 
 def facts_of(case: Case) -> Mapping[str, Any]:
-    """Return the facts with which a case makes its tensors, where these are declared."""
-    make = op_of(case).make
-    return {**GIVEN, **make.facts, **getattr(case.make, "keywords", {})} if isinstance(make, Maker) else {}
+    """Return the facts with which a case makes its tensors."""
+    return {**GIVEN, **op_of(case).make.facts, **getattr(case.make, "keywords", {})}
 
 
 def op_of(case: Case) -> Op:
