@@ -14,7 +14,7 @@ import torch
 from flashlin.compat.launch_cache import Kernel
 
 if TYPE_CHECKING:
-    from flashlin.guards.plan_types import Launch
+    from flashlin.guards.plan_types import Launch, Plan
 
 _kernels: dict[int, Kernel] = {}  # by id, since they keep theirs alive; to hash one takes its source
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
@@ -33,6 +33,12 @@ def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
     if shared is not None:
         arguments = with_shared(kernel, arguments, shared)
     _starter(launch, kernel, programs, arguments)
+
+
+def start_planned(plan: Plan, kernel: Any, arguments: dict[str, Any]) -> None:
+    """Start the plan's launch of a kernel, with all programs that are planned. arguments: as of ``start``."""
+    launch = plan.launch(kernel.fn.__name__)
+    start(launch, kernel, launch.grid[0], arguments)
 
 
 def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start, start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import row_stride
 from flashlin.kernels.conv.forward import (
@@ -185,13 +185,11 @@ def launch_backward(
     facts = dict(D=D, W=W, HAS_DHT=dht is not None, VARLEN=packed)
     dx = torch.empty((B, T, D), dtype=x.dtype, device=x.device) if needs_dx else None
     if dx is not None and x.numel():
-        launch = plan.launch("conv_backward_x")
-        start(launch, conv_backward_x, launch.grid[0], dict(
+        start_planned(plan, conv_backward_x, dict(
             dz=dz, weight=weight, dht=rows_first(dht), before=before,
             bounds=bounds, dx=dx, T=T, N=N, R=rows, **facts))
     dh0 = torch.empty_like(h0) if needs_dh0 and h0 is not None else None
     if dh0 is not None and N:
-        launch = plan.launch("conv_backward_state")
-        start(launch, conv_backward_state, launch.grid[0], dict(
+        start_planned(plan, conv_backward_state, dict(
             dz=dz, weight=weight, dht=dht, bounds=bounds, dh0=dh0, T=T, **facts))
     return dx, None if dweight is None else dweight.sum(0).mT, None if dbias is None else dbias.sum(0), dh0

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import row_stride
 
@@ -253,15 +253,13 @@ def launch_forward(
     ht = torch.empty((N, D, W), dtype=dtype, device=x.device) if has_ht else None
     stride, facts = row_stride(x), dict(D=D, W=W, HAS_H0=h0 is not None, VARLEN=bounds is not None)
     if x.numel():
-        launch = plan.launch("conv_forward")
-        start(launch, conv_forward, launch.grid[0], dict(
+        start_planned(plan, conv_forward, dict(
             x=x, weight=weight, bias=bias, residual=residual, h0=rows_first(h0),
             before=before_each(bounds, T), bounds=bounds, y=y,
             T=T, N=N, R=B * T, stride=stride,
             **facts, SILU=silu, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None))
     if ht is not None and N:
-        launch = plan.launch("conv_state")
-        start(launch, conv_state, launch.grid[0], dict(
+        start_planned(plan, conv_state, dict(
             x=x, h0=h0, bounds=bounds, ht=ht, T=T, stride=stride, **facts))
     return y, ht
 
@@ -272,8 +270,7 @@ def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual:
     others contiguous."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
-        launch = plan.launch("conv_update")
-        start(launch, conv_update, launch.grid[0], dict(
+        start_planned(plan, conv_update, dict(
             x=x, weight=weight, bias=bias, residual=residual, cache=cache, y=y,
             along_n=cache.stride(0), along_w=cache.stride(2), ALONG_D=cache.stride(1),
             D=x.shape[1], W=weight.shape[1], SILU=silu,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.cross_entropy.forward import tanh, targets_of
 
@@ -68,8 +68,7 @@ def launch_backward(
     N, V = logits.shape
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:
-        launch = plan.launch("cross_entropy_backward")
-        start(launch, cross_entropy_backward, launch.grid[0], dict(
+        start_planned(plan, cross_entropy_backward, dict(
             logits=logits, target=target, lse=lse, dloss=dloss, dlogits=dlogits,
             stride=logits.stride(0), dstride=dlogits.stride(0), rows=N, scale=scale,
             cap=cap or 1.0, smoothing=smoothing, squares=squares, ignore_index=ignore_index,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 
 
@@ -92,8 +92,7 @@ def launch_forward(plan: Plan, logits: Tensor, target: Tensor, scale: float, cap
     N, V = logits.shape
     loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     if N:
-        launch = plan.launch("cross_entropy_forward")
-        start(launch, cross_entropy_forward, launch.grid[0], dict(
+        start_planned(plan, cross_entropy_forward, dict(
             logits=logits, target=target, loss=loss, z_loss=z_loss, lse=lse,
             stride=logits.stride(0), rows=N, scale=scale, cap=cap or 1.0,
             smoothing=smoothing, squares=squares, ignore_index=ignore_index,

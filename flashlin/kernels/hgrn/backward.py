@@ -83,6 +83,6 @@ def launch_backward(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds:
     dh0 = o.new_empty((N, o.shape[2]), dtype=torch.float32) if needs_dh0 else None
     if N == 0:
         return dx.zero_(), dg.zero_(), dh0
-    walk(plan, plan.launch("hgrn_backward"), hgrn_backward, -1, split, "do", do=do, g=g, o=o, dx=dx, dg=dg,
-         bounds=bounds, h0=h0, dht=dht, dh0=dh0)
+    walk(plan, hgrn_backward, -1, split, "do", do=do, g=g, o=o, dx=dx, dg=dg, bounds=bounds, h0=h0, dht=dht,
+         dh0=dh0)
     return dx, dg, dh0

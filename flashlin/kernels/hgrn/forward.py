@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashlin.compat.launch import start
-from flashlin.guards.plan_types import Launch, Plan
+from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import cut, parts
 from flashlin.kernels.hgrn.recipe import segments
 from flashlin.kernels.tile_ops import sequence_of, zero_gaps
@@ -194,8 +194,7 @@ def launch_forward(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: 
     ht = x.new_empty((N, x.shape[2]), dtype=torch.float32) if has_ht else None
     if N == 0:  # no program would run to write them
         return o.zero_(), ht
-    walk(plan, plan.launch("hgrn_forward"), hgrn_forward, 1, split, "x", x=x, g=g, o=o, bounds=bounds, h0=h0,
-         ht=ht)
+    walk(plan, hgrn_forward, 1, split, "x", x=x, g=g, o=o, bounds=bounds, h0=h0, ht=ht)
     return o, ht
 
 
@@ -205,8 +204,7 @@ def fills_gaps(split: list[slice], bounds: Tensor | None) -> bool:
     return bounds is None or len(split) == 1
 
 
-def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice], walked: str,
-         **tensors: Any) -> None:
+def walk(plan: Plan, kernel: Any, step: int, split: list[slice], walked: str, **tensors: Any) -> None:
     """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
     have more than one.
 
@@ -215,6 +213,7 @@ def walk(plan: Plan, launch: Launch, kernel: Any, step: int, split: list[slice],
     """
     _, T, D = tensors["g"].shape
     S, packed = segments(plan.problem, plan.target), tensors["bounds"] is not None
+    launch = plan.launch(kernel.fn.__name__)
     strips = -(-D // launch.block("BD"))
     for part in split:
         n = part.stop - part.start

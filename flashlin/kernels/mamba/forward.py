@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start, start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import strides
 from flashlin.kernels.recurrent.forward import softplus
@@ -222,8 +222,7 @@ def convolve(
     n, D, T = x.shape
     y = torch.empty((n, D, T), dtype=dtype, device=x.device)
     if y.numel():
-        launch = plan.launch("conv_window")
-        start(launch, conv_window, launch.grid[0], dict(
+        start_planned(plan, conv_window, dict(
             x=x, weight=weight, bias=bias, state=state, y=y, seqlens=seqlens, indices=indices,
             T=T, pool=state.shape[0],
             **strides(x, "x_n", "x_d", "x_t"), **strides(state, "state_n", "state_d", "state_l"),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.norm.recipe import LAYER
 
@@ -207,8 +207,7 @@ def launch_forward(
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if stats else None
     mean = torch.empty_like(rstd) if rstd is not None and kind == LAYER else None
     if x.numel():
-        launch = plan.launch("norm_forward")
-        start(launch, norm_forward, launch.grid[0], dict(
+        start_planned(plan, norm_forward, dict(
             x=x, residual=residual, weight=weight, bias=bias,
             gate=gate, y=y, total=total, mean=mean, rstd=rstd,
             eps=eps, rows=x.numel() // D,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashlin.compat.launch import start
+from flashlin.compat.launch import start_planned
 from flashlin.guards.plan_types import Plan
 from flashlin.kernels.batch import strides
 from flashlin.kernels.recurrent.forward import softplus
@@ -297,8 +297,7 @@ def launch_forward(
     if T == 0:
         return y, last.zero_(), states
     if last.numel():
-        launch = plan.launch("selective_forward")
-        start(launch, selective_forward, launch.grid[0], dict(
+        start_planned(plan, selective_forward, dict(
             arguments(u, delta, A, B, C, y, D, z, bias, softplus=softplus),
             y=y, states=states, last=last))
     return y, last, states
