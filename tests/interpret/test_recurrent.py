@@ -278,9 +278,9 @@ def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
     call = Call(T=2)
     x = Inputs(*(call.inputs[name].half() for name in "qkv"), beta=call.inputs["beta"].bfloat16(),
                g=call.inputs["g"].double())
-    found = recurrent._loadable(x, "native", False)
+    found = recurrent.loadable(x, "native", False)
     assert [y.dtype for y in found if y is not None] == [torch.float16] * 3 + [torch.float32] * 2
-    assert {y.dtype for y in recurrent._loadable(x, "fp32", False) if y is not None} == {torch.float32}
+    assert {y.dtype for y in recurrent.loadable(x, "fp32", False) if y is not None} == {torch.float32}
 
 
 # torch.compile: the library operators, their fake kernels and their gradients.
