@@ -10,7 +10,7 @@ import pytest
 from flashlin import policy
 from flashlin.compat.releases import supported
 from flashlin.compat.target import parse
-from flashlin.kernels import configs
+from flashlin.kernels.simple_gla import recipe
 from flashlin.testing.compile import Job, Result
 from flashlin.testing.environments import NotInstallable
 from flashlin.testing.record import Recorded
@@ -61,9 +61,9 @@ def _launches(version: str, sm: int) -> list[Recorded]:
 
 def test_a_kernel_broken_on_purpose_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Eight warps on sm_90 under 3.2.0, heads of 64, with the check that would prevent it switched off."""
-    chosen = configs._chunks
-    monkeypatch.setattr(configs, "_chunks",
-                        lambda *args: (config._replace(num_warps=8) for config in chosen(*args)))
+    for name in ("over_k", "over_v"):
+        monkeypatch.setattr(recipe, name, lambda *args, chosen=getattr(recipe, name): (
+            config._replace(num_warps=8) for config in chosen(*args)))
     monkeypatch.setattr(policy, "_current", policy.Policy(policy="off"))
     monkeypatch.setattr(workload, "calls",
                         lambda only=[call for call in workload.calls() if str(call) == BREAKS]: iter(only))

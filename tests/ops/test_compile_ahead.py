@@ -125,7 +125,7 @@ def test_a_process_with_one_core_compiles_one_after_the_other(card: Card,
 
 def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
     code = ("import threading, time\n"
-            "from flashlin.ops._common import ahead\n"
+            "from flashlin.ops._common import compile_ahead as ahead\n"
             "ahead.cores = lambda: 2\n"
             "queue = ahead.Queue(0)\n"
             "class Slow:\n"
@@ -146,7 +146,7 @@ def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
             "target.pretend(target.parse(f'triton={triton.__version__},sm=90'))\n"
             "x = [torch.randn(2, 66, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]\n"
             "g = torch.rand(2, 66, 2, requires_grad=True)\n"
-            "from flashlin.ops._common import ahead\n"
+            "from flashlin.ops._common import compile_ahead as ahead\n"
             "ahead.cores = lambda: 4\n"
             "with pretended(Driver()), flashlin.settings(canary='off'):\n"
             "    flashlin.chunk_gated_delta_rule(*x, g.log(), g)\n"
