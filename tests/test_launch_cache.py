@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,42 @@ def test_a_changed_source_is_compiled_again(card: Driver, theirs: list[Any]) -> 
     example.device_caches.clear()  # what one does after changing a source
     assert repeated(card, theirs, kernel) == 1
     assert card.started[-1].compiled is not card.started[0].compiled
+
+
+class Loading:
+    """A kernel, and what is compiled of it, which note whether two threads load at the same time."""
+
+    def __init__(self) -> None:
+        self.inside, self.loads, self.overlaps = 0, 0, 0
+
+    @property
+    def run(self) -> None:
+        self.inside, self.loads = self.inside + 1, self.loads + 1
+        self.overlaps += self.inside > 1
+        time.sleep(0.002)
+        self.inside -= 1
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda *values, **options: self.run
+
+    def warmup(self, *values: Any, **options: Any) -> Loading:
+        return self
+
+
+def test_launchers_are_loaded_one_at_a_time() -> None:
+    """Python reloads an extension module into the object that its name had last, and all of Triton's launchers
+    have one name: of two threads that load, one may get the other's launcher."""
+    kernel, loading = Kernel(example), Loading()
+    kernel.kernel, kernel.plain = loading, False
+    calls = [lambda: kernel.compile((X,), 4, 2, load=True), lambda: kernel.start(1, (X,), 4, 2)] * 8
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loading.loads == 16 and loading.overlaps == 0
+    kernel.compile((X,), 4, 2, load=False)
+    assert loading.loads == 16, "a thread that outlives its call loads nothing"
 
 
 def test_constants_of_our_kernels_never_change(card: Driver, theirs: list[Any],

@@ -24,6 +24,7 @@ import torch
 
 from flashlin.compat.descriptors import Described
 from flashlin.compat.installed_triton import interpreting, possible, triton_module
+from flashlin.compat.locks import ThreadLock
 
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (*TENSORS, int, float, bool, type(None))
@@ -59,6 +60,12 @@ class Kind(NamedTuple):
     compiled: dict[Values, Compiled]
 
 
+# Held while Triton may load a launcher. All launchers are extension modules of one name, and Python reloads a
+# known one into the module object that this name had last. So if two threads load at the same time, a kernel
+# may get the launcher of another one, which expects other arguments.
+LOADING = ThreadLock()
+
+
 class Kernel:
     """A jitted function, and what has been compiled of it."""
 
@@ -71,9 +78,9 @@ class Kernel:
         """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
         parameters, in their order. Returns what the next start of this kind will use, None if it will go
         Triton's way."""
-        kernel, kind = self.kernel, self._kind(values) if self.plain else None
+        kind = self._kind(values) if self.plain else None
         if kind is None or watched():
-            kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages, **_unchecked())
+            self._start_by_triton(programs, values, num_warps, num_stages)
             return None
         driver = triton_module().runtime.driver.active
         device = driver.get_current_device()
@@ -82,16 +89,20 @@ class Kernel:
         if found is not None and current([found], device):
             found.run(programs, 1, 1, driver.get_current_stream(device), *found.known, *values)
             return found
-        made = kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages, **_unchecked())
+        kernel, made = self.kernel, self._start_by_triton(programs, values, num_warps, num_stages)
         # made is None where a hook of the compiler's declined; values that may change are compared each time
         if (type(made) is not triton_module().compiler.CompiledKernel or _reads_changing_values(kernel)
                 or made.metadata.target.backend != "cuda"):
             return None
         known = made.function, made.packed_metadata, None, None, None
         found = kind.compiled[key] = Compiled(self._launcher(made), known, kernel,
-        kernel.device_caches[device],
-                                              kernel.debug, _switches())
+                                              kernel.device_caches[device], kernel.debug, _switches())
         return found
+
+    def _start_by_triton(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Any:
+        with LOADING:
+            return self.kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages,
+                                            **_unchecked())
 
     def _launcher(self, made: Any) -> Callable[..., None]:
         """Triton's launcher of what has been compiled, with tensors or addresses where that has
@@ -116,15 +127,13 @@ class Kernel:
         return None if key in kind.compiled else (id(self.kernel), *types, key)
 
     def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
-        """What ``start`` would do before it starts anything; load: to the card, too."""
+        """Compile as ``start`` would. load: also load the kernel to the card, and its launcher. Without it, a
+        program may go on meanwhile, and load launchers of its own kernels in another thread."""
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
                                   **_unchecked())
-        if made is None:  # a hook of the compiler's declined
-            return
-        if load:
-            _ = made.run
-        else:  # Triton 3.6 compiles a launcher in C, and keeps it on disk
-            triton_module().runtime.driver.active.launcher_cls(made.src, made.metadata)
+        if load and made is not None:  # None where a hook of the compiler's declined
+            with LOADING:
+                _ = made.run
 
     def _kind(self, values: Values) -> Kind | None:
         types = tuple(map(type, values))
