@@ -60,9 +60,9 @@ class Kind(NamedTuple):
     compiled: dict[Values, Compiled]
 
 
-# Held while Triton may load a launcher. All launchers are extension modules of one name, and Python reloads a
-# known one into the module object that this name had last. So if two threads load at the same time, a kernel
-# may get the launcher of another one, which expects other arguments.
+# A thread holds this lock while Triton may load a launcher. All launchers are extension modules with the same
+# name. When Python loads a launcher for the second time, it fills the module object that had this name last. So
+# if two threads load at the same time, a kernel may get the launcher of another kernel, with other arguments.
 LOADING = ThreadLock()
 
 
@@ -127,8 +127,10 @@ class Kernel:
         return None if key in kind.compiled else (id(self.kernel), *types, key)
 
     def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
-        """Compile as ``start`` would. load: also load the kernel to the card, and its launcher. Without it, a
-        program may go on meanwhile, and load launchers of its own kernels in another thread."""
+        """Compile as ``start`` would.
+
+        load: also load the kernel to the card, and its launcher. It is False if the program may go on before
+        this ends: then another thread may load launchers of other kernels without the lock."""
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
                                   **_unchecked())
         if load and made is not None:  # None where a hook of the compiler's declined

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 MOST = 5
 Parameters = ParamSpec("Parameters")
@@ -49,10 +49,15 @@ def need_one_of(given: object, known: Iterable[str]) -> str:
             f"need one of {', '.join(names[:MOST])} or {len(names) - MOST} others")
 
 
+def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that a function names, without ``*args`` and ``**kwargs``."""
+    code = function.__code__
+    return code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+
+
 def suggests_keywords(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
     """Decorate a public function so that a TypeError about an unknown keyword names the similar ones."""
-    code = function.__code__
-    known = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+    known = keywords_of(function)
 
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:

@@ -259,10 +259,9 @@ def run_chunked(
     if q is not tensors[0] or reverse or padded:  # kernels get more than casts of what was given
         key = None
     # wide tensors are not multiplied with the others
-    given_dtypes = {x.dtype for argument, x in zip(arguments, tensors, strict=True)
-                    if x is not None and not argument.wide}
-    dtype = q.dtype if len(given_dtypes) == 1 else common_dtype(q, *[
-        x for argument, x in zip(arguments, tensors, strict=True) if not argument.wide])
+    multiplied = [x for argument, x in zip(arguments, tensors, strict=True)
+                  if x is not None and not argument.wide]
+    dtype = q.dtype if len({x.dtype for x in multiplied}) == 1 else common_dtype(*multiplied)
     cast: list[Tensor | None] = []
     for argument, x in zip(arguments, tensors, strict=True):
         if x is not None:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from flashlin import policy
 from flashlin.compat.launch_cache import TENSORS
+from flashlin.compat.suggestions import keywords_of
 from flashlin.compat.tracing import transformed
 from flashlin.guards.tensors import no_unknown, resolved
 
@@ -93,7 +94,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
     """Return the function with its entry. under_autocast(function, args, kwargs) calls it if autocast is
     on."""
-    named, any_other = _keywords(function)
+    named, any_other = keywords_of(function), bool(function.__code__.co_flags & CO_VARKEYWORDS)
     among = frozenset(named).issuperset
 
     @wraps(function)
@@ -123,12 +124,6 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
         return made
     setattr(entered, MARK, True)
     return entered
-
-
-def _keywords(function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """Return the names of a function's parameters, and True if it also takes keywords of any other name."""
-    code = function.__code__
-    return code.co_varnames[:code.co_argcount + code.co_kwonlyargcount], bool(code.co_flags & CO_VARKEYWORDS)
 
 
 def _is_lazy(x: Any) -> bool:
