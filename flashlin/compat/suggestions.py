@@ -50,7 +50,7 @@ def need_one_of(given: object, known: Iterable[str]) -> str:
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that a function names, without ``*args`` and ``**kwargs``."""
+    """Return the names of a function's explicit parameters, without ``*args`` and ``**kwargs``."""
     code = function.__code__
     return code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
 

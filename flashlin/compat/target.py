@@ -211,7 +211,8 @@ class _Probed(dict["torch.device", Target]):
 
 _probed = _Probed()
 _pretended: Target | None = None
-# Returns the Target of a tensor's device. Never asks device 0 on behalf of another, and none at import.
+# Returns the Target of a tensor's device. It asks only that device, never device 0 in its place, and asks no
+# device at import.
 probe: Callable[[torch.device], Target] = _probed.__getitem__
 
 
