@@ -19,7 +19,7 @@ import triton.language as tl
 
 import flashlin
 from benchmarks.pretended import Driver, Started, pretended
-from flashlin.compat import launch, releases
+from flashlin.compat import launch, launch_cache, releases
 from flashlin.compat import target as machine
 from flashlin.compat.launch_cache import Kernel
 from flashlin.compat.releases import nearest
@@ -229,6 +229,51 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
     assert loading.loads == 16 and loading.overlaps == 0
     kernel.compile((X,), 4, 2, load=False)
     assert loading.loads == 16, "a thread that outlives its call loads nothing"
+
+
+class Building:
+    """A compiled kernel whose launcher is built by Triton's C compiler and then loaded, as in Triton up to 3.7."""
+
+    def __init__(self, home: Any) -> None:
+        self.home, self.together = home, threading.Barrier(4, timeout=5)
+        self.loading, self.overlaps = 0, 0
+
+    def warmup(self, *values: Any, **options: Any) -> Building:
+        return self
+
+    @property
+    def run(self) -> None:
+        assert self.home._build("name", at="path") == "name path"
+        self.loading += 1
+        self.overlaps += self.loading > 1
+        time.sleep(0.002)
+        self.loading -= 1
+
+    def build(self, name: str, at: str) -> str:
+        self.together.wait()  # raises BrokenBarrierError if a thread builds alone
+        return f"{name} {at}"
+
+
+def test_launchers_are_built_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = sys.modules["triton.runtime.build"]
+    kernel, building = Kernel(example), Building(home)
+    monkeypatch.setattr(home, "_build", building.build)
+    launch_cache._build_without_lock.cache_clear()
+    kernel.kernel, kernel.plain, failures = building, False, list[BaseException]()
+
+    def work() -> None:
+        try:
+            kernel.compile((X,), 4, 2, load=True)
+        except BaseException as error:
+            failures.append(error)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and building.overlaps == 0
+    assert not launch_cache.LOADING.free(), "the lock is free afterwards"
+    launch_cache._build_without_lock.cache_clear()
 
 
 def test_constants_of_our_kernels_never_change(card: Driver, theirs: list[Any],

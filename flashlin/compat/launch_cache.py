@@ -15,8 +15,9 @@ that both ways have been compared.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import cache, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -64,6 +65,30 @@ class Kind(NamedTuple):
 # name. When Python loads a launcher for the second time, it fills the module object that had this name last. So
 # if two threads load at the same time, a kernel may get the launcher of another kernel, with other arguments.
 LOADING = ThreadLock()
+
+
+@cache
+def _build_without_lock() -> None:
+    """Let Triton run its C compiler without LOADING, so that threads build launchers at the same time.
+
+    Triton up to 3.7 builds a launcher for each kernel signature. Later releases build none.
+    """
+    for name in ("triton.runtime.build", "triton.backends.nvidia.driver"):
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "_build"):
+            module._build = _without_lock(module._build)
+
+
+def _without_lock(build: Callable[..., str]) -> Callable[..., str]:
+    """Return ``build``, which frees LOADING while it runs, if its thread holds it."""
+    def building(*arguments: Any, **named: Any) -> str:
+        held = LOADING.free()
+        try:
+            return build(*arguments, **named)
+        finally:
+            if held:
+                LOADING.__enter__()
+    return building
 
 
 class Kernel:
@@ -134,6 +159,7 @@ class Kernel:
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
                                   **_unchecked())
         if load and made is not None:  # None where a hook of the compiler's declined
+            _build_without_lock()
             with LOADING:
                 _ = made.run
 

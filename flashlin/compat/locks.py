@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -58,6 +58,13 @@ class ThreadLock:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+    def free(self) -> bool:
+        """Release the lock once. Return False if this thread does not hold it."""
+        with suppress(RuntimeError):
+            self._lock.release()
+            return True
+        return False
 
 
 class _Forking(threading.local):
