@@ -1,1 +1,1 @@
-"""Rotations by running sums of angles: Mamba-3's."""
+"""Mamba-3's rotation of channel pairs of q and k by angles that accumulate along a sequence."""

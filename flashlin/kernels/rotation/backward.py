@@ -1,8 +1,10 @@
-"""Mamba-3's rotation, backward. Tensors in, tensors out.
+"""Backward kernels of Mamba-3's rotation.
 
-Turned back, a gradient is that of the sum with the bias, so a group's q or k gets the sum over its heads, and
-an angle the cross product of each pair with its gradient. As an angle goes on to all later tokens, a token's
-turn gets the sum of their gradients: again of a chunk, of the chunks behind it, and then of each token.
+A gradient of a rotated row, rotated back, is the gradient of the row plus its bias. The q or k of a group
+gets the sum of these gradients over the group's heads. The gradient of an angle is the cross product of each
+channel pair with its gradient. An angle affects all later tokens. So the gradient of a token's own turn is
+the sum of the angles' gradients from that token to the end of the sequence. As in the forward, this sum is
+computed per chunk, over the later chunks, and then for each token.
 """
 
 import torch
@@ -20,12 +22,13 @@ from flashlin.kernels.tile_ops import beta_of, first_slot, put, sequence_of, til
 
 @triton.jit
 def turned_back(even, odd, c, s):
+    """Rotate the channel pairs (even, odd) back by an angle with cosine c and sine s."""
     return even * c + odd * s, odd * c - even * s
 
 
 @triton.jit
 def columns_of(even, odd, BR: tl.constexpr):
-    """[2 BR]: the sums of both over rows, as channels lie."""
+    """Return the column sums of two tiles [BT, BR], interleaved in channel order: [2 BR]."""
     return tl.reshape(tl.join(tl.sum(even, 0), tl.sum(odd, 0)), [2 * BR])
 
 
@@ -34,11 +37,17 @@ def with_line(
     even, odd,  # [BT, BR]
     d,  # [N, H, K] or None
     at,  # n H + head
-    row,  # the row of d, of the chunk
+    row,  # index in the chunk
     c, s,  # [BT, BR]
     K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
-    """Of a turned row's gradient, turned back, added to that of the row."""
+    """Rotate back the gradient of one row and add it to that row of the tiles even and odd, each [BT, BR].
+
+    d: gradient of q_first or k_last, [N, H, K], or None.
+    at: index of the sequence and head in d, that is n H + head.
+    row: index of the row in the chunk. If it is outside of the chunk, nothing is added.
+    c, s: cosine and sine of the angles, [BT, BR].
+    """
     if d is not None:
         b_d = tl.reshape(line(d + at * K, 0, K, 2 * BR)[None, :], [1, 2 * BR])
         d_even, d_odd = split(b_d, 1, BR)
@@ -51,8 +60,12 @@ def with_line(
 
 @triton.jit
 def heads_of(G, H, S, shares):
-    """(the program's sequence, group, number among those of both, share, and its first head and the one after
-    its last)."""
+    """Return the sequence, group, chunk offset, slice of heads, first head and end head of this program.
+
+    The H / G heads of a group are divided into ``shares`` slices. The heads of a slice run from the first
+    head to the end head, which is excluded. The chunk offset is the program's number among the S programs of
+    a sequence, group and slice.
+    """
     program = tl.program_id(0)
     share = program % shares
     i_g = program // shares % G
@@ -68,7 +81,7 @@ def turn_back(
     q_bias, k_bias,  # [H, K]
     weight,  # [rows, H]
     angle,  # [rows, H, R], fp32
-    dq_turned,  # [rows, H, K]: of the q of the token behind
+    dq_turned,  # [rows, H, K]: row t is for the q of token t + 1
     dk_turned,  # [rows, H, K]
     dq_first, dk_last,  # [N, H, K] or None
     dalike,  # [rows, H] or None
@@ -82,14 +95,21 @@ def turn_back(
     T, N,
     G,  # groups
     H,
-    S,  # programs to a sequence, group and share
-    shares,  # of a group's heads
+    S,  # programs per sequence, group and slice of heads
+    shares,  # slices of a group's heads
     rows,
     K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Of the channels that are turned: the gradients of q and k, of a chunk's biases and angles, what the
-    latter add up to, and the channels' part of the weights' gradients. A program: chunks of one group, with a
-    share of its heads."""
+    """Compute the gradients that pass through the rotated channels.
+
+    One program computes chunks of one group, with one slice of its heads. It stores:
+
+    dq, dk: gradients of q and k, summed over its heads.
+    dweight: the rotated channels' part of the gradients of the weights.
+    dtheta: gradients of the angles.
+    dq_bias, dk_bias: gradients of the biases, one entry per chunk.
+    table: the sum of dtheta over each chunk.
+    """
     n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
     first, length = sequence_of(n, bounds, T, VARLEN)
     slot = first_slot(n, first, BT)
@@ -136,7 +156,7 @@ def turn_back(
             b_d = loaded(dk_turned, first, t0, length, i_h, H, D=K, d0=0, BT=BT, BD=2 * BR, ABOVE=False)
             even, odd = split(b_d, BT, BR)
             even, odd = turned_back(even, odd, c, s)
-            # turned or not, a product of both is the same
+            # A product of two rows is the same before and after both are rotated.
             product = tl.sum(even * y_even + odd * y_odd, 1)
             even, odd = with_line(even * b_weight, odd * b_weight, dk_last, at, length - 1 - t0, c, s,
                                   K=K, BT=BT, BR=BR)
@@ -160,7 +180,13 @@ def turn_back(
 
 @triton.jit
 def with_rest(x, d, at, row, K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """As with_line, of channels [BT, BD] that are not turned."""
+    """Add the gradient of one row to that row of x [BT, BD], for channels that are not rotated.
+
+    d: gradient of q_first or k_last, [N, H, K], or None.
+    at: index of the sequence and head in d.
+    row: index of the row in the chunk. If it is outside of the chunk, nothing is added.
+    d0: first channel.
+    """
     if d is not None:
         x += tl.where((tl.arange(0, BT) == row)[:, None], line(d + at * K, d0, K, BD)[None, :], 0.0)
     return x
@@ -171,7 +197,7 @@ def turn_back_rest(
     q, k,  # [rows, G, K]
     q_bias, k_bias,  # [H, K]
     weight,  # [rows, H]
-    dq_turned,  # [rows, H, K]: of the q of the token behind
+    dq_turned,  # [rows, H, K]: row t is for the q of token t + 1
     dk_turned,  # [rows, H, K]
     dq_first, dk_last,  # [N, H, K] or None
     dalike,  # [rows, H] or None
@@ -182,12 +208,16 @@ def turn_back_rest(
     T, N,
     G,  # groups
     H,
-    S,  # programs to a sequence, group and share
-    shares,  # of a group's heads
+    S,  # programs per sequence, group and slice of heads
+    shares,  # slices of a group's heads
     rows,
     K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """As turn_back, of the channels that are not turned."""
+    """Compute the gradients that pass through the channels that are not rotated.
+
+    It stores the same gradients as ``turn_back``, except for those of the angles. The gradients of the
+    weights go to ``dweight_rest`` and are added later.
+    """
     n, i_g, part, share, begin, end = heads_of(G, H, S, shares)
     first, length = sequence_of(n, bounds, T, VARLEN)
     slot = first_slot(n, first, BT)
@@ -233,10 +263,15 @@ def turn_finish(
     dbegan,  # [N, H, R], fp32, or None
     bounds,  # [N + 1] or None
     T, N, H,
-    S,  # programs to a sequence and head
+    S,  # programs per sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """The gradients of angles and steps, and of where sequences begin."""
+    """Compute the gradients of the raw angles, the steps and the initial angles from those of the angles.
+
+    dtheta: gradients of the accumulated angles.
+    carried: sum of dtheta over all later chunks, for each chunk.
+    dangles, dstep, dbegan: receive the gradients.
+    """
     program = tl.program_id(0)
     i_h = program % H
     n = program // H // S
@@ -248,7 +283,7 @@ def turn_finish(
         grown, rate = turns(angles, step, first, t0, length, i_h, H, R=R, BT=BT, BR=BR)
         behind = tl.load(carried + ((slot + t0 // BT) * H + i_h) * R + pairs, mask=pairs < R, other=0.0)
         x = tile(dtheta, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR)
-        # of an angle, which has 2 pi of a turn
+        # The factor is 2 pi: an angle is 2 pi times its turns.
         dturn = (tl.cumsum(x, 0, reverse=True) + behind.to(tl.float32)[None, :]) * 6.283185307179586
         put(dangles, dturn * rate[:, None] * (1.0 - grown * grown), first, t0, length, i_h, H,
             D=R, d0=0, BT=BT, BD=BR)
@@ -261,8 +296,11 @@ def turn_finish(
 
 
 def launch_backward(plan: Plan, x: Inputs, angle: Tensor, dy: Outputs) -> Inputs:
-    """Gradients of all but bounds, float32. angle: what forward gave; dy: of what it gave, contiguous, of
-    which those of q and k are there."""
+    """Run the backward rotation and return the gradients of all inputs except bounds, in float32.
+
+    angle: the angles that the forward returned.
+    dy: contiguous gradients of the forward's outputs. Those of q and k must be tensors; others may be None.
+    """
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device
     new = torch.empty if x.bounds is None else torch.zeros
     (S, slots), shares = x.chunks(plan.launch("turn_back").block("BT")), -(-H // max(G * SHARED, 1))

@@ -1,13 +1,22 @@
-"""Mamba-3's rotation, forward: angles add up along a sequence, and turn pairs of channels of q and k. Tensors
-in, tensors out.
+"""Forward kernels of Mamba-3's rotation: angles accumulate along a sequence and rotate pairs of channels.
+
+For token t and channel pair i, with the raw angle a, the step dt and x one of q and k:
 
     theta_t = theta_{t-1} + pi tanh(a_t) dt_t
     y_2i + i y_2i+1 = (x_2i + i x_2i+1 + bias) e^{i theta_ti}
-The scan behind it gives each q what its token finds, which is what the token before left: so q goes a token
-earlier. Angles are summed in turns: of each chunk of BT tokens one sum in float64, then what the chunks
-before it add up to, so that chunks are independent of each other and long sequences lose no digits, and only
-then each token's, in 32 bits of a turn, which lose whole turns by themselves. A chunk's place in a table is
-first_slot's.
+
+In Mamba-3, q reads the state that the previous token leaves. The scan that follows lets each q read the state
+after its own row. So the rotation stores each q one row early.
+
+Angles are summed in turns (1 turn is 2 pi) in three steps:
+
+1. ``turn_totals`` sums the turns of each chunk of BT tokens in float64.
+2. ``turn_carry`` adds the totals of all earlier chunks, also in float64.
+3. ``turn`` adds the turns of the tokens within a chunk, as 32-bit fractions of a turn. Overflow drops whole
+   turns.
+
+So chunks are independent of each other, and long sequences lose no precision. ``first_slot`` gives the index
+of a sequence's first chunk in the tables of steps 1 and 2.
 """
 
 import torch
@@ -28,8 +37,10 @@ def turns(
     first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
-    """(tanh of the angles [BT, BR], half of the steps [BT]), whose product is in turns; zeros past the
-    end."""
+    """Return two factors whose product is the turn of each token: tanh of the angles and half of the steps.
+
+    The first is [BT, BR], the second [BT], both fp32. Rows after the end of the sequence are zero.
+    """
     x = tile(angles, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
     e = tl.exp(-2.0 * tl.abs(x))
     grown = (1.0 - e) / (1.0 + e)
@@ -44,10 +55,10 @@ def turn_totals(
     table,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
     T, N, H,
-    S,  # programs to a sequence and head
+    S,  # programs per sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """By how many turns each chunk turns."""
+    """Store by how many turns each chunk rotates its channel pairs, into ``table``."""
     program = tl.program_id(0)
     i_h = program % H
     n = program // H // S
@@ -70,8 +81,16 @@ def turn_carry(
     R: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """What the chunks before each add up to, began, in radians, included; BACK those behind it. A program: a
-    sequence and a head. Never a difference of sums, which one broken chunk would spoil for all."""
+    """Store the turns that precede each chunk: the totals of all earlier chunks and the initial angles.
+
+    With BACK the sums are over all later chunks. One program computes one sequence and one head. Sums are
+    never formed as differences of longer sums, because one chunk that is not finite would then spoil all
+    others.
+
+    table: the total of each chunk.
+    began: the initial angles in radians.
+    carried: receives the sums.
+    """
     program = tl.program_id(0)
     i_h = program % H
     n = program // H
@@ -84,7 +103,7 @@ def turn_carry(
         angle = tl.load(began + program.to(tl.int64) * R + pairs, mask=pairs < R, other=0.0).to(tl.float64)
         sums += angle * 0.15915494309189535
     for s0 in range(0, chunks, BS):
-        at = s0 + tl.arange(0, BS)  # in the order of the walk
+        at = s0 + tl.arange(0, BS)  # counted in the order of the loop: from the end with BACK
         if BACK:
             chunk = chunks - 1 - at
             before = chunk + 1
@@ -96,7 +115,7 @@ def turn_carry(
                     mask=there & (at > 0)[:, None], other=0.0)
         until = sums[None, :] + tl.cumsum(x, 0)
         tl.store(carried + ((slot + chunk)[:, None] * H + i_h) * R + pairs[None, :], until, mask=there)
-        # the last row; "sums += tl.sum(x, 0)" ends the compiler of Triton 3.0
+        # Take the last row, because "sums += tl.sum(x, 0)" crashes the compiler of Triton 3.0.
         sums = tl.sum(tl.where((at == s0 + BS - 1)[:, None], until, 0.0), 0)
 
 
@@ -104,18 +123,21 @@ def turn_carry(
 def thetas(
     angles,  # [rows, H, R]
     step,  # [rows, H]
-    carried,  # [R]: turns up to the chunk
+    carried,  # [R]: turns before the chunk
     first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
-    """[BT, BR] angles in 0 .. 2 pi; NaN from where one is not finite."""
+    """Return the angles of a chunk's tokens, [BT, BR] in fp32, within 0 .. 2 pi.
+
+    A token with an angle that is not finite gets NaN, as do all later tokens of the chunk.
+    """
     pairs = tl.arange(0, BR)
     rows = tl.arange(0, BT)
     grown, rate = turns(angles, step, first, t0, length, i_h, H, R=R, BT=BT, BR=BR)
     part = grown * rate[:, None]
     part -= tl.floor(part + 0.5)
     broken = tl.min(tl.where(part == part, BT, rows[:, None]), 0)
-    # numbers of 32 bits that run over
+    # In 32-bit integers one turn is 2**32, so overflow drops whole turns.
     sums = tl.cumsum((part * 4294967296.0).to(tl.int32), 0).to(tl.int32)
     until = tl.load(carried + pairs, mask=pairs < R, other=0.0)
     until -= tl.floor(until)
@@ -130,8 +152,10 @@ def loaded(
     first, t0, length, i_h, H,
     D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ABOVE: tl.constexpr,
 ):
-    """[BT, BD] in fp32, from column d0 on, zeros outside; ABOVE of the row before each, zeros for the
-    first."""
+    """Load a [BT, BD] tile of head i_h of x in fp32, from column d0, with zeros outside of x.
+
+    With ABOVE each row holds the row before it, and the sequence's first row holds zeros.
+    """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     mask = (t0 + rows < length)[:, None]
@@ -151,7 +175,7 @@ def stored(
     first, t0, length, i_h, H,
     D: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Store [BT, BD] into a [rows, H, D] tensor, from column d0 on."""
+    """Store a [BT, BD] tile into head i_h of x [rows, H, D], from column d0."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     mask = (t0 + rows < length)[:, None]
@@ -163,33 +187,33 @@ def stored(
 
 @triton.jit
 def line(x, d0, K: tl.constexpr, BD: tl.constexpr):
-    """[BD] of x [K] in fp32."""
+    """Load BD elements of a vector x [K] in fp32, starting at d0, with zeros outside of x."""
     channels = d0 + tl.arange(0, BD)
     return tl.load(x + channels, mask=channels < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def split(x, BT: tl.constexpr, BP: tl.constexpr):
-    """(even, odd) channels [BT, BP] of x [BT, 2 BP]."""
+    """Split x [BT, 2 BP] into its even and its odd channels, each [BT, BP]."""
     return tl.split(tl.reshape(x, [BT, BP, 2]))
 
 
 @triton.jit
 def joined(even, odd, BT: tl.constexpr, BP: tl.constexpr):
-    """[BT, 2 BP]: channels as they lie."""
+    """Interleave even and odd channels, each [BT, BP], to a tile [BT, 2 BP]."""
     return tl.reshape(tl.join(even, odd), [BT, 2 * BP])
 
 
 @triton.jit
 def store_line(x, value, d0, K: tl.constexpr, BD: tl.constexpr):
-    """Store [BD] into x [K]."""
+    """Store BD values into a vector x [K], starting at d0."""
     channels = d0 + tl.arange(0, BD)
     tl.store(x + channels, value.to(x.dtype.element_ty), mask=channels < K)
 
 
 @triton.jit
 def put_q(
-    q_turned,  # [1 + rows, H, K]: the row before all is read by nobody
+    q_turned,  # [1 + rows, H, K]: row 0 is never read
     q_first,  # [N, H, K]
     x,  # [BT, BD]
     first, t0, length, i_h,
@@ -197,7 +221,10 @@ def put_q(
     H,
     K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Store the q of tokens a row earlier, and a zero for the last of the sequence before."""
+    """Store the rotated q of a chunk one row early, and the q of the sequence's first token into q_first.
+
+    The first token's row belongs to the last token of the previous sequence, so it gets zeros.
+    """
     is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
     stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
     if t0 == 0:
@@ -215,7 +242,7 @@ def put_k(
     H,
     K: tl.constexpr, d0: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Store the k of tokens times their weights, and the sequence's last without."""
+    """Store the rotated k of a chunk times its weights, and the last k, unweighted, into k_last."""
     stored(k_turned, x * weight[:, None], first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
     if t0 + BT >= length:
         is_last = (t0 + tl.arange(0, BT) == length - 1)[:, None]
@@ -238,12 +265,21 @@ def turn(
     T, N,
     G,  # groups
     H,
-    S,  # programs to a sequence and head
+    S,  # programs per sequence and head
     K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """q of each head, turned, a token earlier; k, turned, times its weight; q . k; and the angle. The first 2
-    BR channels are turned (by 0 from R on), BX others are not."""
+    """Rotate q and k of each head and store all forward outputs.
+
+    q_turned: the rotated q, one row early.
+    k_turned: the rotated k times its weight.
+    q_first, k_last: the rotated q of each first token and the rotated k of each last token.
+    alike: the product q . k of each token.
+    angle: the angle of each channel pair.
+
+    The first 2 BR channels are rotated; pairs from number R have the angle 0. The other BX channels are not
+    rotated.
+    """
     program = tl.program_id(0)
     i_h = program % H
     i_g = i_h // (H // G)
@@ -284,7 +320,12 @@ def turn(
 
 
 def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool) -> Tensor:
-    """What chunks begin with, from what each adds."""
+    """Start ``turn_carry`` and return the turns at the start of each chunk, given the turns of each chunk.
+
+    table: [slots, H, R] float64, the turns of each chunk.
+    began: [N, H, R], the initial angles in radians, or None.
+    back: sum over the later chunks instead of the earlier ones.
+    """
     launch, carried = plan.launch("turn_carry"), torch.empty_like(table)
     _, H, R = table.shape
     start(launch, turn_carry, x.sequences * H, dict(
@@ -294,11 +335,14 @@ def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool
 
 
 def launch_forward(plan: Plan, x: Inputs, dtype: torch.dtype) -> Outputs:
-    """q, k, q_first and k_last of that dtype, the others in float32. Rows outside packed sequences are
-    zero."""
+    """Run the forward rotation and return its outputs.
+
+    q, k, q_first and k_last have the given dtype, all others are float32. Rows outside packed sequences are
+    zero.
+    """
     (B, T, G, K), (H, R), N, device = x.q.shape, x.angles.shape[2:], x.sequences, x.q.device
     new = torch.empty if x.bounds is None else torch.zeros
-    q = new(1 + B * T, H, K, dtype=dtype, device=device)  # the first of which is not given
+    q = new(1 + B * T, H, K, dtype=dtype, device=device)  # row 0 is not returned
     q[-1:] = 0
     k = new(B, T, H, K, dtype=dtype, device=device)
     alike, angle = (new(B, T, H, *more, dtype=torch.float32, device=device) for more in ((), (R,)))

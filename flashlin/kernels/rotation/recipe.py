@@ -1,7 +1,7 @@
-"""Which launches a rotation by running angles makes, and with which tiles. Plain Python: no tensor, no torch,
-no triton.
+"""Recipe of Mamba-3's rotation: its launches and their tiles, in plain Python without torch or triton.
 
-A Problem has N sequences of T tokens, H heads of K channels, of which V pairs are turned.
+Its Problem has N sequences of T tokens and H heads of K channels. V is the number of channel pairs that are
+rotated.
 """
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from flashlin.kernels.configs import is_hopper
 from flashlin.kernels.elementwise import block, cdiv, moving
 
 FAMILY = "rotation"
-BT = 32  # tokens of a chunk, whose angles are summed by one program
-BS = 32  # chunks that are added up at a time
-# Of the rotation; of its sums, and, on Hopper, of the way back, which took 402 us for 463 on an H200
-# (benchmarks/NOTES.md). On other cards the way back by 2 would spill 1 KB a thread and more.
+BT = 32  # tokens per chunk; one program sums the angles of a chunk
+BS = 32  # chunks that turn_carry adds in one step
+# The rotation runs with WARPS; the sums run with FEWER, and so do the backward kernels on Hopper. There they
+# took 402 us instead of 463 us on an H200 (benchmarks/NOTES.md). On other GPUs, the backward kernels would
+# spill 1 KB per thread or more with 2 warps.
 WARPS, FEWER = 4, 2
-SHARED = 16  # heads of a group, at most, whose gradients a program adds up
+SHARED = 16  # most heads of a group whose gradients one program adds
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """The sums of chunks, what is carried from chunk to chunk and the rotation; then the way back."""
+    """Return the launches of the forward rotation and, if gradients are needed, of its backward."""
     BR = block(problem.V, 4)
-    rest = problem.K - 2 * BR  # channels that are not turned
+    rest = problem.K - 2 * BR  # channels that are not rotated
     pairs = dict(BT=BT, BR=BR, BX=block(rest, 4) if rest > 0 else 0)
     chunks = cdiv(problem.T, BT) * problem.N * problem.H
-    # shared: one exchange of a tile between threads; offsets in 32 bits are those of a tile
+    # Shared memory is for one layout conversion of a tile. Only offsets within a tile are 32-bit numbers.
     far = BT * problem.H * problem.K
 
     def launch(kernel: str, tile: dict[str, int], programs: int = chunks, num_warps: int = WARPS) -> Launch:

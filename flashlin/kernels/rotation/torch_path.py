@@ -1,4 +1,4 @@
-"""Mamba-3's rotation in plain, differentiable torch, and where packed sequences lie."""
+"""Mamba-3's rotation in plain, differentiable torch, and helpers for packed sequences."""
 from __future__ import annotations
 
 import math
@@ -14,17 +14,20 @@ from flashlin.kernels.rotation.inputs import Inputs, Outputs
 from flashlin.kernels.sequences import running_sum, widest
 
 TURN = 2 * math.pi
-BLOCK = 64  # rows that one thread adds up
+BLOCK = 64  # rows that one thread adds
 
 
 def compute(x: Inputs, dtype: torch.dtype) -> Outputs:
-    """What launch_forward gives, angles and q . k in the dtype that they are computed in."""
+    """Return the outputs of the rotation; ``angle`` and ``alike`` have the dtype of the computation.
+
+    dtype: dtype of q, k, q_first and k_last. The computation uses the widest dtype of the inputs.
+    """
     compute = widest(*x[:-1])
     packed = None if x.bounds is None else packed_of(x.q.shape[1], x.bounds)
     angles, step, weight = (y.to(compute) for y in (x.angles, x.step, x.weight))
     angle = angles_of(angles.tanh() * (math.pi * step)[..., None],
                       None if x.began is None else x.began.double(), packed)
-    # Traced, the compiler makes one kernel of the rotation, but not of complex numbers.
+    # torch.compile fuses the real rotation into one kernel, but not the complex one of Turned.
     both = turned if torch.compiler.is_compiling() or transformed() else Turned.apply
     q, k = both(angle, dtype, x.q, x.q_bias, x.k, x.k_bias)
     return Outputs(after(q, packed), (k.to(compute) * weight[..., None]).to(dtype), first(q, packed),
@@ -32,11 +35,14 @@ def compute(x: Inputs, dtype: torch.dtype) -> Outputs:
 
 
 def alike(x: Inputs, compute: torch.dtype) -> Tensor:
-    """q . k of each token, [b, T, H]: both turn together, so as if neither did."""
+    """Return the product q . k of each token and head with biases, [B, T, H].
+
+    The rotation turns both by the same angle and does not change the product, so it is left out.
+    """
     (H, N), G = x.q_bias.shape, x.q.shape[2]
     q, k = x.q.to(compute), x.k.to(compute)
     of_q, of_k = (bias.to(compute).view(G, H // max(G, 1), N) for bias in (x.q_bias, x.k_bias))
-    # traced under autocast, the backward of a matrix product would be rounded
+    # torch.compile under autocast would round the backward of a matrix product.
     crossed = [(y[:, :, :, None] * bias).sum(-1) if torch.compiler.is_compiling()
                else torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
     products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
@@ -44,10 +50,11 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
 
 
 class Turned(torch.autograd.Function):
-    """What turned gives, in fewer passes over memory, forward and backward, and keeping little."""
+    """The rotation of ``turned`` with fewer passes over memory; only its inputs are saved for the backward."""
 
     @staticmethod
     def forward(ctx: Any, angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
+        """Return each x plus its bias, rotated by the angles, in the given dtype; given: as in ``turned``."""
         ctx.save_for_backward(angle, *given)
         turn, R = torch.polar(angle.new_ones(()), angle), angle.shape[3]
         turned = []
@@ -59,7 +66,10 @@ class Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Turned back, a gradient is that of the sum with the bias."""
+        """Return the gradients of the angles, the x and the biases.
+
+        A gradient that is rotated back is the gradient of the sum of x and bias.
+        """
         angle, *given = ctx.saved_tensors
         (b, T, H, R), of_angle, of_given = angle.shape, None, []
         back = Turned.apply(-angle, angle.dtype, *[x for dx in gradients for x in (dx, None)])
@@ -73,15 +83,22 @@ class Turned(torch.autograd.Function):
 
 
 def _crossed(x: Tensor, y: Tensor, R: int, known: Tensor | None) -> Tensor:
-    """The cross products [..., R] of the first pairs of both, added to what is known."""
+    """Return ``known`` plus the cross products of the first R channel pairs of x and y, [..., R].
+
+    known: a tensor [..., R], or None for zeros.
+    """
     (even, odd), (to_even, to_odd) = ((z[..., :2 * R:2], z[..., 1:2 * R:2]) for z in (x, y))
     product = even * to_odd if known is None else torch.addcmul(known, even, to_odd)
     return torch.addcmul(product, odd, to_even, value=-1)
 
 
 def turned(angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
-    """x [b, T, G, N] + bias [H, N] for each head, its first pairs turned by angles [b, T, H, R]; given: x,
-    bias, then the next x and its bias."""
+    """Return each x plus its bias for every head, with the first R channel pairs rotated.
+
+    angle: [B, T, H, R], the angles.
+    dtype: the dtype of the results.
+    given: x [B, T, G, N] and bias [H, N] in turns, so two tensors for each result [B, T, H, N].
+    """
     (cos, sin), R = (angle.cos(), angle.sin()), angle.shape[3]
     turned = []
     for x, bias in _with_biases(given):
@@ -97,7 +114,11 @@ def _with_biases(given: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _heads(x: Tensor, bias: Tensor | None, angle: Tensor) -> Tensor:
-    """x [b, T, G, N] + bias [H, N] for each head, in memory of its own and the dtype of angles."""
+    """Return x plus bias for each head, [B, T, H, N], as a new tensor with the dtype of the angles.
+
+    x: [B, T, G, N], where each of G groups serves H / G heads, or [B, T, H, N] without a bias.
+    bias: [H, N] or None.
+    """
     if bias is None:  # x has a row for each head
         return x.to(angle.dtype, copy=True)
     H, N = bias.shape
@@ -106,9 +127,14 @@ def _heads(x: Tensor, bias: Tensor | None, angle: Tensor) -> Tensor:
 
 
 class Packed(NamedTuple):
-    """Where sequences lie that are packed along T. sequence: of each row; first, end: its sequence's first
-    row and the one after its last (a row of no sequence is one of its own). covered: whether it is of one.
-    begins, ends: of each sequence."""
+    """Positions of sequences that are packed along T, as tensors of row indices.
+
+    sequence: [T], the number of each row's sequence.
+    first, end: [T], the first row of that sequence, and the row after its last one. A row outside of all
+        sequences counts as a sequence of one row.
+    covered: [T], True for rows inside a sequence.
+    begins, ends: [N], the first row of each sequence, and the row after its last one.
+    """
     sequence: Tensor
     first: Tensor
     end: Tensor
@@ -118,6 +144,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(T: int, bounds: Tensor) -> Packed:
+    """Return the positions of the sequences with these bounds [N + 1] in a batch row of T tokens."""
     at, edges = torch.arange(T, device=bounds.device), bounds.long()
     begins, ends = edges[:-1].contiguous(), edges[1:].contiguous()
     sequence = torch.searchsorted(ends, at, right=True).clamp(max=len(begins) - 1)
@@ -128,7 +155,7 @@ def packed_of(T: int, bounds: Tensor) -> Packed:
 
 
 def after(x: Tensor, packed: Packed | None) -> Tensor:
-    """The row of x [b, T, ...] after each in its sequence; zeros after the last."""
+    """Return for each row of x [B, T, ...] the next row of its sequence, and zeros for the last one."""
     if packed is None:
         return F.pad(x[:, 1:], (*[0] * (2 * x.ndim - 4), 0, min(x.shape[1], 1)))
     at = torch.arange(1, x.shape[1] + 1, device=x.device)
@@ -137,12 +164,12 @@ def after(x: Tensor, packed: Packed | None) -> Tensor:
 
 
 def first(x: Tensor, packed: Packed | None) -> Tensor:
-    """The first row of each sequence of x [b, T, ...]; zeros for one without rows."""
+    """Return the first row of each sequence of x [B, T, ...], and zeros for a sequence without rows."""
     return _row(x, packed, True)
 
 
 def last(x: Tensor, packed: Packed | None) -> Tensor:
-    """The last row of each sequence of x [b, T, ...]; zeros for one without rows."""
+    """Return the last row of each sequence of x [B, T, ...], and zeros for a sequence without rows."""
     return _row(x, packed, False)
 
 
@@ -158,7 +185,7 @@ def _row(x: Tensor, packed: Packed | None, at_first: bool) -> Tensor:
 
 
 def unless_first(x: Tensor, packed: Packed | None) -> Tensor:
-    """x [b, T, ...] with zeros for the first row of each sequence."""
+    """Return x [B, T, ...] with zeros in the first row of each sequence."""
     if packed is None:
         return F.pad(x[:, 1:], (*[0] * (2 * x.ndim - 4), min(x.shape[1], 1), 0))
     at = torch.arange(x.shape[1], device=x.device)
@@ -166,19 +193,24 @@ def unless_first(x: Tensor, packed: Packed | None) -> Tensor:
 
 
 def where_any(packed: Packed | None, T: int, x: Tensor, start: Tensor) -> Tensor:
-    """x [n, ...] of sequences with tokens, start of those without."""
+    """Return x [n, ...] for sequences with tokens, and ``start`` for sequences without tokens."""
     if packed is None or T == 0:
         return x if T else start.clone()
     return torch.where(any_rows(packed, x), x, start)
 
 
 def any_rows(packed: Packed, like: Tensor) -> Tensor:
-    """Whether a sequence has any, [n, 1, ...]."""
+    """Return a mask of the sequences that have rows, [n, 1, ...] with as many dimensions as ``like``."""
     return (packed.ends > packed.begins).view(-1, *[1] * (like.ndim - 1))
 
 
 def angles_of(turns: Tensor, start: Tensor | None, packed: Packed | None) -> Tensor:
-    """Sums of the turns [b, T, H, R] of a sequence up to each, start [n, H, R] included, in 0 .. 2 pi."""
+    """Return the angles, within 0 .. 2 pi: the sums of a sequence's turns up to each row, [B, T, H, R].
+
+    turns: [B, T, H, R], the change of the angle at each row, in radians.
+    start: [n, H, R], the initial angle of each sequence, or None for zeros.
+    packed: positions of packed sequences, or None for a dense batch.
+    """
     if turns.shape[1] == 0:
         return turns
     where: tuple[Any, ...] = (None, None, None)
@@ -192,7 +224,7 @@ def angles_of(turns: Tensor, start: Tensor | None, packed: Packed | None) -> Ten
 
 
 def _running_sum(x: Tensor, start: Tensor | None, at: Tensor | None, first: Tensor | None) -> Tensor:
-    """Return the same as ``_RunningSum`` with whole turns, by operations that torch.func can transform."""
+    """Return the result of ``_RunningSum`` modulo 2 pi, with operations that torch.func can transform."""
     rows = x.to(torch.float64, copy=True)
     if start is not None:
         wide = start.to(torch.float64)
@@ -203,14 +235,22 @@ def _running_sum(x: Tensor, start: Tensor | None, at: Tensor | None, first: Tens
 
 
 class _RunningSum(torch.autograd.Function):
-    """Of rows x [b, T, ...]: the sums of those of its sequence up to each in float64, rounded to x's dtype;
-    with turn what is left of them beyond whole turns. start [n, ...] is added to the rows ``at``, those of a
-    batch to its first; first, end: as of Packed, None for a batch. What is not finite stays in its sequence,
-    and so do gradients."""
+    """Sums of the rows x [B, T, ...] of a sequence up to each row, in float64, rounded to the dtype of x.
+
+    x: [B, T, ...].
+    start: [n, ...] or None, added to the rows ``at``. In a dense batch it is added to the first row.
+    at: rows to which start is added, or None for a dense batch.
+    first, end: [T], the first row of each row's sequence and the row after its last, or None for a dense
+        batch.
+    turn: if given, the sums are taken modulo this number.
+
+    A value or a gradient that is not finite affects only its own sequence.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Tensor | None, at: Tensor | None, first: Tensor | None,
                 end: Tensor | None, turn: float | None) -> Tensor:
+        """Return the running sums of each sequence."""
         ctx.save_for_backward(at, first, end)
         rows = x.to(torch.float64, copy=True)
         if start is not None:
@@ -219,12 +259,15 @@ class _RunningSum(torch.autograd.Function):
             else:
                 rows[0].index_add_(0, at, start)
         sums = _prefix(rows) if first is None else _prefix_from(rows, first)
-        # rounded as it is written, which saves a pass
+        # Rounding on write saves a pass over memory.
         return sums.to(x.dtype) if turn is None else torch.remainder(sums, turn, out=x.new_empty(x.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The same from the end: each row is in the sums up to its sequence's end."""
+        """Return the gradients of x and start: running sums of the gradient from each sequence's end.
+
+        Each row contributes to the sums of all rows from itself to the end of its sequence.
+        """
         at, first, end = ctx.saved_tensors
         T, edges = gradient.shape[1], (None, None)
         if first is not None:
@@ -237,9 +280,12 @@ class _RunningSum(torch.autograd.Function):
 
 
 def _prefix(x: Tensor) -> Tensor:
-    """Sums of the rows of x [b, T, ...] up to each, by blocks; x may be overwritten. On CUDA one thread walks
-    all of a column unless that is the innermost dimension, and to copy x for that takes longer than to sum
-    blocks. A compiler has its own scans, and one graph of those serves all lengths."""
+    """Return the sums of the rows of x [B, T, ...] up to each row; x may be overwritten.
+
+    Sums are computed in blocks of 64 rows. On CUDA a cumulative sum runs one thread per column unless the
+    summed dimension is the innermost. A copy of x to make it so takes longer than the sums by blocks.
+    torch.compile has its own scans, and one graph with them serves all lengths.
+    """
     T = x.shape[1]
     if torch.compiler.is_compiling() or T <= BLOCK:
         return running_sum(x, 1)
@@ -251,9 +297,12 @@ def _prefix(x: Tensor) -> Tensor:
 
 
 def _prefix_from(x: Tensor, first: Tensor) -> Tensor:
-    """Those from x[0, first[t]] on. A difference of sums over all rows would be NaN after a sequence with
-    something that is not finite, which is counted instead; x is overwritten."""
-    row_before = (*[0] * (2 * x.ndim - 4), 1, 0)  # of zeros
+    """Return the sums of the rows of x [B, T, ...] from row first[t] to each row t; x is overwritten.
+
+    The result is a difference of sums over all rows. Values that are not finite would turn all later
+    differences to NaN. So they are replaced by zeros and counted, and only sums with such a value become NaN.
+    """
+    row_before = (*[0] * (2 * x.ndim - 4), 1, 0)  # padding with one row of zeros in front
     broken = ~(x.abs() < math.inf)
     sums, counts = (F.pad(_prefix(y), row_before) for y in (x.masked_fill_(broken, 0), broken.int()))
     total = sums[:, 1:] - sums.index_select(1, first)
