@@ -50,7 +50,7 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
 
 
 class Turned(torch.autograd.Function):
-    """The rotation of ``turned`` with fewer passes over memory; only its inputs are saved for the backward."""
+    """Autograd function of ``turned`` with fewer passes over memory; it saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ def turned(angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Te
 
     angle: [B, T, H, R], the angles.
     dtype: the dtype of the results.
-    given: x [B, T, G, N] and bias [H, N] in turns, so two tensors for each result [B, T, H, N].
+    given: x [B, T, G, N] and bias [H, N], alternating. Each pair of them gives one result [B, T, H, N].
     """
     (cos, sin), R = (angle.cos(), angle.sin()), angle.shape[3]
     turned = []
@@ -235,9 +235,9 @@ def _running_sum(x: Tensor, start: Tensor | None, at: Tensor | None, first: Tens
 
 
 class _RunningSum(torch.autograd.Function):
-    """Sums of the rows x [B, T, ...] of a sequence up to each row, in float64, rounded to the dtype of x.
+    """Autograd function that sums the rows of each sequence up to each row, in float64.
 
-    x: [B, T, ...].
+    x: [B, T, ...], the rows. The sums are rounded to its dtype.
     start: [n, ...] or None, added to the rows ``at``. In a dense batch it is added to the first row.
     at: rows to which start is added, or None for a dense batch.
     first, end: [T], the first row of each row's sequence and the row after its last, or None for a dense

@@ -1,1 +1,1 @@
-"""The short convolution: causal, one filter per channel."""
+"""Mamba's selective scan: a state per channel whose decay depends on the token."""

@@ -1,14 +1,25 @@
-"""Mamba's selective scan, backward. Program: a strip of channels, walking segments of tokens from the last to
-the first.
+"""Backward kernel of Mamba's selective scan.
 
-Of each segment the states are computed anew from the one that forward kept, and every other one is written to
-scratch memory (of all of them the traffic would take as long as the arithmetic); then the tokens are walked
-backwards. With p = dy silu(z), dh the gradient of h_t on entering token t, and w =
-dh e^{step A} h_{t-1}:
-    dz = dy (h . C + D u) silu'(z)    dC = h p        dh += C p         dD = u p
-    du = D p + step (dh . B)          dB = step u dh
-    dstep = u (dh . B) + w . A        dA = step w     gradient of h_{t-1}: e^{step A} dh
-Sums over channels are partial sums of a strip, added up by torch: deterministic, no atomics.
+One program computes a strip of channels and walks over segments of tokens from the last to the first. For
+each segment it recomputes the states from the state that the forward kept. It writes every second state to
+scratch memory, because writing all of them would take as long as the arithmetic. Then it walks backwards over
+the tokens.
+
+With p = dy silu(z), dh the gradient of h_t before the walk backwards over token t, and w = dh e^{step A}
+h_{t-1}:
+
+    dz = dy (h . C + D u) silu'(z)
+    dC = h p
+    dh += C p
+    dD = u p
+    du = D p + step (dh . B)
+    dB = step u dh
+    dstep = u (dh . B) + w . A
+    dA = step w
+    gradient of h_{t-1}: e^{step A} dh
+
+Sums over channels are partial sums of a strip, which torch adds. So the results are deterministic, without
+atomics.
 """
 
 import torch
@@ -42,22 +53,36 @@ from flashlin.kernels.tile_ops import LOG2_E
 
 @triton.jit
 def advanced(h, rates, step, x, B):
-    """The state after a token."""
+    """Return the state after one token: e^{step A} h + x B, [BN, BD].
+
+    h, rates: the state before the token and A log2(e), [BN, BD].
+    step, x: the step and the step times u, [BD].
+    B: [BN].
+    """
     return tl.exp2(step[None, :] * rates) * h + x[None, :] * B[:, None]
 
 
 @triton.jit
 def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
-    """A token backwards, from the gradient of the state that it leaves to that of the one it found, and what
-    it adds to dA: (dh, of_A; h . C, dh . B, w . A log2(e) [BD]; dB, dC [BN]). before, h: the states. real:
-    whether there is such a token."""
+    """Walk backwards over one token: from the gradient of the state after it to that of the state before it.
+
+    Returns the gradient of the state before the token and the running sum of dA, both [BN, BD]. Then follow h
+    . C, dh . B and w . A log2(e), each [BD], and the strip's part of dB and dC, each [BN].
+
+    dh: gradient of the state after the token, without the token's own output, [BN, BD].
+    of_A: running sum of dA, [BN, BD].
+    before, h: the states before and after the token, [BN, BD].
+    step, x, p: the step, the step times u, and dy silu(z), [BD].
+    B, C: [BN].
+    real: whether the token exists; it may be after the end of the sequence.
+    """
     y = tl.sum(h * C[:, None], 0)
     of_C = tl.sum(h * p[None, :], 1)
     dh += C[:, None] * p[None, :]
     along_B = tl.sum(dh * B[:, None], 0)
     of_B = tl.sum(dh * x[None, :], 1)
     dh *= tl.exp2(step[None, :] * rates)
-    if not WHOLE:  # after the last token, 0 times a state that is not finite is nothing
+    if not WHOLE:  # steps after the last token are 0, and 0 times a state that is not finite would be NaN
         before = tl.where(real, before, 0.0)
     w = dh * before
     of_A += w * step[None, :]
@@ -81,36 +106,44 @@ def selective_backward(
     scratch,  # [programs, SEGMENT / 2, BD, BN], fp32
     T,  # tokens
     b_count,  # rows of the batch
-    u_b,  # strides of u: by row
-    u_d,  # by channel
-    u_t,  # by token
-    s_b,  # of delta: by row
-    s_d,  # by channel
-    s_t,  # by token
-    B_b,  # of B: by row
-    B_g,  # by group
-    B_n,  # by state
-    B_t,  # by token
-    C_b,  # of C: by row
-    C_g,  # by group
-    C_n,  # by state
-    C_t,  # by token
-    z_b,  # of z: by row
-    z_d,  # by channel
-    z_t,  # by token
-    y_b,  # of dy: by row
-    y_d,  # by channel
-    y_t,  # by token
-    o_b,  # of du, ddelta and dz: by row
-    o_d,  # by channel
-    o_t,  # by token
+    u_b,  # strides of u: rows of the batch
+    u_d,  # channels
+    u_t,  # tokens
+    s_b,  # strides of delta: rows of the batch
+    s_d,  # channels
+    s_t,  # tokens
+    B_b,  # strides of B: rows of the batch
+    B_g,  # groups
+    B_n,  # states
+    B_t,  # tokens
+    C_b,  # strides of C: rows of the batch
+    C_g,  # groups
+    C_n,  # states
+    C_t,  # tokens
+    z_b,  # strides of z: rows of the batch
+    z_d,  # channels
+    z_t,  # tokens
+    y_b,  # strides of dy: rows of the batch
+    y_d,  # channels
+    y_t,  # tokens
+    o_b,  # strides of du, ddelta and dz: rows of the batch
+    o_d,  # channels
+    o_t,  # tokens
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, G: tl.constexpr, U_TOGETHER: tl.constexpr,
     S_TOGETHER: tl.constexpr, Z_TOGETHER: tl.constexpr, Y_TOGETHER: tl.constexpr, O_TOGETHER: tl.constexpr,
     WHOLE: tl.constexpr, SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):
-    """du, ddelta, dz [b, D, T]; for each row of the batch dA [b, D, W], dskip and dbias [b, D]; for each
-    strip of a group dB and dC [strips, b, G, T, N]; sums in fp32. Strides y_* are dy's, and o_* those of du,
-    ddelta and dz. scratch: [programs, SEGMENT / 2, BD, BN] fp32."""
+    """Compute the gradients of all inputs of the selective scan for one strip of channels.
+
+    du, ddelta, dz: [b, D, T].
+    dA, dskip, dbias: one entry per row of the batch, [b, D, W] and [b, D].
+    dB, dC: one entry per strip of a group, [strips, b, G, T, N].
+    scratch: [programs, SEGMENT / 2, BD, BN], every second state of a segment.
+    y_*: strides of dy.
+    o_*: strides of du, ddelta and dz.
+
+    Sums are in fp32.
+    """
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * W + n[:, None]
@@ -168,10 +201,11 @@ def selective_backward(
             tl.store(to + 3 * (BN * BD), h)
             h = advanced(h, rates, s6, x6, B6)
             h = advanced(h, rates, s7, x7, B7)
-        tl.debug_barrier()  # other threads may read what this one wrote
-        # From here on 4 tokens at a time: more would not fit into registers. States are loaded before what
-        # belongs to rows: where two layouts meet, the compiler goes on with that of the later load, and in
-        # the states' layout every row is in four threads. The next tile is loaded where registers are free.
+        tl.debug_barrier()  # other threads may read the scratch memory that this thread wrote
+        # The walk backwards takes 4 tokens at a time, because more would not fit into registers. States are
+        # loaded before values per channel: where two layouts meet, the compiler continues with the layout of
+        # the later load, and in the layout of the states each row is in four threads. The next tile is
+        # loaded at the point where most registers are free.
         final = (tokens - 1) // 4 * 4
         latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
         next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)
@@ -240,7 +274,7 @@ def selective_backward(
             put(ddelta + outputs, t, b_ds, here, T, o_t, O_TOGETHER, WHOLE, 4)
             of_skip += tl.sum(p * b_u, 1)
             of_bias += tl.sum(tl.where(inside(t, here, T, WHOLE, 4), b_ds, 0.0), 1)
-        tl.debug_barrier()  # before the next segment's states take the place of these
+        tl.debug_barrier()  # the states of the next segment overwrite the scratch memory
     tl.store(dA + b * (D * W) + state, of_A, mask=whole)
     tl.store(dskip + b * D + d, of_skip, mask=here)
     tl.store(dbias + b * D + d, of_bias, mask=here)
@@ -255,8 +289,14 @@ def launch_backward(
     dy: Tensor,
     dlast: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of u, delta, A, B, C, D, z and bias, in their dtypes. Tensors as launch_forward's; dy of any
-    strides, dlast contiguous."""
+    """Return the gradients of u, delta, A, B, C, D, z and bias, in their dtypes.
+
+    The inputs must meet the requirements of ``launch_forward``.
+
+    states: the states that ``launch_forward`` returned.
+    dy: gradient of y, with any strides.
+    dlast: gradient of the last state, contiguous, or None.
+    """
     b, channels, T = u.shape
     G, N = B.shape[1:3]
     launch = plan.launch("selective_backward")

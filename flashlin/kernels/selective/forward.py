@@ -1,10 +1,14 @@
-"""Mamba's selective scan, forward, and what both directions share. Tensors in, tensors out.
+"""Forward kernel of Mamba's selective scan, and helpers that the backward shares.
 
-    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
-for each channel, h [N]. A program owns a strip of channels and walks the tokens with their states [BN, BD] in
-registers, in tiles of tokens, while the next tile is being loaded. What is computed of tokens and channels
-(steps, gates) is computed for a tile, each element in one thread; then the columns of the tile go to where
-the states are, four by four in a thread. Nothing is divided by a decay.
+For each channel, with a state h of N elements:
+
+    h_t = e^{step_t A} h_{t-1} + step_t u_t B_t
+    y_t = (h_t . C_t + D u_t) silu(z_t)
+
+One program computes a strip of channels. It walks over the tokens in tiles of 8, with the states [BN, BD] in
+registers, and loads the next tile while it computes. Values per token and channel, such as steps and gates,
+are computed for a whole tile, each element in one thread. Then the columns of the tile move to the layout of
+the states, four at a time. Nothing is divided by a decay.
 """
 
 from typing import Any
@@ -25,8 +29,11 @@ from flashlin.kernels.tile_ops import LOG2_E
 
 @triton.jit
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """(strip, group, row of the batch; channels [BD], which of them exist; states [BN], which of them exist)
-    of this program."""
+    """Return the position of this program and the channels and states of its strip.
+
+    The results are the number of the strip, the group, the row of the batch, the channels [BD] and their
+    mask, and the states [BN] and their mask. The masks are True for channels and states that exist.
+    """
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD
     program = tl.program_id(0)
     strip = program % STRIPS
@@ -39,19 +46,27 @@ def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, B
 
 @triton.jit
 def loaded(x, known):
+    """Load x in fp32, with zeros where the mask ``known`` is False."""
     return tl.load(x, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def of_poles(A, whole):
-    """A log2(e), of which e^{step A} is made; -inf is a large number, since past the end steps are 0."""
+    """Return A log2(e), the factor of a step in the exponent of its decay 2^(step A log2(e)).
+
+    Values below -3e38 are raised to that finite number. Steps after the last token are 0, and 0 times -inf
+    would be NaN.
+
+    A: pointers to the elements.
+    whole: mask of the elements that exist.
+    """
     rates = loaded(A, whole) * LOG2_E
     return tl.where(rates < -3e38, -3e38, rates)
 
 
 @triton.jit
 def per_channel(x, d, here, BD: tl.constexpr):
-    """[BD] of x in fp32, zeros where there is no x."""
+    """Return the elements d of a vector x as [BD] in fp32, with zeros outside of x or if x is None."""
     values = tl.zeros([BD], dtype=tl.float32)
     if x is not None:
         values = loaded(x + d, here)
@@ -60,7 +75,7 @@ def per_channel(x, d, here, BD: tl.constexpr):
 
 @triton.jit
 def pairs(x, ROWS: tl.constexpr):
-    """The 4 columns of x [ROWS, 4]."""
+    """Return the 4 columns of x [ROWS, 4], each [ROWS]."""
     even, odd = tl.split(tl.reshape(x, [ROWS, 2, 2]))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -69,7 +84,7 @@ def pairs(x, ROWS: tl.constexpr):
 
 @triton.jit
 def columns(x, ROWS: tl.constexpr):
-    """The 8 columns of x [ROWS, 8]."""
+    """Return the 8 columns of x [ROWS, 8], each [ROWS]."""
     even, odd = tl.split(tl.reshape(x, [ROWS, 4, 2]))
     x0, x2, x4, x6 = pairs(even, ROWS)
     x1, x3, x5, x7 = pairs(odd, ROWS)
@@ -78,13 +93,13 @@ def columns(x, ROWS: tl.constexpr):
 
 @triton.jit
 def four(x0, x1, x2, x3, ROWS: tl.constexpr):
-    """[ROWS, 4] of these columns."""
+    """Return the tile [ROWS, 4] with these columns."""
     return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), [ROWS, 4])
 
 
 @triton.jit
 def eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
-    """[ROWS, 8] of these columns."""
+    """Return the tile [ROWS, 8] with these columns."""
     even, odd = four(x0, x2, x4, x6, ROWS), four(x1, x3, x5, x7, ROWS)
     return tl.reshape(tl.join(even, odd), [ROWS, 8])
 
@@ -92,16 +107,21 @@ def eight(x0, x1, x2, x3, x4, x5, x6, x7, ROWS: tl.constexpr):
 @triton.jit
 def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
          TOKENS: tl.constexpr):
-    """[ROWS, TOKENS], 4 or 8, from token t on, in x's dtype; zeros past the last token. x: places of the
-    rows; here: which of them there are; x_t: stride of tokens, 1 where they are TOGETHER. Then a thread loads
-    a row at once; else tokens are loaded one by one, each of them from rows that lie side by side. Both
-    ways a thread has rows of its own, so that what is computed of them is computed once. WHOLE: T is a
-    multiple of TOKENS."""
+    """Load a tile [ROWS, TOKENS] of 4 or 8 tokens from token t, with zeros after the last token.
+
+    x: pointers to the rows [ROWS]. The tile has their dtype.
+    here: mask of the rows that exist.
+    x_t: stride of the tokens.
+    TOGETHER: True if x_t is 1. Then a thread loads a whole row at once. Otherwise tokens are loaded one by
+        one, each from rows that are adjacent in memory. In both cases each thread has rows of its own, so
+        values that depend on a row are computed once.
+    WHOLE: True if T is a multiple of TOKENS.
+    """
     if TOGETHER:
         values = tl.load(x[:, None] + t + tl.arange(0, TOKENS)[None, :],
                          mask=inside(t, here, T, WHOLE, TOKENS), other=0.0)
     else:
-        ODD: tl.constexpr = 0 if WHOLE else 1  # all tokens of a tile exist, or none
+        ODD: tl.constexpr = 0 if WHOLE else 1  # if WHOLE, the first token decides for the whole tile
         step = tl.cast(x_t, tl.int64)
         x += t * step
         x0 = tl.load(x, mask=here & (t < T), other=0.0)
@@ -121,8 +141,11 @@ def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: 
 
 @triton.jit
 def inside(t, here, T, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """[rows, TOKENS]: which elements there are. Of WHOLE tiles a row is all there or not at all, so that it
-    is loaded at once."""
+    """Return the mask [rows, TOKENS] of elements that exist in the tile from token t.
+
+    With WHOLE, either all tokens of a tile exist or none. The mask then depends on the row alone, so that a
+    row is loaded at once.
+    """
     known = (here & (t < T))[:, None]
     if not WHOLE:
         known = here[:, None] & (t + tl.arange(0, TOKENS) < T)[None, :]
@@ -131,7 +154,13 @@ def inside(t, here, T, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def states_tile(x, t, there, T, x_t, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """[states, TOKENS] of B or C, as tile."""
+    """Load a tile [BN, TOKENS] of B or C from token t, with zeros after the last token.
+
+    x: pointers to the states [BN].
+    there: mask of the states that exist.
+    x_t: stride of the tokens.
+    WHOLE: True if T is a multiple of TOKENS.
+    """
     at = t + tl.arange(0, TOKENS)
     return tl.load(x[:, None] + at.to(tl.int64)[None, :] * x_t, mask=inside(t, there, T, WHOLE, TOKENS),
                    other=0.0)
@@ -139,7 +168,7 @@ def states_tile(x, t, there, T, x_t, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """Store what tile would load."""
+    """Store a tile [rows, TOKENS] at token t; the inverse of ``tile``, with the same parameters."""
     values = values.to(x.dtype.element_ty)
     ROWS: tl.constexpr = values.shape[0]
     if TOGETHER:
@@ -166,15 +195,28 @@ def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
 
 @triton.jit
 def after(h, rates, step, x, B, C):
-    """(the state after a token, what C reads of it)."""
+    """Return the state after one token, [BN, BD], and its product with C over the states, [BD].
+
+    h: the state before the token, [BN, BD].
+    rates: A log2(e), [BN, BD].
+    step, x: the step and the step times u, [BD].
+    B, C: [BN].
+    """
     h = tl.exp2(step[None, :] * rates) * h + x[None, :] * B[:, None]
     return h, tl.sum(h * C[:, None], 0)
 
 
 @triton.jit
 def steps(x, bias, t, T, SOFTPLUS: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """(raw steps plus bias, steps), each [BD, TOKENS], of what is read from delta; past the last token steps
-    are 0, which leaves a state as it is."""
+    """Return delta plus bias and the steps, each [BD, TOKENS] in fp32.
+
+    Steps after the last token are 0, which does not change a state.
+
+    x: a tile of delta, [BD, TOKENS].
+    bias: [BD].
+    t: first token of the tile.
+    SOFTPLUS: whether a step is softplus(delta + bias).
+    """
     raw = x.to(tl.float32) + bias[:, None]
     step = raw
     if SOFTPLUS:
@@ -196,32 +238,34 @@ def selective_forward(
     states,  # [b, kept, D, W], fp32, or None
     last,  # [b, D, N], fp32, or None
     T,  # tokens
-    u_b,  # strides of u: by row
-    u_d,  # by channel
-    u_t,  # by token
-    s_b,  # of delta: by row
-    s_d,  # by channel
-    s_t,  # by token
-    B_b,  # of B: by row
-    B_g,  # by group
-    B_n,  # by state
-    B_t,  # by token
-    C_b,  # of C: by row
-    C_g,  # by group
-    C_n,  # by state
-    C_t,  # by token
-    z_b,  # of z: by row
-    z_d,  # by channel
-    z_t,  # by token
-    y_b,  # of y: by row
-    y_d,  # by channel
-    y_t,  # by token
+    u_b,  # strides of u: rows of the batch
+    u_d,  # channels
+    u_t,  # tokens
+    s_b,  # strides of delta: rows of the batch
+    s_d,  # channels
+    s_t,  # tokens
+    B_b,  # strides of B: rows of the batch
+    B_g,  # groups
+    B_n,  # states
+    B_t,  # tokens
+    C_b,  # strides of C: rows of the batch
+    C_g,  # groups
+    C_n,  # states
+    C_t,  # tokens
+    z_b,  # strides of z: rows of the batch
+    z_d,  # channels
+    z_t,  # tokens
+    y_b,  # strides of y: rows of the batch
+    y_d,  # channels
+    y_t,  # tokens
     D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, G: tl.constexpr, U_TOGETHER: tl.constexpr,
     S_TOGETHER: tl.constexpr, Z_TOGETHER: tl.constexpr, Y_TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):
-    """y, and states [b, kept, D, W] and last [b, D, N] in fp32 where they are wanted. A program: a strip of
-    BD channels of a row of the batch, with all their states."""
+    """Compute y and, if requested, the states at the starts of the segments and the last state.
+
+    One program computes a strip of BD channels of one row of the batch, with all their states.
+    """
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]
     state = d[None, :] * W + n[:, None]
@@ -247,7 +291,8 @@ def selective_forward(
     for t in range(0, T, 8):
         if states is not None:
             if (t > 0) & (t % SEGMENT == 0):
-                tl.store(states, h, mask=(n < W)[:, None] & here[None, :])  # its last columns, too
+                # W may exceed N, so the padding columns are stored as well.
+                tl.store(states, h, mask=(n < W)[:, None] & here[None, :])
                 states += D * W
         b_u, b_z = next_u.to(tl.float32), next_z.to(tl.float32)
         b_B, b_C = next_B.to(tl.float32), next_C.to(tl.float32)
@@ -284,11 +329,16 @@ def launch_forward(
     D: Tensor | None, z: Tensor | None, bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y [b, D, T] like u, the last state [b, D, N] in fp32, the states that backward starts its segments
-    from or None).
+    """Return y [b, D, T], the last state [b, D, N] in fp32, and the states that the backward needs or None.
 
-    u, delta, z [b, D, T] and B, C [b, G, N, T], of any strides; A [D, N], D, bias [D], contiguous. y lies as
-    u does."""
+    y has the strides of u.
+
+    u, delta, z: [b, D, T] with any strides.
+    A: [D, N], contiguous.
+    B, C: [b, G, N, T] with any strides.
+    D, bias: [D], contiguous.
+    softplus: whether the step sizes are softplus(delta + bias).
+    """
     b, channels, T = u.shape
     N = A.shape[1]
     y, last = torch.empty_like(u), u.new_empty(b, channels, N, dtype=torch.float32)
@@ -309,8 +359,10 @@ def arguments(
     *,
     softplus: bool,
 ) -> dict[str, Any]:
-    """What the kernels of both directions take, besides the tile. like_y: y or dy, of which only the strides
-    are taken here."""
+    """Return the arguments that the forward and the backward kernel share, except for the tile.
+
+    like_y: y or dy, from which only the strides are read.
+    """
     return dict(
         u=u, delta=delta, A=wide(A), B=B, C=C, skip=D, z=z, bias=bias, T=u.shape[2],
         **strides(u, "u_b", "u_d", "u_t"), **strides(delta, "s_b", "s_d", "s_t"),
@@ -322,12 +374,15 @@ def arguments(
 
 
 def wide(x: Tensor) -> Tensor:
-    """x [..., N] with zeros up to the columns that states have."""
+    """Return x [..., N] padded with zeros to the columns that states have in memory."""
     lacking = columns_of(x.shape[-1]) - x.shape[-1]
     return F.pad(x, (0, lacking)) if lacking else x
 
 
 def together(x: Tensor | None) -> bool:
-    """Whether tokens lie side by side in x [b, D, T], in rows that Triton sees to begin at multiples of 16
-    bytes; else threads that load a tile would be given other rows than those that compute."""
+    """Return True if a tile of x [b, D, T] can be loaded row by row, with contiguous tokens.
+
+    Rows must begin at multiples of 16 bytes as Triton sees them. Otherwise the threads that load a tile would
+    get other rows than the threads that compute with it.
+    """
     return x is not None and x.stride(2) == 1 and not (x.stride(0) % 16 or x.stride(1) % 16)

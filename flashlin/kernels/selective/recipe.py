@@ -1,9 +1,8 @@
-"""Which launches Mamba's selective scan makes, and with which tiles. Plain Python: no tensor, no torch, no
-triton.
+"""Recipe of Mamba's selective scan: its launches and their tiles, in plain Python without torch or triton.
 
-Of a Problem V is the number of channels, H that of the groups which share B and C, and K that of a channel's
-states N. A program is a strip of channels with all their states, in registers: 16 elements of them a thread,
-and at most 8 warps, so that their decays fit in as well.
+In its Problem, V is the number of channels, H the number of groups that share B and C, and K the number N of
+states per channel. One program computes a strip of channels and keeps all their states in registers. A thread
+has 16 elements of the states, and a program has at most 8 warps, so that the decays also fit in registers.
 """
 from __future__ import annotations
 
@@ -13,35 +12,39 @@ from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, moving
 
 FAMILY = "selective"
-BD = 32  # channels of a program, at most
-SEGMENT = 32  # tokens between states that forward keeps for backward
-PER_THREAD = 16
+BD = 32  # most channels of one program
+SEGMENT = 32  # tokens between two states that the forward keeps for the backward
+PER_THREAD = 16  # elements of the states per thread
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch and backward's."""
+    """Return the forward launch and, if gradients are needed, the backward launch."""
     kernels = ("selective_forward", "selective_backward") if problem.needs_grad else ("selective_forward",)
     BN, groups = block(problem.K, 4), max(problem.H, 1)
     rows = min(BD, 8 * 32 * PER_THREAD // BN)
     strips = groups * cdiv(problem.V // groups, rows)
-    # shared: sums of each warp, and at most one exchange of a tile between threads; in 32 bits are the places
-    # of B's and C's states, which are T apart where their tokens are together
+    # Shared memory is for the sums of each warp and for at most one layout conversion of a tile. The span
+    # bounds the offsets of the states in B and C, which are 32-bit numbers. States are T elements apart if
+    # tokens are contiguous.
     return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=rows),
                         shared=8 * BN * rows + 4096, span=BN * max(rows, problem.T),
                         num_warps=max(1, BN * rows // (32 * PER_THREAD))) for kernel in kernels)
 
 
 def kept(T: int) -> int:
-    """States that forward keeps of each channel: one before each segment but the first."""
+    """Return how many states of each channel the forward keeps: one before each segment except the first."""
     return max(0, T - 1) // SEGMENT
 
 
 def columns_of(states: int) -> int:
-    """Columns of the tensors in which kernels keep states: rows begin at multiples of 16 bytes."""
+    """Return the columns of a tensor with ``states`` states per row: the next multiple of 4.
+
+    So rows of float32 begin at multiples of 16 bytes.
+    """
     return -(-states // 4) * 4
 
 
-MAX_STATES = 256  # of a channel, which are all in one program's registers
+MAX_STATES = 256  # most states per channel, because one program has all of them in registers
 SPECS = (Family(
     FAMILY, launches, (Op("selective_scan_fn", "selective_scan"),),
     axes={"H": "groups that share B and C", "K": "states of a channel", "V": "channels"},
