@@ -1,1 +1,1 @@
-"""A decay for each key channel: gated linear attention and RWKV-6."""
+"""Linear attention with a decay for each key channel: gated linear attention and RWKV-6."""

@@ -1,4 +1,4 @@
-"""The tensors that go into gated linear attention and RWKV-6."""
+"""The input tensors of gated linear attention and RWKV-6."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,12 +7,17 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """q, k [B, T, H, K], v [B, T, H, V]; g [B, T, H, K]: natural-log decays; u [H, K]: RWKV-6's bonus, None
-    for gated linear attention. h0 [N, H, K, V] or, with ``state_v_first``, [N, H, V, K]. bounds [N + 1],
-    rising, within 0 .. T: sequence n is the rows bounds[n] .. bounds[n + 1] of the single batch row; the rows
-    outside give zeros.
+    """The input tensors of one call.
 
-    Kernels want them contiguous, g and u in fp32, q, k and v in one dtype.
+    q, k: [B, T, H, K].
+    v: [B, T, H, V].
+    g: [B, T, H, K], decays per key channel as natural logarithms.
+    u: [H, K], RWKV-6's bonus; None for gated linear attention.
+    h0: initial states [N, H, K, V] or, with ``state_v_first``, [N, H, V, K]; or None.
+    bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..
+        bounds[n + 1] of the single batch row. Rows outside of all sequences give zeros.
+
+    Kernels require contiguous tensors, g and u in fp32, and the same dtype for q, k and v.
     """
     q: Tensor
     k: Tensor

@@ -1,6 +1,7 @@
-"""Split sequences of gated linear attention and RWKV-6: what each part leaves alone.
+"""The first step for split sequences of gated linear attention and RWKV-6: each segment's state from zero.
 
-See kernels/sequence_split.py."""
+``kernels/sequence_split.py`` describes all steps.
+"""
 
 import triton
 import triton.language as tl
@@ -11,13 +12,18 @@ from flashlin.kernels.tile_ops import state_offsets, tile
 
 @triton.jit
 def sum_of_chunk(
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     last, first, t0, i_h, H,
     K: tl.constexpr,
     k0,
     BK: tl.constexpr,
 ):
-    """[BK]: G_L, which is that of the chunk's last row inside the sequence."""
+    """Load the sum of a chunk's decays G_L, [BK], from column k0 of head i_h.
+
+    It is the entry of the chunk's last row ``last`` inside the sequence.
+
+    G: decays summed within each chunk, [rows, H, K].
+    """
     columns = k0 + tl.arange(0, BK)
     return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
 
@@ -26,17 +32,25 @@ def sum_of_chunk(
 def gla_alone(
     x,  # [rows, H, K]: k_out, with REVERSE q_in
     y,  # [rows, H, V]: v, with REVERSE do
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    alone,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
-    kept,  # [parts, H, K], fp32
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
+    kept,  # [segments, H, K], fp32
     bounds,  # [N + 1] or None
     scale,
     T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """alone: the state that each part but a sequence's last would leave if it began with zeros or, with
-    REVERSE, the gradient that each but the first would hand on; kept: the part's decay, to base 2."""
+    """Compute the state with which each segment would end if it started from zero, and its total decay.
+
+    With REVERSE the kernel walks backwards: it computes the gradient that each segment would pass to the
+        segment before it if no gradient entered from later segments. Segments whose result is never used are
+        skipped: a sequence's last segment or, with REVERSE, its first.
+
+    x, y: k_out and v or, with REVERSE, q_in and do (see ``gla_scores``).
+    alone: receives the states or gradients.
+    kept: receives the sums of the segment's decays over its chunks, to base 2.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV

@@ -1,5 +1,7 @@
-"""Which launches a problem with a decay for each key channel makes; RWKV-6 has u among its options. Plain
-Python: no tensor, no torch, no triton."""
+"""Recipe of gated linear attention and RWKV-6: the launches of a problem, in plain Python.
+
+It needs neither torch nor triton. RWKV-6 has "u" among the problem's options.
+"""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -10,18 +12,21 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import Config, is_hopper, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 
-# Where a program has a chunk to itself. Of the scores, channels at a time; of the gradients, which hold half
-# a dozen tiles of a chunk's rows and would spill with more, channels and columns of v at a time; those of one
-# reference take twice the columns. With 8 warps and 64 neither is faster (benchmarks/results/kernels-*).
+# Tiles of the kernels with one program per chunk. SCORES: channels at a time. GRADS: channels and columns of
+# v at a time; these kernels have half a dozen tiles of a chunk's rows and would spill with wider ones. The
+# gradients with one decay reference use twice the columns. Neither kernel is faster with 8 warps and 64
+# columns (benchmarks/results/kernels-*).
 SCORES, GRADS = 64, 32
-TRIED = (3, 6)  # the first release under which kernels of one reference have been started
+TRIED = (3, 6)  # the first Triton release with which kernels for one decay reference have run
 
 
 @scans.calm
 @recurrent.or_token_by_token
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Sums, scores and the scan; for gradients the scan that rebuilds states, the reverse scan, and the
-    chunk's gradients."""
+    """Return the launches of a problem: decay sums, scores, the scan and, if needed, the backward.
+
+    The backward has a scan that recomputes the states, a reverse scan, and the gradients of each chunk.
+    """
     if not halves_all(problem, target):
         by_one = planned(problem, target, one=True)
         if one_is_proven(problem, target, by_one):
@@ -30,14 +35,18 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
-    """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
+    """Return the launches of a problem with or without the kernels for one decay reference.
+
+    one: use these kernels for chunks that a single decay reference serves (``one_reference.py``).
+    """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
-    # RWKV-6's read before the update: they are told apart from gated linear attention's in the launch table
+    # The kernels of RWKV-6 read before the update. The trait gives them rows of their own in the launch table.
     per_chunk = traits_of(problem, "dot", "mixed_sum", *["before"] * ("u" in problem.options))
 
-    # in 16 bits the scores, too, and decays on their way from one layout to another; fp32 never has all at
-    # once, but of 16 tokens, unpadded, 3.8 moves k from one layout to another beside more than 16 columns of v
+    # In 16 bits a scan also has the scores in shared memory, and decays that change their layout. In fp32
+    # these are never there at the same time. But with chunks of 16 tokens, unpadded, Triton 3.8 changes the
+    # layout of k through shared memory if there are more than 16 columns of v.
     def shared(config: Config) -> int:
         columns = config.BT + (scans.PADDING if scans.moves(target) else 0)
         more = (config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2
@@ -46,7 +55,8 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = scans.fitting(candidates, shared, problem, target)
     BT, wide = scan.BT, min(SCORES, padded(problem.K))
-    # both operands, of fp32 two parts of each; the scores; decays on their way (3.4, in chunks of 32 tokens)
+    # Both operands, in fp32 two halves of each; the scores; decays that change their layout (seen with 3.4
+    # and chunks of 32 tokens).
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
 
     def grads(kernel: str, columns: int) -> Launch:
@@ -64,7 +74,7 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
         kernels += [walk("gla_alone", scan), scans.carry_launch(problem, target, part)]
     kernels.append(walk("gla_scan", scan))
     if problem.needs_grad:
-        # on Hopper in 16 bits a second stage takes 0.32 ms for 0.39 (benchmarks/NOTES.md, change 6)
+        # On Hopper in 16 bits a second stage lowers the time from 0.39 to 0.32 ms (benchmarks/NOTES.md, change 6).
         two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
         single = scan if two else scan._replace(num_stages=1)
         kernels += [walk("gla_states", scan), walk("gla_reverse", single)]
@@ -74,18 +84,30 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
 
 
 def halves_all(problem: Problem, target: Target) -> bool:
-    """Whether kernels halve every chunk, see one_reference.py: in float16; in float32, where sums of up to 120
-    bits round by more than halving loses, 4e-6 of a gradient for 2e-7 (the interpreter, which knows no
-    bfloat16, does not); where a prefix has to have the same bits, since one reference depends on a chunk's last
-    token; and on cards but Hopper, where nobody has timed it."""
+    """Return True if kernels compute all chunks by halving and never with one decay reference.
+
+    ``one_reference.py`` describes both methods. Halving is used for:
+
+    1. float16.
+    2. float32, where the rounding of sums of up to 120 bits costs more precision than halving: the error of a
+       gradient is 4e-6 instead of 2e-7. The interpreter has no bfloat16, so it does not halve.
+    3. Problems in which a prefix must give the same bits, since one decay reference depends on the last token
+       of a chunk.
+    4. GPUs other than Hopper, because the other method has not been timed there.
+    """
     if problem.invariant or operands_of(problem) == "float16":
         return True
     return target.backend != "interpreter" and not (is_hopper(target) and scans.operand_bytes(problem) == 2)
 
 
 def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...], fit: bool = True) -> bool:
-    """Whether these launches, of one decay reference, may be started: if they fit, once its own have run on
-    such a card."""
+    """Return True if these launches for one decay reference may run.
+
+    They must fit, Triton must be 3.6 or later, and the kernels for one decay reference must have run on this
+    kind of GPU. The interpreter may always run them.
+
+    fit: whether the caller found that the tiles fit.
+    """
     if target.backend == "interpreter":
         return True
     own = [launch for launch in launches if launch.kernel.endswith(("_one", "_rest"))]

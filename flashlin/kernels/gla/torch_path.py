@@ -1,13 +1,15 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, each halved until single tokens are left, a
-loop over chunks for the state.
+"""Gated linear attention and RWKV-6 in plain, differentiable torch.
 
-A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} (RWKV-6's end with g_{i-1}) has a decay of its own in every
-channel, so it is a product of two factors only with a token between j and i to refer to. Halving gives each
-pair one: where the halves that hold them meet. Then both factors are decays, sums of g that are added up by
-themselves: nothing is subtracted, divided by or clamped, so no decay is too strong, not even e^-inf.
+Chunks of 64 tokens are halved until single tokens are left. A loop over chunks carries the state.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator
-(ops/_common/chunked.py).
+A score sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} has its own decay in each channel (for RWKV-6 the sum ends
+with g_{i-1}). So it is a product of two factors only relative to a token between j and i. Halving gives each
+pair such a token: the boundary between the halves that contain i and j. Then both factors are decays, whose
+exponents are sums of g that are added separately. Nothing is subtracted, divided or clamped, so no decay is
+too strong, not even e^-inf.
+
+torch.compile would unroll the loop over chunks. So under torch.compile the loop runs inside a library
+operator (ops/_common/chunked.py).
 """
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequen
 
 
 def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
+    """Return o [B, T, H, V] and the final states [N, H, K, V], in float32, or float64 for float64 tensors.
 
-    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    x.h0 has the layout [N, H, K, V]. If bounds are given, their values are read on the host. For tensors on a
+    GPU this is a synchronisation.
     """
     own = None if x.u is None else x.k.to(torch.promote_types(x.k.dtype, torch.float32)) * x.u
     return over_sequences(_rows, (x.q, x.k, x.v, x.g, own), x.h0, x.bounds, scale)
@@ -43,9 +46,18 @@ def _rows(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g:
 
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
            own: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., C, C]: sum_c q_ic k_jc e^{g_{j+1} + ... + g_i} for j <= i, else 0. q, k, g [..., C, K], C a power
-    of two. With own [..., C, K] the sums of decays end with g_{i-1}, and the diagonal is that of q and
-    own."""
+    """Return the scores [..., C, C] of a chunk of C tokens, where C is a power of two.
+
+    For j <= i the element (i, j) is
+
+        sum_c q_ic k_jc e^{g_{j+1} + ... + g_i}
+
+    and for j > i it is 0. With ``own``, the sum of decays ends with g_{i-1}, and the diagonal is the product
+    of q and own.
+
+    q, k, g: [..., C, K].
+    own: [..., C, K] or None.
+    """
     if q.shape[-2] == 1:
         return (q * (k if own is None else own)).sum(-1, keepdim=True)
     q, k, g = (x.unflatten(-2, (2, -1)) for x in (q, k, g))
@@ -58,10 +70,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
 
 
 def until(g: torch.Tensor, before: bool) -> torch.Tensor:
-    """g_1 + ... + g_i for each i, or with before g_1 + ... + g_{i-1}, [..., C, K]."""
+    """Return the sums of decays g_1 + ... + g_i for each token i or, with ``before``, up to g_{i-1}: [..., C, K]."""
     return running_sum(F.pad(g[..., :-1, :], (0, 0, 1, 0)) if before else g, -2)
 
 
 def after(g: torch.Tensor) -> torch.Tensor:
-    """g_{j+1} + ... + g_C for each j, [..., C, K]."""
+    """Return the sums of decays g_{j+1} + ... + g_C after each token j, [..., C, K]."""
     return running_sum(F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2), -2).flip(-2)

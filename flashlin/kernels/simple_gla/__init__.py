@@ -1,1 +1,1 @@
-"""Scalar decay: simple GLA, retention, lightning attention, linear attention."""
+"""Linear attention with scalar decays: simple GLA, retention, lightning attention and linear attention."""

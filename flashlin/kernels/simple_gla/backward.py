@@ -1,32 +1,49 @@
-"""Backward of the scalar-decay family. Deterministic: no atomics.
+"""Backward kernels of the scalar-decay family, deterministic and without atomics.
 
-With the notation of forward.py and dh the gradient of the state leaving a chunk, ds_ij = scale e^{G_i - G_j}
-(do_i . v_j) for j <= i:
+In the notation of ``forward.py``, dh is the gradient of the state that leaves a chunk, and ds_ij = scale
+e^{G_i - G_j} (do_i . v_j) for j <= i:
+
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
     dk_j = e^{G_L - G_j} v_j dh^T + sum_i ds_ij q_i
     dv_j = e^{G_L - G_j} k_j dh + sum_i scale e^{G_i - G_j} (q_i . k_j) do_i
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i
-The gate: g_t scales whatever passes from before t to t or later. Of the chunk that holds t, with a_i = q_i .
-dq_i, b_j = k_j . (the second term of dk_j) and c_j = k_j . (its first term, what token j leaves to later
-chunks):
-    dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
-Nothing here is the difference of two large sums: pairs i = j, which cancel on paper but not in floating point
-and under strong decays dwarf everything else, are left out of a and b; and every chunk starts anew from <h,
-dh>, so rounding does not add up along the sequence.
 
-A decay that is the same for every token, or none, has no gradient. Unless the plan has it go as a gate, there
-are three scans then, each split so that nothing is a partial sum. dq needs the state and dk its gradient,
-both contracted over V: those two split K. dv contracts over K: it splits V. A gate takes a scan that stores
-the state entering each chunk, the scan of dv, which stores the gradient of the state leaving it, and then a
-program for each chunk, in which everything else is. Where heads of v share q and k (Mamba2), it adds up their dq and dk. Sums over their pairs
-are one product then, of the sum of ds over heads; and what the gate wants of one head is taken from the
-scores q_i . k_j, which all of them have in common, and from products with the state on the narrower side:
+The gate g_t scales everything that passes from before token t to token t or later. For the chunk that
+contains t, let
+
+    a_i = q_i . dq_i
+    b_j = k_j . (the second term of dk_j)
+    c_j = k_j . (the first term of dk_j, what token j leaves to later chunks)
+
+Then
+
+    dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
+
+This avoids differences of two large sums. Pairs i = j cancel on paper but not in floating point, and under
+strong decays they exceed everything else, so a and b leave them out. Each chunk starts again with <h, dh>, so
+rounding errors do not add up along the sequence.
+
+Without a gate, there are three scans, each split so that no partial sums are needed. A decay that is the same
+for all tokens, or no decay, needs no gradient. ``simple_gla_dq`` needs the state and ``simple_gla_dk`` its
+gradient, both contracted over V, so these split K. ``simple_gla_dv`` contracts over K, so it splits V.
+
+With a gate, there are two scans and one kernel over all chunks. ``simple_gla_states`` stores the state that
+enters each chunk. ``simple_gla_dv`` also stores the gradient of the state that leaves it.
+``simple_gla_grads`` computes everything else, with one program per chunk and head. The plan may choose this
+also for calls without a gate.
+
+If heads of v share q and k (Mamba2), ``simple_gla_shared`` replaces the last kernel and adds the dq and dk of
+these heads. Sums over their pairs are then one product with the sum of ds over heads. The gate's terms of one
+head come from the scores q_i . k_j, which all heads share, and from products with the state on the narrower
+side:
+
     a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
     b_j = sum_i ds_ij (q_i . k_j)
     c_j = e^{G_L - G_j} v_j . (k_j dh)
 
-The gradient of the state leaving a chunk has as many elements as the chunk's rows of dq and dk, where V is
-twice its tokens. So it may lie in these until its only reader writes them (SIDE), and takes no memory.
+The gradient of the state that leaves a chunk has as many elements as the chunk's rows of dq and dk if V is
+twice the tokens of a chunk. Then it can be stored in these rows until its only reader overwrites them, and it
+takes no memory of its own. The constant SIDE enables this; it is the side of the stored blocks.
 """
 
 from typing import Any
@@ -62,7 +79,7 @@ def simple_gla_dq(
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dq,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
@@ -71,7 +88,10 @@ def simple_gla_dq(
     DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, where no gate wants its gradient."""
+    """Compute dq for decays that need no gradient, by a scan over the chunks.
+
+    One program computes BK channels of one head.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -116,7 +136,7 @@ def simple_gla_dk(
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dk,  # [rows, H, K]
     bounds,  # [N + 1] or None
     scale,
@@ -125,7 +145,10 @@ def simple_gla_dk(
     DECAY: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dk, where no gate wants its gradient, walking the chunks backwards."""
+    """Compute dk for decays that need no gradient, by a scan over the chunks from the last to the first.
+
+    One program computes BK channels of one head.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
     i_k = program % NK
@@ -169,24 +192,28 @@ def simple_gla_dk(
 
 @triton.jit
 def dstate_at(
-    dstates,  # [slots, H, K, V], one for each chunk, or, with SIDE, dq [rows, H, K]
-    rest,  # with SIDE dk [rows, H, K]
-    tails,  # with SIDE [N, V rounded up to SIDE, H, K]
+    dstates,  # [slots, H, K, V], one entry per chunk, or, with SIDE, dq [rows, H, K]
+    rest,  # with SIDE, dk [rows, H, K]
+    tails,  # with SIDE, [N, V rounded up to SIDE, H, K]
     n,
-    first,  # the sequence's, or its part's, first row
+    first,  # first row of the sequence or segment
     t0,
-    length,  # the sequence's, or its part's, length
+    length,  # tokens of the sequence or segment
     i_h, H,
     k0,  # first row of the tile, a multiple of SIDE
     v0,  # first column, a multiple of BV
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Pointers to, and mask of, a [BK, BV] tile of the gradient of the state that leaves a chunk.
+    """Return pointers to a [BK, BV] tile of the gradient of the state that leaves a chunk, and its mask.
 
-    With SIDE it lies in the chunk's 2 BT rows of dq and dk. Whoever writes SIDE columns of these has read
-    SIDE rows of the gradient before, which therefore lie there: in blocks of [SIDE, SIDE], as they are, one
-    below the other. A sequence's last chunk may have too few rows, so there is a place beside for that one.
+    Without SIDE, the gradient is in dstates, which has one entry per chunk. With SIDE, it is in the chunk's 2
+    BT rows of dq and dk, as blocks [SIDE, SIDE], one below the other. The reader overwrites SIDE columns of
+    dq and dk after it has read the SIDE rows of the gradient that are stored there. The last chunk of a
+    sequence may have too few rows, so its gradient is in ``tails``.
+
+    dstates: with SIDE, dq.
+    rest: with SIDE, dk.
     """
     if SIDE == 0:
         slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -202,7 +229,7 @@ def dstate_at(
         row = tl.where(whole, first + t0 + v0 % BT // SIDE * SIDE, n.to(tl.int64) * TALL + v0 // SIDE * SIDE)
         begin = (row * H + i_h) * K + k0
         if BV < SIDE:
-            begin += v0 % SIDE // BV * BV  # a compiler has to see how far that is aligned
+            begin += v0 % SIDE // BV * BV  # written so that the compiler can see the alignment
         home = tl.where(whole, tl.where(v0 < BT, dstates, rest), tails)
         return home + begin + (rows * (H * K) + columns), (k0 + k < K)[:, None] & (v0 + v < V)[None, :]
 
@@ -213,7 +240,7 @@ def simple_gla_dv(
     do,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     dstates,  # see dstate_at, or None
@@ -226,8 +253,11 @@ def simple_gla_dv(
     V_FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dv [rows, H, V] and dh0, walking the chunks backwards with BV columns of the gradient of one head's
-    state; dstates: that gradient as it leaves each chunk."""
+    """Compute dv and dh0 by a scan over the chunks from the last to the first.
+
+    One program computes BV columns of one head. If ``dstates`` is given, it also stores the gradient of the
+    state that leaves each chunk (see ``dstate_at``).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -280,15 +310,18 @@ def simple_gla_states(
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
-    states,  # [slots, H, K, V], one for each chunk
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
+    states,  # [slots, H, K, V], one entry per chunk
     bounds,  # [N + 1] or None
     T, N, H, R, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """states [slots, H, K, V]: the state entering each chunk."""
+    """Store the state that enters each chunk into ``states``.
+
+    One program computes BV columns of one head's state.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -317,7 +350,7 @@ def grads_of_chunk(
     q, k,  # [rows, H, K]
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
+    states,  # [slots, H, K, V], one entry per chunk
     dstates, rest, tails,  # see dstate_at
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -326,7 +359,11 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk [BT, K] and dg [BT] of one chunk and head, stored."""
+    """Compute and store dq and dk [BT, K] and dg [BT] of one chunk and head.
+
+    states: the states that enter the chunks.
+    dstates, rest, tails: the gradients of the states that leave the chunks, see ``dstate_at``.
+    """
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -357,7 +394,7 @@ def grads_of_chunk(
             to_h += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
         if SIDE > 0:
-            tl.debug_barrier()  # all threads have read what others overwrite now
+            tl.debug_barrier()  # all threads have read the gradients that others overwrite below
         from_h *= (tl.exp2(D) * scale)[:, None]
         to_h *= tl.exp2(total - D)[:, None]
         from_h += tl.dot(ds, b_k, input_precision=PRECISION)
@@ -379,7 +416,7 @@ def simple_gla_grads(
     q, k,  # [rows, H, K]
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states,  # [slots, H, K, V], one for each chunk
+    states,  # [slots, H, K, V], one entry per chunk
     dstates, rest, tails,  # see dstate_at
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
@@ -390,13 +427,13 @@ def simple_gla_grads(
     SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [rows, H, K] and dg [rows, H] of a chunk. S programs share a sequence."""
+    """Compute dq, dk and dg of one chunk per program; S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+    if GAPS:  # nested: "GAPS and share == 0" would be a run-time condition and keep the code below
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -408,7 +445,7 @@ def simple_gla_grads(
                 q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, tails=tails, dq=dq,
                 dk=dk, dg=dg, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, R=R, K=K,
                 V=V, BT=BT, BK=BK, BV=BV, SIDE=SIDE, BLOCK=BLOCK, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, rest=rest, tails=tails, dq=dq,
             dk=dk, dg=dg, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, R=R, K=K,
@@ -418,21 +455,29 @@ def simple_gla_grads(
 @triton.jit
 def grads_of_head(
     b_q, b_k,  # [BT, BK]
-    scores,  # [BT, BT]: of pairs i > j q_i . k_j
+    scores,  # [BT, BT]: q_i . k_j for i > j
     b_dq, b_dk,  # [BT, BK], fp32
     b_ds,  # [BT, BT], fp32
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dg,  # [rows, H, NK], fp32
     scale,
     n, first, t0, length, i_h, H, R,
-    i_k,  # number of the channels
+    i_k,  # number of the block of BK channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The sums so far of dq and dk [BT, BK] of a chunk beyond the pairs in it, and of ds [BT, BT] of those
-    pairs, one head further; stored is what these channels add to dg [BT]."""
+    """Add one head's terms to the sums of dq, dk and ds over heads, and store its part of dg.
+
+    Returns the three sums.
+
+    b_q, b_k: rows of the chunk, [BT, BK].
+    scores: [BT, BT], q_i . k_j for i > j, else 0.
+    b_dq, b_dk: [BT, BK], the sums so far, without pairs of tokens within the chunk.
+    b_ds: [BT, BT], the sum so far of ds for the pairs within the chunk.
+    dg: receives [BT] per head: the part of the gradient that comes from these BK channels.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
@@ -472,19 +517,22 @@ def grads_of_share(
     q, k,  # [rows, H // GROUP, K]
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one for each chunk
-    dq, dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one entry per chunk
+    dq, dk,  # [rows, slices of heads, K]
     dg,  # [rows, H, NK], fp32
     scale,
     n, first, t0, length,
-    i_s,  # the share of heads
+    i_s,  # number of the slice of heads
     H, R,
-    i_k,  # number of the channels
+    i_k,  # number of the block of BK channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk [BT, BK] of one chunk, summed over a share of a group's heads, and what these channels add to dg
-    of each, stored."""
+    """Compute and store dq and dk [BT, BK] of one chunk, summed over a slice of a group's heads.
+
+    The GROUP heads that share q and k are divided into slices of at most BH heads. For each head, the part of
+    dg that comes from these BK channels is stored as well.
+    """
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
     i_g = i_s // SHARES
     k0 = i_k * BK
@@ -516,8 +564,8 @@ def simple_gla_shared(
     q, k,  # [rows, H // GROUP, K]
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one for each chunk
-    dq, dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one entry per chunk
+    dq, dk,  # [rows, slices of heads, K]
     dg,  # [rows, H, NK], fp32
     bounds,  # [N + 1] or None
     scale,
@@ -526,9 +574,12 @@ def simple_gla_shared(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk [rows, shares, K] and dg [rows, H, NK] of a chunk, by BK channels. GROUP heads with one q and k
-    are divided into shares of BH at most, whose dq and dk are sums over their heads; torch adds up those of
-    several shares, and dg's of several channels. S programs share a sequence."""
+    """Compute dq, dk and dg of one chunk and BK channels per program, for heads of v that share q and k.
+
+    The GROUP heads of one q and k are divided into slices of at most BH heads. dq and dk are sums over the
+    heads of a slice; torch adds those of several slices. It also adds the parts of dg that come from several
+    blocks of channels. S programs share a sequence.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
     shares = H // GROUP * SHARES
@@ -538,7 +589,7 @@ def simple_gla_shared(
     i_c = program // NK // shares % S
     n = program // NK // shares // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+    if GAPS:  # nested: "GAPS and i_c == 0" would be a run-time condition and keep the code below
         if i_c == 0:
             k0 = i_k * BK
             zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
@@ -553,7 +604,7 @@ def simple_gla_shared(
                 q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
                 n=n, first=first, t0=t0, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
                 BV=BV, BH=BH, GROUP=GROUP, BLOCK=BLOCK, PRECISION=PRECISION)
-    else:  # one chunk each
+    else:  # one chunk per program
         grads_of_share(
             q=q, k=k, v=v, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, scale=scale,
             n=n, first=first, t0=i_c * BT, length=length, i_s=i_s, H=H, R=R, i_k=i_k, K=K, V=V, BT=BT, BK=BK,
@@ -562,8 +613,14 @@ def simple_gla_shared(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, H, V], dht
-    like its final state. Those of g and h0 are fp32."""
+    """Return the gradients by the names of the inputs, None for inputs that the call lacks.
+
+    The gradients of g and h0 are fp32. gamma gets None, since it has no gradient.
+
+    do: gradient of o, [B, T, H, V].
+    dht: gradient of the final states, with their layout, or None.
+    needs: names of the inputs whose gradients are needed.
+    """
     given, gated = x, any(launch.kernel == "gate_cumsum" for launch in plan.launches)
     if gated and x.g is None:
         x = x._replace(g=as_gate(x), gamma=None)
@@ -576,11 +633,11 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
     if OVERLAPPED in finishing.traits:
-        strips = 2  # what either group of warps knows of dg
-    side = dict(walking.tile).get("SIDE", 0)  # dstates lies in dq and dk where there is one
+        strips = 2  # each group of warps stores its part of dg
+    side = dict(walking.tile).get("SIDE", 0)  # if not 0, dstates is stored in dq and dk
     own = {} if side else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
-    # what has to be added up yet stays as it is
+    # Sums over slices of heads are added later, so they stay in fp32.
     dq, dk = (batch.new(K, dtype=x.q.dtype if shares == 1 else torch.float32, heads=batch.H * shares)
               for _ in range(2))
     dg = batch.new(dtype=torch.float32, heads=H * strips) if gated else None
@@ -589,7 +646,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                      GROUP=group, BLOCK=BLOCK, PRECISION=precision(plan))
     scanned = dict(constants, GAPS=batch.gaps)
     of_chunks = {name: scanned[name] for name in ("VARLEN", "K", "V", "BLOCK", "GAPS", "PRECISION")}
-    # do as the kernels multiply it, also where o is float32
+    # The kernels multiply do in the dtype of v, even if o is float32.
     for part in batch.parts(walking, dq=dq, dk=dk, dv=dv, dg=dg, dh0=dh0, do=do.to(x.v.dtype),
                             dht=dht, scale=how.scale, H=H):
         part.update(dict.fromkeys(("states", "dstates", "rest", "tails")), R=part["rows"],
@@ -632,14 +689,14 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
 
 
 def as_gate(x: Inputs) -> torch.Tensor:
-    """A head's decay, or none, as one for each token."""
+    """Return the decay of each head as a gate [B, T, H] in float32, with zeros if there is no decay."""
     B, T, H, _ = x.v.shape
     g = torch.empty(B, T, H, dtype=torch.float32, device=x.v.device)
     return g.zero_() if x.gamma is None else g.copy_(x.gamma)
 
 
 def scan_overlapped(batch: Batch, constants: dict[str, Any], part: dict[str, Any]) -> None:
-    """Start ``overlapping_back.py``'s scan in place of simple_gla_dv."""
+    """Start the overlapping scan of ``overlapping_back.py`` in place of ``simple_gla_dv``."""
     from flashlin.kernels.simple_gla.overlapping_back import simple_gla_overlapped_back
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP", "HAS_DHT", "HAS_DH0")}
     leaving = part["dv"] if part["dstates"] is None else part["dstates"]

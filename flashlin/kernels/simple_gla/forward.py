@@ -1,13 +1,14 @@
-"""Forward of the scalar-decay family: one fused scan over chunks. (Token by token it is kernels/recurrent.)
-Tensors in, tensors out.
+"""Forward kernel of the scalar-decay family: one fused scan over chunks.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
-i):
+The token-by-token mode uses ``kernels/recurrent``. G_i = g_1 + ... + g_i is the sum of decays inside a chunk
+of L tokens, and h is the state that enters it. Row i of a matrix is token i:
+
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) v_j)
     h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T v_j
-A program owns one sequence, one head and BV columns of the state, which stays in registers while it walks the
-chunks; outputs are written on the way, so nothing but q, k, v and o moves. Differences of G are masked before
-exp, so no factor exceeds a decay.
+
+One program computes BV columns of the state of one head and one sequence or segment. The state stays in
+registers while the program walks over the chunks and writes the outputs. So only q, k, v and o pass through
+memory. Differences of G are masked before exp, so no factor exceeds a decay.
 """
 
 import torch
@@ -33,7 +34,7 @@ def simple_gla_scan(
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     o,  # [rows, H, V]
     ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     bounds,  # [N + 1] or None
@@ -44,8 +45,10 @@ def simple_gla_scan(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
-    chunk."""
+    """Compute the outputs o and the final states ht by a scan over chunks.
+
+    One program computes BV columns of one head's state and keeps them in registers from chunk to chunk.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -76,7 +79,7 @@ def simple_gla_scan(
         else:
             s *= scaled_decay(D, D, causal, scale)
             b_o *= (tl.exp2(D) * scale)[:, None]
-            b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)  # the narrower side: less to move
+            b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)  # v is narrower than k
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)
@@ -87,7 +90,7 @@ def simple_gla_scan(
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). Starts the plan's launches."""
+    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None."""
     if plan.problem.mode == "fused_recurrent":
         o, ht, _ = recurrent.launch_forward(plan, TokenByToken(**x._asdict()),
                                             ("v_first",) if how.state_v_first else (),

@@ -1,11 +1,13 @@
-"""The forward scan of ``forward.py`` for Hopper, in which loads, products and stores overlap. Imported only
-where a plan names its kernel, since Gluon came with Triton 3.5.
+"""The forward scan of the scalar-decay family for Hopper, in Gluon, as an overlapping kernel.
 
-Plain Triton waits for every product before the next one. Here a warp of its own loads q, k and v of the next
-chunks (TMA, a ring of STAGES), and four multiply: q k^T and q h run while w = e^{G_L - G} k is made, which
-stays in registers, the state's update w^T v runs beside (q k^T) v, and o is stored behind the next chunk. It
-takes whole chunks of dense sequences (``recipe.py``); benchmarks/results/overlapping-* and two-programs-*
-have what that gains.
+Plain Triton waits for each product before it starts the next. Here one warp loads q, k and v of the next
+chunks by TMA into a ring of STAGES slots, and four warps multiply. q k^T and q h run while w = e^{G_L - G} k
+is computed in registers. The update of the state w^T v runs at the same time as (q k^T) v. o is stored while
+the next chunk is computed.
+
+The kernel requires whole chunks of dense sequences (``recipe.py``). The gain is in
+benchmarks/results/overlapping-* and two-programs-*. The module is imported only if a plan has this kernel,
+since Gluon came with Triton 3.5.
 """
 
 from triton.experimental import gluon
@@ -20,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlin.compat.descriptors import described
 
-# Triton 3.8 named them anew, 3.9 took the old names away
+# Triton 3.8 renamed these functions, and 3.9 removed the old names.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -28,7 +30,14 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 @gluon.jit
 def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks,
          BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that loads: chunk i goes to slot i % STAGES, once that is empty again."""
+    """Run the warp that loads: put chunk i into slot i % STAGES of the rings, once that slot is empty.
+
+    ring_q, ring_k, ring_v: shared memory with STAGES slots.
+    full, empty: one barrier per slot.
+    row0: first row of the program's segment.
+    qk_column, v_column: first columns of the head in q and k, and of the program in v.
+    chunks: number of chunks.
+    """
     for i in range(chunks):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
@@ -42,7 +51,13 @@ def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column
 @gluon.jit
 def state_offsets(nh, v0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
                   V_FIRST: gl.constexpr):
-    """Offsets of a [BK, BV] tile of state nh, K = BK, stored [K, V] or, with V_FIRST, [V, K]."""
+    """Return the offsets of a [BK, BV] tile of state nh, stored as [K, V] or, with V_FIRST, [V, K].
+
+    The tile has all K = BK rows.
+
+    v0: first column of the tile.
+    layout: the Gluon layout of the tile.
+    """
     rows = gl.arange(0, BK, gl.SliceLayout(1, layout))
     columns = v0 + gl.arange(0, BV, gl.SliceLayout(0, layout))
     if V_FIRST:
@@ -54,7 +69,12 @@ def state_offsets(nh, v0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexp
 
 @gluon.jit
 def factors(of_row, of_column, total, causal, scale):
-    """Of sums of decays in two layouts: scale 2^{G_i - G_j}, 0 where not causal; 2^{G_L - G_j}; 2^{G_L}."""
+    """Return the factors of a chunk: scale 2^{G_i - G_j} or 0 where not causal, 2^{G_L - G_j}, and 2^{G_L}.
+
+    of_row, of_column: the sums of decays G to base 2, in the layouts of rows and columns.
+    total: G_L, the sum over the whole chunk.
+    causal: mask [BT, BT] of the pairs with j <= i.
+    """
     decay = gl.exp2(gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf"))) * scale
     return decay, gl.exp2(total - of_column), gl.exp2(total)
 
@@ -64,8 +84,18 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, e
              row0, v0, v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
              BV: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
              V_FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """The four warps that multiply. line: where in G the program's rows begin; rate: its head's decay, to
-    base 2; entering, leaving: numbers of states, the second negative where nobody asks for that."""
+    """Run the four warps that multiply: compute o of all chunks, and the final state if HAS_HT.
+
+    G: sums of decays; the program's rows begin at ``line``.
+    rate: decay of the head per token, to base 2, if it is constant (DECAY is 1).
+    ring_q, ring_k, ring_v: shared memory with STAGES chunks.
+    s_h, s_o: shared memory for the state and for o.
+    full, empty: one barrier per slot of the rings.
+    entering: index of the initial state in h0.
+    leaving: index of the final state in ht, negative if it is not stored.
+    row0: first row of the program's segment.
+    v0, v_column: first column of the program within the head, and within a row of o.
+    """
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
@@ -138,19 +168,22 @@ def simple_gla_overlapped(
     v,  # [rows, H, V]
     G,  # [H, R], fp32
     gamma,  # [H]
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     o,  # [rows, H, V]
     ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, R, L,
-    rows,  # of the batch
+    rows,  # B T, the rows of the whole batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # see compat/descriptors.py
     DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """o and ht, as simple_gla_scan; BK is K. A program: BV columns of one head's state."""
+    """Compute o and ht like ``simple_gla_scan``, with overlapping loads, products and stores; BK equals K.
+
+    One program computes BV columns of one head's state.
+    """
     NV: gl.constexpr = V // BV
     dtype: gl.constexpr = q.dtype
     program = gl.program_id(0)

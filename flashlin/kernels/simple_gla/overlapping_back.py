@@ -1,13 +1,17 @@
-"""The reverse scan of ``backward.py`` for Hopper, in which loads, products and stores overlap, as in the
-delta rules' (``delta/overlapping_back.py``): transposed, so that each product leaves in registers what the
-next one takes from there.
+"""The reverse scan of the scalar-decay family for Hopper, in Gluon, as an overlapping kernel.
+
+Loads, products and stores of different chunks run at the same time. Like the reverse scan of the delta rules
+(``delta/overlapping_back.py``), it computes transposed products. So each product leaves its result in the
+registers where the next product reads it:
 
     dv^T = dh^T k^T e^{G_L - G} + do^T s
     dh^T = e^{G_L} dh^T + (do^T scale e^G) q
 
-with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. Four warps multiply for each 64 of a program's columns
-of v; they share q and k. A warp of its own loads the chunks before (TMA, a ring of STAGES), and writes what
-their decays come to, a line each. It takes whole chunks of dense sequences (``recipe.py``).
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i.
+
+A program computes one or two groups of 64 columns of v, with four warps for each group; the groups share q
+and k. One more warp loads the preceding chunks by TMA into a ring of STAGES slots and stores factors made of
+their decays. The kernel requires whole chunks of dense sequences (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -29,10 +33,17 @@ from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
               v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
               GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that loads, from the last chunk to the first: one goes to slot i % STAGES, once every group
-    has left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2,
-    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i with scale >= 0 in it. line: where in G the program's
-    rows begin; rate: its head's decay, to base 2."""
+    """Run the warp that loads q, k and do of the chunks, from the last chunk to the first.
+
+    Chunk i of this order goes to slot i % STAGES, once all groups of warps have released that slot. The slot
+    is full after its bytes have arrived and its vectors of decays are written. With G to base 2, these are
+    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i + log2(scale).
+
+    lines: shared memory for the vectors, LINES per slot.
+    line: where the program's rows begin in G.
+    rate: decay of the head per token, to base 2, if it is constant (DECAY is 1).
+    row0: first row of the program's segment.
+    """
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -58,7 +69,7 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
             lines.index(first + 2).store(gl.exp2(total - sums))
             lines.index(first + 3).store(gl.exp2(total))
             lines.index(first + 4).store(sums + gl.log2(scale))
-        barrier()  # all lanes have written before one says so
+        barrier()  # all lanes have written before one of them arrives
         mbarrier.arrive(bar, count=1)
 
 
@@ -69,9 +80,17 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
                   LINES: gl.constexpr, GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr,
                   DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr,
                   STAGES: gl.constexpr):
-    """A group: four warps, which multiply. leaves: where the state that leaves a chunk goes, the first
-    chunk's to row table, the next one's step rows below, from column on, with SIDE in blocks beside each
-    other. leaving: the number of dh0's state, negative where there is none."""
+    """Run one group of four warps that multiply: compute dv of all chunks, and dh0 if HAS_DH0.
+
+    leaves: with STATES, receives the gradient of the state that leaves each chunk. The first chunk's begins
+        at row ``table`` and column ``column``, each next chunk's ``step`` rows below. With SIDE it is stored
+        in blocks next to each other.
+    lines: vectors of decays from ``load_back``.
+    squares, states_of: shared memory of each group, for the weights or dv, and for the state.
+    entering: index of the gradient in dht.
+    leaving: index of the state in dh0, negative if it is not stored.
+    group: number of the group, which computes BV columns of v from v0 + group BV.
+    """
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
@@ -79,7 +98,7 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
     a_column: gl.constexpr = gl.SliceLayout(0, of_chunk)
     dtype: gl.constexpr = ring_k.dtype
-    BLOCKS: gl.constexpr = BK // SIDE if SIDE > 0 else 1  # of a state, stored one by one
+    BLOCKS: gl.constexpr = BK // SIDE if SIDE > 0 else 1  # blocks of a state, each stored separately
     STORES: gl.constexpr = BLOCKS if STATES else 0
     square, s_state = squares.index(group), states_of.index(group)
     v0 += group * BV
@@ -101,7 +120,8 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
         out = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
                             is_async=True)
         if STATES:
-            tma.store_wait(1)  # the state before this one has been read; dv of the chunk before may still be
+            # The previous state has left shared memory; the store of the previous dv may still be running.
+            tma.store_wait(1)
             s_state.permute((1, 0)).store(entered)
             fence_async_shared()
             for block in gl.static_range(BLOCKS):
@@ -117,7 +137,7 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
             of_row = lines.index(line + 4).load(a_row)
             of_column = lines.index(line).load(a_column)
             weights = scores * gl.exp2(gl.where(causal, of_row[:, None] - of_column[None, :], float("-inf")))
-        tma.store_wait(STORES)  # dv of the chunk before has been read, which lay in the same square
+        tma.store_wait(STORES)  # the previous dv has left ``square``, which is reused for the weights
         square.store(weights.to(dtype))
         fence_async_shared()
         b_do = ring_do.index(slot * GROUPS + group).permute((1, 0)).load(of_chunk)
@@ -140,12 +160,16 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
     tma.store_wait(0)
     if HAS_DH0:
         if leaving >= 0:
-            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in dht till here
+            # If the compiler knew that this is 0, it would keep the addresses of dht in registers until here.
+            zero = gl.minimum(chunks, 0)
             gl.store(state_tile(dh0, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), dh)
 
 
 def _leaving(x):
-    """The block of what a state that leaves a chunk goes to; where it goes nowhere, dv stands there."""
+    """Return the TMA block of the tensor that receives the gradients of states, or of dv if there is none.
+
+    x: the kernel's arguments by name.
+    """
     if not x["STATES"]:
         return x["H"] * x["V"], x["BT"], x["BV"]
     if x["SIDE"]:
@@ -166,7 +190,7 @@ def simple_gla_overlapped_back(
     do,  # [rows, H, V], of q's dtype
     G,  # [H, R], fp32
     gamma,  # [H]
-    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dv,  # [rows, H, V], of q's dtype
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     dstates,  # with STATES, see dstate_at
@@ -174,16 +198,19 @@ def simple_gla_overlapped_back(
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, R, L,
-    rows,  # of the batch
-    slots,  # of dstates without SIDE
+    rows,  # B T, the rows of the whole batch
+    slots,  # entries of dstates without SIDE
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # see compat/descriptors.py
     SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):
-    """dv, dh0 and with STATES the gradients of the states that leave chunks, as simple_gla_dv; BK is K. A
-    program: GROUPS, one or two, times BV columns of one head's state; with SIDE all of them."""
+    """Compute dv and dh0 like ``simple_gla_dv``, with overlapping loads, products and stores; BK equals K.
+
+    With STATES it also stores the gradients of the states that leave the chunks. One program computes GROUPS
+    times BV columns of one head's state, where GROUPS is 1 or 2. With SIDE these must be all columns.
+    """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY > 0 else 1
     dtype: gl.constexpr = q.dtype
@@ -211,7 +238,7 @@ def simple_gla_overlapped_back(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(full.index(slot), count=2)  # one arrival for the bytes, one for the vectors of decays
         mbarrier.init(empty.index(slot), count=GROUPS)
     fence_async_shared()
     qk_column = i_h // GROUP * BK

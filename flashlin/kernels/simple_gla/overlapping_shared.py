@@ -1,15 +1,19 @@
-"""``simple_gla_shared`` of ``backward.py`` for Hopper, in which loads and products overlap: the gradients of
-a chunk where heads of v share q and k, one program for a share of the heads.
+"""Gradients of a chunk for Hopper where heads of v share q and k, in Gluon, as an overlapping kernel.
+
+The kernel replaces ``simple_gla_shared`` of ``backward.py``; loads and products of different heads run at the
+same time. One program computes a slice of the heads that share q and k:
 
     dq = (do h^T) scale e^G, summed over heads, + s k
     dk = (v dh^T) e^{G_L - G}, summed over heads, + s^T q
 
 with s_ij = (do_i . v_j) scale e^{G_i - G_j} for j <= i, summed over heads.
 
-Four warps add up dq, four dk, the one as the other with do and v, h and dh, q and k exchanged, each the pairs
-that it needs, so that none waits for the other; each writes what it knows of dg. A warp of its own loads the
-heads to come (TMA, a ring of STAGES), and writes what their decays come to. It takes whole chunks of dense
-sequences, heads of 64 columns and states of 128 (``recipe.py``).
+One group of four warps adds dq, another adds dk. Both run the same code, with do and v, h and dh, q and k
+exchanged. Each computes the pairs that it needs itself, so neither waits for the other, and each writes its
+own part of dg. One warp loads the next heads by TMA into a ring of STAGES slots and stores factors made of
+their decays.
+
+The kernel requires whole chunks of dense sequences, heads of 64 columns and states of 128 (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -30,9 +34,19 @@ from flashlin.kernels.simple_gla.overlapping import async_load
 def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines, ready,
                full, empty, row, qk_column, table, begin, heads, R, scale, BT: gl.constexpr,
                BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that loads: q and k, then head after head, number i to slot i % STAGES, once both groups have
-    left that. It is full when its bytes have come and its lines are written: of decays, with G to base 2,
-    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}. table: the number of the chunk's state of head 0."""
+    """Run the warp that loads q and k of the chunk, then v, do and both states of one head after another.
+
+    Head i goes to slot i % STAGES, once both groups of warps have released that slot. The slot is full after
+    its bytes have arrived and its vectors of decays are written. With G to base 2, these are G_i, scale
+    2^{G_i}, 2^{G_L - G_i}, and 2^{G_L}.
+
+    lines: shared memory for the vectors, 4 per slot.
+    ready: barrier for q and k.
+    full, empty: one barrier per slot.
+    row: first row of the chunk.
+    table: index of head 0's state of this chunk in states and dstates.
+    begin, heads: first head of the slice and number of heads.
+    """
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     mbarrier.expect(ready, 4 * BT * BK)
     async_load(q, [row, qk_column], ready, s_q)
@@ -54,7 +68,7 @@ def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_
         lines.index(slot * 4 + 1).store(gl.exp2(sums) * scale)
         lines.index(slot * 4 + 2).store(gl.exp2(total - sums))
         lines.index(slot * 4 + 3).store(gl.exp2(total))
-        barrier()  # all lanes have written before one says so
+        barrier()  # all lanes have written before one of them arrives
         mbarrier.arrive(bar, count=1)
 
 
@@ -62,8 +76,22 @@ def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_
 def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_dh, lines, vectors, scores_of,
               ready, full, empty, group: gl.constexpr, row, i_s, shares, begin, heads, H, scale,
               BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
-    """A group: four warps. Group 0 makes dq of q's rows, of x = do and the states h, group 1 dk of k's, of
-    x = v and dh. Besides, either takes half of the channels of (h . dh), which all gates of a chunk have."""
+    """Run one group of four warps: group 0 computes dq, group 1 computes dk, both their parts of dg.
+
+    Group 0 uses the rows of q, x = do and the states h. Group 1 uses the rows of k, x = v and the gradients
+    dh. Each group also computes half of the channels of <h, dh>, which contributes to all gates of the chunk.
+
+    grad: dq or dk.
+    s_own, s_other: q and k in shared memory, or k and q.
+    ring_x, ring_y: do and v, or v and do.
+    ring_own: h or dh.
+    lines: vectors of decays from ``load_heads``.
+    vectors: shared memory to exchange parts of dg between threads.
+    scores_of: shared memory for the scores of each group.
+    row: first row of the chunk.
+    i_s, shares: number of the slice of heads, and how many slices there are.
+    begin, heads: first head of the slice and number of heads.
+    """
     of_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     a_row: gl.constexpr = gl.SliceLayout(1, of_chunk)
@@ -109,13 +137,13 @@ def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_d
         out += beyond
         read = gl.convert_layout(gl.sum(s_own.load(of_own).to(gl.float32) * beyond, 1), a_row)
         pair = (i % 2) * 4 + group * 2
-        if group == 0:  # what a gate has of later tokens, and of earlier ones
+        if group == 0:  # the gate's terms from later tokens, then from earlier tokens
             vectors.index(pair).store(across + read + pairs)
             vectors.index(pair + 1).store(across)
         else:
             vectors.index(pair).store(across - pairs)
             vectors.index(pair + 1).store(across + read)
-        barrier()  # all warps have read the slot, and written
+        barrier()  # all warps have read the slot and written their vectors
         mbarrier.arrive(empty.index(slot), count=1)
         after = vectors.index(pair).load(a_column)[None, :]
         before = vectors.index(pair + 1).load(a_column)[None, :]
@@ -130,14 +158,17 @@ def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_d
 
 
 def _of_heads(x):
+    """Return the TMA block of q and k: columns of the matrix, then rows and columns of a block."""
     return x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]
 
 
 def _of_values(x):
+    """Return the TMA block of v and do: columns of the matrix, then rows and columns of a block."""
     return x["H"] * x["BV"], x["BT"], x["BV"]
 
 
 def _states(x):
+    """Return the TMA block of states: columns of the matrix, rows and columns of a block, matrix rows."""
     return x["BV"], x["BK"], x["BV"], x["slots"] * x["H"] * x["BK"]
 
 
@@ -148,20 +179,23 @@ def simple_gla_overlapped_shared(
     v,  # [rows, H, V]
     do,  # [rows, H, V], of q's dtype
     G,  # [H, R], fp32
-    states, dstates,  # [slots, H, K, V], one for each chunk
-    dq, dk,  # [rows, shares, K]
+    states, dstates,  # [slots, H, K, V], one entry per chunk
+    dq, dk,  # [rows, slices of heads, K]
     dg,  # [rows, H, 2], fp32
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, R,
-    S,  # chunks of a sequence
-    rows,  # of the batch
-    slots,  # of the states
+    S,  # chunks per sequence
+    rows,  # B T, the rows of the whole batch
+    slots,  # entries of states and dstates
     BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """dq, dk [rows, shares, K], shares of a group's heads of BH at most, and dg [rows, H, 2] of a chunk, as
-    simple_gla_shared; BK is K, BV is V."""
+    """Compute dq, dk and dg of one chunk like ``simple_gla_shared``, with overlapping loads and products.
+
+    BK equals K and BV equals V. The heads of a group are divided into slices of at most BH heads; a program
+    adds dq and dk over one slice. dg has two parts per head, which torch adds.
+    """
     SHARES: gl.constexpr = (GROUP + BH - 1) // BH
     dtype: gl.constexpr = q.dtype
     shares = H // GROUP * SHARES
@@ -189,7 +223,7 @@ def simple_gla_overlapped_shared(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(full.index(slot), count=2)  # one arrival for the bytes, one for the vectors of decays
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
     gl.warp_specialize(

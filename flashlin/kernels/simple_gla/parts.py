@@ -1,4 +1,7 @@
-"""Split sequences of the scalar-decay family: what each part leaves alone, see kernels/sequence_split.py."""
+"""The first step for split sequences of the scalar-decay family: each segment's state from zero.
+
+``kernels/sequence_split.py`` describes all steps.
+"""
 
 import triton
 import triton.language as tl
@@ -13,8 +16,8 @@ def simple_gla_alone(
     y,  # [rows, H, V]: v, with REVERSE do
     G,  # [H, R], fp32
     gamma,  # [H]
-    alone,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
-    kept,  # [parts, H], fp32
+    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
+    kept,  # [segments, H], fp32
     bounds,  # [N + 1] or None
     scale,
     T, N, H, R, L,
@@ -22,8 +25,16 @@ def simple_gla_alone(
     DECAY: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """alone: the state that each part but a sequence's last would leave if it began with zeros or, with
-    REVERSE, the gradient that each but the first would hand on; kept: the part's decay, to base 2."""
+    """Compute the state with which each segment would end if it started from zero, and its total decay.
+
+    With REVERSE the kernel walks backwards: it computes the gradient that each segment would pass to the
+        segment before it if no gradient entered from later segments. Segments whose result is never used are
+        skipped: a sequence's last segment or, with REVERSE, its first.
+
+    x, y: k and v or, with REVERSE, q and do.
+    alone: receives the states or gradients.
+    kept: receives the sum of the segment's decays, to base 2.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV

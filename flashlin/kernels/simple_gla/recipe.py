@@ -1,4 +1,4 @@
-"""Which launches a scalar-decay problem makes. Plain Python: no tensor, no torch, no triton."""
+"""Recipe of the scalar-decay family: the launches of a problem, in plain Python without torch or triton."""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -9,33 +9,40 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, Strip, is_hopper, over_k, over_v, padded
 from flashlin.kernels.recurrent import recipe as recurrent
 
-# Best first, by the bytes of an operand. 64 channels at a time of more spill 700 bytes but on Hopper. Where
-# heads share q and k, sums over them stay in registers as well, of which 8 warps have twice as many (compiled
-# for five cards with 3.6.0).
+# Tiles of the gradients' kernels by the bytes of an operand, best first. If K exceeds 64, tiles of 64
+# channels spill 700 bytes per thread except on Hopper. OF_GROUPS is for heads that share q and k. There the
+# sums over heads also stay in registers, and 8 warps have twice as many registers as 4 (compiled for five
+# GPUs with Triton 3.6.0).
 OF_HEADS = {2: (Strip(64, 64, 4), Strip(32, 64, 4), Strip(32, 32, 4)),
             4: (Strip(32, 32, 4), Strip(32, 16, 4), Strip(16, 16, 4))}
 OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
              4: (Strip(32, 16, 4), Strip(16, 16, 4))}
-ON_ITS_WAY = 12288  # bytes (11 KB at most, compiled for five head sizes and three cards with 3.2.0)
-# Up to so many tokens the scan in Gluon is faster whole, where memory is less, too: 25 us of the card beside
-# 30 in 4 parts at 8x1024x8x64 (benchmarks/results/parts-*).
+# Shared memory in bytes for storing the state's gradient before Triton 3.3 (at most 11 KB when compiled for
+# five head sizes and three GPUs with 3.2.0).
+ON_ITS_WAY = 12288
+# Up to this many tokens the Gluon scan is faster without splitting sequences, and it uses less memory: 25 us
+# on the GPU compared with 30 us in 4 segments at 8x1024x8x64 (benchmarks/results/parts-*).
 WHOLE = 1024
-# Without a gate backward is three scans, one after the other, which leave most of a card idle where heads are
-# few; as with one it is two, and a kernel of all chunks. From so many tokens, since whoever tries all cases
-# is to try three scans, too.
+# Without a gate, the backward is three scans in a row. They leave most of a GPU idle if there are few heads.
+# The kernels for a gate are two scans and one kernel over all chunks, so sequences of SHORT to WHOLE tokens
+# use them as well. Shorter ones keep the three scans, so that trials of the quick cases also run those.
 SHORT = 512
-# So that two programs of four warps and one that loads share a multiprocessor: without a bound one takes all
-# registers.
+# A bound on registers lets two programs share a multiprocessor, each with four warps that multiply and one
+# that loads. Without a bound, one program occupies all registers.
 HALF_OF_REGISTERS, ALL_REGISTERS = {"REGISTERS": 128}, {"REGISTERS": 0}
-HEADS = 16  # whose dq and dk a program adds up at most
+HEADS = 16  # most heads whose dq and dk one program adds
 
 
 @scans.calm
 @scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
-    """The sums of decays where there are some, forward's launches, then backward's if gradients are wanted;
-    backward of the token kernel is the chunked one."""
-    if problem.mode == "auto":  # nothing to say before the mode is chosen
+    """Return the launches of a problem: sums of decays, forward, and backward if gradients are needed.
+
+    The token-by-token forward has no backward of its own, so it uses the chunked one.
+
+    narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
+    """
+    if problem.mode == "auto":  # the launches depend on the mode, which a remedy chooses
         return ()
     bytes_each = scans.operand_bytes(problem)
     dots = traits_of(problem, "dot", "rmw_acc", *{"v_first"} & set(problem.options))
@@ -46,7 +53,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return scans.shared_bytes(config, bytes_each, target)
 
     def stored(config: Config) -> int:
-        """With the gradient of the state on its way to memory, before 3.3 in rows of its own."""
+        """Return the shared bytes of a scan that stores the state's gradient; more before Triton 3.3."""
         more = bytes_each == 2 and release(target.triton) < (3, 3) and not is_hopper(target)
         return shared(config) + ON_ITS_WAY * more
     size = problem.K, problem.V, bytes_each, problem.max_warps
@@ -66,7 +73,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     else:
         kernels = [*split, _overlapped(problem, target, part) or scan("simple_gla_scan", wide)]
     if problem.needs_grad and by_chunk:
-        # with what it stores dv's spills 900 to 3,600 bytes with fewer warps, but on Hopper
+        # The scan of dv also stores the state's gradient. With fewer than 8 warps it spills 900 to 3,600
+        # bytes per thread, except on Hopper.
         walking = wide
         if bytes_each == 2 and not is_hopper(target):
             widest = wide.BV if problem.max_warps >= 4 else min(32, wide.BV)
@@ -88,16 +96,24 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _short(problem: Problem, target: Target, strips: int) -> bool:
-    """Whether backward without a gate goes as with one (timed in 16 bits only)."""
+    """Return True if the backward of a problem without a gate uses the kernels for a gate.
+
+    These were timed in 16 bits only.
+
+    strips: number of programs per head's state.
+    """
     return (is_hopper(target) and scans.operand_bytes(problem) == 2 and SHORT <= problem.T <= WHOLE
             and not problem.invariant
             and problem.N * problem.H * strips <= target.sms)
 
 
 def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
-    """The forward scan in Gluon, where it is to be taken."""
+    """Return the launch of the overlapping forward scan, or None if the plain scan should run.
+
+    part: tokens of a segment, 0 if sequences are not split.
+    """
     K, BT, BV = problem.K, BLOCK, 64
-    # without a gate one program alone is faster (benchmarks/results/two-programs-*)
+    # Without a gate, one program per multiprocessor is faster (benchmarks/results/two-programs-*).
     stages, bound = scans.STAGES, ALL_REGISTERS
     if "g" in problem.options:
         stages, bound = 2 if K > BLOCK else scans.STAGES, HALF_OF_REGISTERS
@@ -107,7 +123,10 @@ def _overlapped(problem: Problem, target: Target, part: int) -> Launch | None:
 
 
 def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) -> Launch | None:
-    """The scan of dv in Gluon, where it is to be taken in place of this one."""
+    """Return the launch of the overlapping scan of dv, or None if the plain launch ``dv`` should run.
+
+    part: tokens of a segment, 0 if sequences are not split.
+    """
     K, BT, BV, side = problem.K, BLOCK, 64, {"SIDE": dict(dv.tile).get("SIDE", 0)}
     if side["SIDE"] not in (0, BT):
         return None
@@ -120,7 +139,10 @@ def _overlapped_back(problem: Problem, target: Target, dv: Launch, part: int) ->
 
 
 def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
-    """The gradients of a chunk in Gluon, where heads share q and k, and where they are to be taken."""
+    """Return the launch of the overlapping kernel for heads that share q and k, or None.
+
+    The kernel computes the gradients of a chunk. None means that the plain kernel should run.
+    """
     K, V, BT, stages = 128, 64, BLOCK, 3
     if "gva" not in problem.options or (problem.K, problem.V) != (K, V):
         return None
@@ -131,7 +153,12 @@ def _overlapped_shared(problem: Problem, target: Target) -> Launch | None:
 
 
 def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) -> Launch:
-    """The gradients of a chunk: of a head or, where heads of v share q and k, of several."""
+    """Return the launch of the kernel that computes the gradients of a chunk.
+
+    Its programs compute one head, or several heads of v if these share q and k.
+
+    BT: tokens of a chunk.
+    """
     bytes_each, several = scans.operand_bytes(problem), "gva" in problem.options
     size = scans.tf32_copies(bytes_each, target) * bytes_each
     strips = (OF_GROUPS if several else OF_HEADS)[bytes_each]
@@ -147,10 +174,13 @@ def _grads(problem: Problem, target: Target, BT: int, traits: frozenset[str]) ->
 
 
 def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) -> tuple[Launch, Launch]:
-    """The same two with the gradients of states in the memory of dq and dk (``dstate_at`` in backward.py),
-    where these hold them: in blocks as wide as the strips that grads reads and then writes. It takes no
-    time (benchmarks/NOTES.md), so memory is saved wherever it can be, unless it is
-    known to fail or to be slow. Heads that share q and k have not enough of dq and dk."""
+    """Return both launches changed to store the gradients of states in dq and dk, or unchanged.
+
+    The gradients then need no memory of their own (``dstate_at`` in ``backward.py``). They are stored in
+    blocks as wide as the strips that the kernel ``grads`` reads and then overwrites. It costs no time
+    (benchmarks/NOTES.md), so it is done unless it is known to fail or to be slow. Heads that share q and k
+    have too few rows of dq and dk for it.
+    """
     BT, side = dv.block("BT"), grads.block("BK")
     if ("gva" in problem.options or problem.V > 2 * BT or problem.K % side
             or any(BT % size for size in (side, dv.block("BV"), grads.block("BV")))):
@@ -165,7 +195,7 @@ def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) 
     return (dv, grads) if worse(dv) or worse(grads) else (inside(dv), inside(grads))
 
 
-# Of Mamba2 H counts heads of V, and states have K columns.
+# For Mamba2, H is the number of heads of v, and states have K columns.
 _SCANS = {"training": Sizes(4, 2048, 80, 128, 64), "packed": Sizes(1, 32768, 80, 128, 64, N=16, packed=True)}
 _MAMBA = ("g", "gva", "v_first")
 SPECS = (over_heads(

@@ -1,12 +1,12 @@
-"""The family in plain, differentiable torch: chunked matmuls, no loop over tokens. Serves CPUs and cards that
-no Triton compiles for.
+"""The scalar-decay family in plain, differentiable torch: chunked matrix products without a loop over tokens.
 
-Chunks of 64 tokens are handled all at once, then the state is carried through them. Nothing depends on the
-value of T, so torch.compile traces one graph for all lengths from 65 to 8,192 (a single chunk is another
-graph); past that the sequence is walked in segments.
+It serves CPUs and GPUs for which no Triton release compiles. All chunks of 64 tokens are computed at once,
+then the state is carried through them. Nothing depends on the value of T. So torch.compile traces one graph
+for all lengths from 65 to 8,192 tokens, and another graph for a single chunk. Longer sequences are walked in
+segments of 8,192 tokens.
 
-No matrix of zeros stands between what must not meet: 0 times NaN is NaN. So a value that is not finite
-reaches no chunk before its own.
+Values of different chunks are never multiplied by a matrix of zeros, because 0 times NaN is NaN. So a value
+that is not finite does not affect earlier chunks.
 """
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ SEGMENT = 8192  # tokens
 
 
 def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, H, V], states [N, H, K, V]) in float32, or float64 for float64 tensors. h0 is [N, H, K, V].
+    """Return o [B, T, H, V] and the final states [N, H, K, V], in float32, or float64 for float64 tensors.
 
-    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    x.h0 has the layout [N, H, K, V]. If bounds are given, their values are read on the host. For tensors on a
+    GPU this is a synchronisation.
     """
     g = x.g if x.gamma is None else x.gamma.expand(x.v.shape[:3])
     return over_sequences(_rows, (x.q, x.k, x.v, g), x.h0, x.bounds, scale)
@@ -34,9 +35,18 @@ def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor | None, gamma: torch.Tensor | None,
            scale: float, summed: bool = False) -> torch.Tensor:
-    """[B, H, T, T], the matrix that makes o out of v:  scale q_i . k_j e^{g_{j+1} + ... + g_i}, 0 for j > i.
-    g [B, T, H] or gamma [H] or neither. In float32, or float64 for float64 tensors. summed: use sums, which a
-    compiler fuses, instead of a matrix product."""
+    """Return the matrix [B, H, T, T] that maps v to o, in float32, or in float64 for float64 tensors.
+
+    For j <= i its element (i, j) is
+
+        scale q_i . k_j e^{g_{j+1} + ... + g_i}
+
+    and for j > i it is 0.
+
+    g: [B, T, H] or None.
+    gamma: [H] or None; at most one of g and gamma is given.
+    summed: use sums, which a compiler fuses, instead of a matrix product.
+    """
     compute = widest(q, k)
     T = q.shape[1]
     q, k = (q.to(compute) * scale).transpose(1, 2), k.to(compute).transpose(1, 2)
@@ -77,9 +87,14 @@ def _segment(h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 
 def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """The states [B, H, C + 1, K, V] before, between and after C chunks, where added holds the first state
-    and what each chunk adds to what is left of the one before it, which is that times kept [B, H, C].
-    Backward needs the states and nothing else."""
+    """Return the states [B, H, C + 1, K, V] before, between and after C chunks.
+
+    The state after a chunk is the state before it times ``kept``, plus what the chunk adds. The backward
+    needs only kept and the states.
+
+    kept: [B, H, C], the decay of each chunk.
+    added: [B, H, C + 1, K, V], the initial state, followed by what each chunk adds.
+    """
     if not torch.compiler.is_compiling() and transformed():
         return _carried_one_by_one(kept, added)
     states: torch.Tensor = (_library_op if torch.compiler.is_compiling() else _Carried.apply)(kept, added)
@@ -87,8 +102,10 @@ def carried(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 def _carried_one_by_one(kept: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return the same as ``carried``, by operations that torch.func can transform; backward keeps more
-    memory."""
+    """Return the result of ``carried`` with operations that torch.func can transform.
+
+    Its backward keeps more memory.
+    """
     first, *others = added.unbind(2)
     states = [first]
     for factor, more in zip(kept.unbind(2), others, strict=True):
@@ -125,7 +142,7 @@ class _Carried(torch.autograd.Function):
         return _differentiate(ctx, dstates, _Carried.apply)
 
 
-# Under torch.compile a library operator: a loop that is traced would make a graph for every number of chunks.
+# A library operator for torch.compile, because tracing the loop would make a graph for each number of chunks.
 _library_op = torch.library.custom_op("flashlin::carried", _carry, mutates_args=(),
                                       schema="(Tensor kept, Tensor added) -> Tensor")
 _library_op.register_fake(lambda kept, added: added.new_empty(added.shape))
@@ -134,15 +151,18 @@ _library_op.register_autograd(lambda ctx, dstates: _differentiate(ctx, dstates, 
 
 
 def lower(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a lower triangular mask [size, size], diagonal included, on the device of ``like``."""
     return torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
 
 
 def decay_between(g: torch.Tensor) -> torch.Tensor:
-    """e^{g_{j+1} + ... + g_i} for j <= i, zero above. g may be the decays of tokens or the sums of chunks.
+    """Return the decays e^{g_{j+1} + ... + g_i} for j <= i as [..., T, T], with zeros above the diagonal.
 
-    Each sum is added up by itself. Differences of running sums would be noise once these are large, after
-    thousands of tokens or one token that forgets everything, and NaN after one of -inf. The diagonal is a
-    constant: it does not decay, so it has no part in g's gradient.
+    Each sum is added separately. Differences of running sums would be noise if these are large, after
+    thousands of tokens or one token with a very strong decay, and NaN after a decay of -inf. The diagonal is
+    a constant 1, so it contributes nothing to the gradient of g.
+
+    g: [..., T], the decays of tokens, or the sums of chunks.
     """
     below = lower(g.shape[-1], g).tril(-1)
     sums = running_sum(g[..., :, None].expand(*g.shape, g.shape[-1]).masked_fill(~below, 0), -2)
@@ -150,5 +170,8 @@ def decay_between(g: torch.Tensor) -> torch.Tensor:
 
 
 def decay_to_end(g: torch.Tensor) -> torch.Tensor:
-    """e^{g_{j+1} + ... + g_L}, each sum added up by itself, as in decay_between."""
+    """Return the decays e^{g_{j+1} + ... + g_L} from each token j to the last one, [..., L].
+
+    Each sum is added separately, as in ``decay_between``.
+    """
     return running_sum(F.pad(g[..., 1:], (0, 1)).flip(-1), -1).flip(-1).exp()
