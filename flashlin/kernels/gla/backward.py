@@ -1,30 +1,45 @@
-"""Backward of gated linear attention and RWKV-6: a scan that rebuilds states, a reverse scan for their
-gradients, then all chunks at once. No atomics, and no partial sums but those of RWKV-6's bonus.
+"""Backward kernels of gated linear attention and RWKV-6.
 
-With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale (do_i . v_j)
-for j <= i:
+A scan recomputes the states, a reverse scan computes their gradients, and a third kernel computes all chunks
+at once. There are no atomics, and no partial sums except for RWKV-6's bonus.
+
+In the notation of ``forward.py``, dh is the gradient of the state that leaves a chunk, and ds_ij = scale
+(do_i . v_j) for j <= i:
+
     dv_j = sum_{i >= j} A_ij do_i + (k_j e^{G_L - G_j}) dh
     dh' = Diag(e^{G_L}) dh + scale sum_i (q_i e^{G_i})^T do_i
     dq_i = scale e^{G_i} (do_i h^T) + sum_j ds_ij k_j e^{G_i - G_j}
     dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
-The sums over pairs go level by level like the scores: in a level rows of X are either an i or a j, so
-with Z the level's pairs of ds, made symmetric, Y = Z X holds what each row gets from the other half, dq
-of the rows that are an i and dk of those that are a j. The gate: g_t scales whatever passes from before t
-to t or later, in each channel by itself. With x_i the row i of X Y (the same number for both ends of a
-pair, where a pair is counted at i and taken off at j), f_i = q_i . (the first term of dq_i) and c_j = k_j
-. (that of dk_j), all per channel:
-    dg_t = sum_{i >= t} (f_i + sum of levels (x_i where i is in a second half, -x_i where it is in a first))
-           + sum_{j < t} c_j + e^{G_L} <h, dh>
-Pairs i = j do not decay and take no part. Every chunk starts anew from <h, dh>, so rounding does not add up
-along the sequence.
 
-RWKV-6 (EARLIER): G_{i-1} takes the place of G_i wherever it goes with q_i, and the diagonal adds ds_ii u k_i
-to dq_i, ds_ii u q_i to dk_i and sum_i ds_ii q_i k_i to du. A pair then decays by the tokens between its two,
-so at i the gate counts from i - 1 on:
+The sums over pairs are computed level by level like the scores. In a level, each row of X is either an i or a
+j. Let Z be the level's pairs of ds, made symmetric. Then Y = Z X has what each row gets from the other half:
+dq for rows that are an i, and dk for rows that are a j.
+
+The gate g_t scales everything that passes from before token t to token t or later, separately in each
+channel. Per channel, let
+
+    x_i = row i of the elementwise product of X and Y
+    f_i = q_i . (the first term of dq_i)
+    c_j = k_j . (the first term of dk_j)
+
+x is the same number at both ends of a pair; a pair is added at i and subtracted at j. Then
+
+    dg_t = sum_{i >= t} (f_i + sum over levels of (x_i if i is in a second half, else -x_i))
+           + sum_{j < t} c_j + e^{G_L} <h, dh>
+
+Pairs i = j do not decay and are left out. Each chunk starts again with <h, dh>, so rounding errors do not add
+up along the sequence.
+
+For RWKV-6 (EARLIER), G_{i-1} replaces G_i wherever it goes with q_i. The diagonal adds ds_ii u k_i to dq_i,
+ds_ii u q_i to dk_i, and sum_i ds_ii q_i k_i to du. A pair decays by the tokens strictly between its two
+tokens, so the gate at token i counts from i - 1:
+
     dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read)
            + sum_{j < t} c_j + e^{G_L} <h, dh>
-Here neighbours are what does not decay, and stand apart from the levels like the diagonal: in them they would
-cancel on paper only, and where every decay is strong drown what is left.
+
+Here adjacent tokens do not decay. Like the diagonal, they are computed outside of the levels. Within the
+levels they would cancel only on paper, and their rounding errors would exceed the result if every decay is
+strong.
 """
 
 import torch
@@ -47,15 +62,18 @@ from flashlin.kernels.tile_ops import first_slot, put, sequence_of, state_offset
 def gla_states(
     k_out,  # [rows, H, K]
     v,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
-    states,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
+    states,  # [slots, H, K, V], one entry per chunk
     bounds,  # [N + 1] or None
     T, N, H, L,
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """states [slots, H, K, V]: the state entering each chunk."""
+    """Store the state that enters each chunk into ``states``.
+
+    One program computes BV columns of one head's state.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -83,11 +101,11 @@ def gla_reverse(
     q_in, k_out,  # [rows, H, K]
     do,  # [rows, H, V]
     A,  # [rows, H, BT]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    dht,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    dstates,  # [slots, H, K, V], one for each chunk
+    dstates,  # [slots, H, K, V], one entry per chunk
     bounds,  # [N + 1] or None
     scale,
     T, N, H, L,
@@ -95,7 +113,10 @@ def gla_reverse(
     HAS_DHT: tl.constexpr, HAS_DH0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dv, dh0, and dstates [slots, H, K, V] = the gradient of the state leaving each chunk."""
+    """Compute dv, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
+
+    One program computes BV columns of one head's state.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -138,8 +159,8 @@ def grads_of_chunk(
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
@@ -148,8 +169,13 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk, dg [BT, K] of one chunk and head and, with EARLIER, its share du [K] of the bonus's gradient,
-    stored."""
+    """Compute and store dq, dk and dg [BT, K] of one chunk and head, by halving.
+
+    With EARLIER it also stores the chunk's part of the gradient of RWKV-6's bonus u, du [K].
+
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -166,7 +192,7 @@ def grads_of_chunk(
         is_above, is_below = rows[:, None] == rows[None, :] + 1, rows[:, None] + 1 == rows[None, :]
         above, below = tl.sum(tl.where(is_above, both, 0.0), 1), tl.sum(tl.where(is_below, both, 0.0), 1)
         both = tl.where(is_above | is_below, 0.0, both)
-        for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
+        for k0 in range(0, K, BK):  # a separate loop, because these sums would spill in the next one
             b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
             columns = k0 + tl.arange(0, BK)
@@ -238,8 +264,8 @@ def gla_grads(
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
@@ -249,14 +275,16 @@ def gla_grads(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk and dg [rows, H, K] of a chunk; with EARLIER, too, what it adds to the bonus's gradient: du
-    [slots, H, K]. S programs share a sequence."""
+    """Compute dq, dk and dg of all chunks by halving; S programs share a sequence.
+
+    du: with EARLIER, receives each chunk's part of the gradient of RWKV-6's bonus.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+    if GAPS:  # nested: "GAPS and share == 0" would be a run-time condition and keep the code below
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -268,7 +296,7 @@ def gla_grads(
                 q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H,
                 K=K, V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, u=u, do=do, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg, du=du,
             scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
@@ -281,8 +309,8 @@ def gla_grads_rest(
     v,  # [rows, H, V]
     u,  # [H, K] or None
     do,  # [rows, H, V]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
@@ -290,11 +318,16 @@ def gla_grads_rest(
     bounds,  # [N + 1] or None
     scale,
     T, N, H,
-    shares,  # programs to a sequence
+    shares,  # programs per sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """``gla_grads`` of the chunks that ``gla_grads_one`` has left, and zeros in the rows of no sequence."""
+    """Compute the results of ``gla_grads`` for the chunks that one decay reference does not serve.
+
+    ``gla_grads_one`` has computed all others. Rows outside of all sequences get zeros.
+
+    served: 1 for the chunks that one decay reference serves, else 0.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % shares
@@ -316,8 +349,12 @@ def gla_grads_rest(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for launch_forward's tensors; do [B, T, H, V], dht like its final state. Those
-    of g, u and h0 are fp32."""
+    """Return the gradients by the names of the inputs. Those of g, u and h0 are fp32.
+
+    do: gradient of o, [B, T, H, V].
+    dht: gradient of the final states, with their layout, or None.
+    needs: names of the inputs whose gradients are needed.
+    """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     H, K, V = batch.HV, batch.K, batch.V
     finishing = plan.launch("gla_grads_one", "gla_grads")
@@ -325,14 +362,15 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     constants = dict(K=K, V=V, VARLEN=batch.packed, PRECISION=precision(plan))
     scanned = dict(constants, V_FIRST=how.state_v_first)
     for part in batch.parts(finishing, **grads, do=do, dht=dht, scale=how.scale):
-        part.update(q_in=part["dq"], k_out=part["dk"])  # read for the last time before those are written
+        # q_in and k_out share memory with dq and dk, since their last reader runs before those are written.
+        part.update(q_in=part["dq"], k_out=part["dk"])
         prepare(plan, part)
         slots = part["slots"]
         by_decays(batch, part, gla_alone, scanned, ("k_out", "v"), vector=True)
         by_decays(batch, part, gla_alone, scanned, ("q_in", "do"), reverse=True, vector=True)
         for name in ("states", "dstates"):
             part[name] = torch.empty(slots, H, K, V, dtype=x.v.dtype, device=batch.device)
-        # zeros, because sequences leave slots between them
+        # Filled with zeros, because not all slots belong to a chunk.
         shares = None if x.u is None else torch.zeros(slots, H, K, dtype=torch.float32, device=batch.device)
         if whole:
             batch.scan(gla_states, dict(scanned, HAS_H0=part["h0"] is not None), part)

@@ -1,5 +1,8 @@
-"""How far the rows of a chunk decay, for families with a decay for each key channel: sums of decays and,
-where one reference serves a chunk, what stands at its rows; rows beside a row, and sums up to it."""
+"""Helpers for the decays within a chunk, for families with a decay for each key channel.
+
+They load sums of decays, compute the factors of a chunk with one decay reference (``one_reference.py``), load
+rows shifted by some tokens, and sum rows before or after each row.
+"""
 
 import triton
 import triton.language as tl
@@ -10,14 +13,18 @@ from flashlin.kernels.tile_ops import LOG2_E, put, tile
 
 @triton.jit
 def sums_at(
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     rows,  # [rows of the chunk]
     first, t0, i_h, H,
     K: tl.constexpr,
     k0,
     BK: tl.constexpr,
 ):
-    """[rows, BK]: G of these rows of the chunk, all of them inside the sequence."""
+    """Load the sums of decays at the given rows of a chunk, [rows, BK]; all must be inside the sequence.
+
+    rows: indices of rows in the chunk.
+    k0: first column.
+    """
     columns = k0 + tl.arange(0, BK)
     offsets = rows[:, None] * (H * K) + columns[None, :]
     if K % BK != 0:
@@ -29,14 +36,19 @@ def sums_at(
 @triton.jit
 def sums_read(
     b_G,  # [BT, BK]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     last, first, t0, i_h, H,
     K: tl.constexpr,
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """[BT, BK]: how far the state that enters the chunk has decayed when each row reads it: b_G or, with
-    EARLIER, that of the row above."""
+    """Return the sums of decays that the entering state has undergone when each row reads it, [BT, BK].
+
+    These are the rows of b_G or, with EARLIER, each row above: a row then reads before its own decay.
+
+    b_G: decays summed from the start of the chunk, [BT, BK].
+    last: the chunk's last row inside the sequence.
+    """
     if EARLIER:
         rows = tl.arange(0, BT)
         above = sums_at(G, tl.minimum(tl.maximum(rows - 1, 0), last), first, t0, i_h, H, K, k0, BK)
@@ -47,7 +59,7 @@ def sums_read(
 
 @triton.jit
 def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
-    """[1, BK] of u [H, K]."""
+    """Load RWKV-6's bonus of head i_h, [1, BK] in fp32, from column k0."""
     columns = k0 + tl.arange(0, BK)
     return tl.load(u + i_h * K + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
 
@@ -55,14 +67,16 @@ def bonus_of(u, i_h, K: tl.constexpr, k0, BK: tl.constexpr):
 @triton.jit
 def rows_beside(
     x,  # [rows, H, D]
-    by: tl.constexpr,  # rows further
+    by: tl.constexpr,  # offset in rows
     first, t0, length, i_h, H,
     D: tl.constexpr,
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """[BT, BD] of a [rows, H, D] tensor, in each row what belongs to row t + by of the chunk, zeros where the
-    chunk has none."""
+    """Load a chunk's tile [BT, BD] shifted by ``by`` rows: row t of the result is row t + by of the chunk.
+
+    Rows that the chunk does not have are zero.
+    """
     rows = tl.arange(0, BT)
     columns = d0 + tl.arange(0, BD)
     inside = (rows + by >= 0) & (rows + by < BT) & (t0 + rows + by < length)
@@ -74,18 +88,21 @@ def rows_beside(
 @triton.jit
 def moved(
     x,  # [BT, BD]
-    by: tl.constexpr,  # rows further
+    by: tl.constexpr,  # offset in rows
     scratch,  # [rows, H, D]
     first, t0, length, i_h, H,
     D: tl.constexpr,
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """[BT, BD]: row t + by of x in row t, by way of scratch [rows, H, D]."""
+    """Return the tile x [BT, BD] shifted by ``by`` rows: row t of the result is row t + by of x, or zero.
+
+    The rows pass through ``scratch`` [rows, H, D], whose rows of this chunk are overwritten.
+    """
     put(scratch, x, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
     tl.debug_barrier()
     found = rows_beside(scratch, by, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
-    tl.debug_barrier()  # before anybody writes there again
+    tl.debug_barrier()  # all threads have read before the scratch memory is overwritten
     return found
 
 
@@ -98,8 +115,11 @@ def summed_before(
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """[BT, BD]: x_1 + ... + x_{t-1} for each row t. Not the running sum less x_t, which may be far larger
-    than what remains."""
+    """Return for each row t the sum of all earlier rows of the tile, x_1 + ... + x_{t-1}, [BT, BD].
+
+    It is not computed as the running sum minus x_t, because x_t may be much larger than the result. The rows
+    of ``scratch`` of this chunk are overwritten.
+    """
     return tl.cumsum(moved(x, -1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0)
 
 
@@ -112,26 +132,35 @@ def summed_after(
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """[BT, BD]: x_{t+1} + ... + x_L for each row t."""
+    """Return for each row t the sum of all later rows of the tile, x_{t+1} + ... + x_L, [BT, BD].
+
+    The rows of ``scratch`` of this chunk are overwritten.
+    """
     return tl.cumsum(moved(
         x, 1, scratch, first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD), 0, reverse=True)
 
 
 @triton.jit
 def but_last(sum1, last1, sum2, last2):
-    """Of two stretches of rows, each the sum of all rows but its last, and that row: the same of both."""
+    """Combine two adjacent ranges of rows, for an associative scan.
+
+    Each range is given as the sum of all its rows except the last, and its last row.
+    """
     return sum1 + last1 + sum2, last2
 
 
 @triton.jit
 def others_summed(x, REVERSE: tl.constexpr):
-    """As ``summed_before``, or with REVERSE ``summed_after``, by exchanges between threads alone."""
+    """Return for each row the sum of all earlier rows of x [BT, BD] or, with REVERSE, of all later rows.
+
+    Unlike ``summed_before`` and ``summed_after``, it needs no scratch memory: threads exchange the values.
+    """
     return tl.associative_scan((tl.zeros_like(x), x), 0, but_last, reverse=REVERSE)[0]
 
 
 @triton.jit
 def logs(x):
-    """x / ln 2, as gla_sums sums it."""
+    """Return x / ln 2, at least -126, as ``gla_sums`` does before it sums the decays x."""
     x = x * LOG2_E
     return tl.where(x < -126.0, -126.0, x)
 
@@ -139,14 +168,18 @@ def logs(x):
 @triton.jit
 def decays_of_gates(
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is there
+    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
     last, first, t0, length, i_h, H,
     K: tl.constexpr,
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr,
 ):
-    """What ``decays_from`` returns of a chunk whose gates nobody has summed yet, and [BK]: how many bits all
-    rows but the first forget. SUM: G's last row is put there, too."""
+    """Return the factors of ``decays_from`` for a chunk, computed from the gates g, and how far it decays.
+
+    The last of the six results, [BK], is the sum of decays of all rows but the first, in bits.
+
+    G: with SUM, its row ``last`` receives the chunk's sum of decays; otherwise that row is read.
+    """
     begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
     x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
     if EARLIER:
@@ -156,7 +189,8 @@ def decays_of_gates(
         b_G = tl.cumsum(x, 0)
         b_R = b_G
     if SUM:
-        # the last row's sum, not one in another order: what rounding has done to both goes out between them
+        # Use the last row of the cumulative sum. Its rounding errors cancel against those of the other rows,
+        # which would not be so for a sum in another order.
         total = tl.sum(tl.where((tl.arange(0, BT) == last)[:, None], b_G, 0.0), 0)
         columns = k0 + tl.arange(0, BK)
         tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
@@ -168,13 +202,13 @@ def decays_of_gates(
 
 @triton.jit
 def decays_of_sums(
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     last, first, t0, length, i_h, H,
     K: tl.constexpr,
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """What ``decays_from`` returns of a chunk whose gates are summed."""
+    """Return the factors of ``decays_from`` for a chunk, computed from the sums of decays G."""
     b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
     b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)
     begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
@@ -185,18 +219,23 @@ def decays_of_sums(
 @triton.jit
 def decays_from(
     b_G,  # [BT, BK]: sums of decays
-    b_R,  # [BT, BK]: those that count where a row reads
-    begin,  # [BK]: the first row's
-    total,  # [BK]: the last row's
+    b_R,  # [BT, BK]: sums of decays at the time when each row reads
+    begin,  # [BK]: the first row of b_G
+    total,  # [BK]: the last row of b_G
     BT: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """[BT, BK] three times: what stands at the rows that read, with EARLIER before they decay, at those that
-    are written, and what is left of the state that enters when a row reads it; [BK] twice: what is left of a
-    row at the chunk's end beyond what stands there, and of the state."""
+    """Return the factors of a chunk's rows relative to one decay reference, in the middle of its decays.
+
+    1. [BT, BK]: the factor of rows that read, such as q. With EARLIER a row reads before its own decay.
+    2. [BT, BK]: the factor of rows that are written, such as k.
+    3. [BT, BK]: how much of the entering state is left when each row reads it.
+    4. [BK]: the factor that takes a written row, with its own factor, to the end of the chunk.
+    5. [BK]: how much of the entering state is left at the end of the chunk.
+    """
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
     reading = b_R - middle[None, :]
-    if EARLIER:  # the first row reads no other, and where it forgets everything would have an infinite factor
+    if EARLIER:  # the first row reads no other row; if it forgets everything, its factor would be infinite
         inside = (tl.arange(0, BT) > 0)[:, None]
         reading = tl.exp2(tl.where(inside, reading, float("-inf")))
         entered = tl.where(inside, reading * tl.exp2(middle)[None, :], 1.0)
@@ -208,16 +247,24 @@ def decays_from(
 
 @triton.jit
 def still_served(serves, forgotten):
-    """serves, or 0 where one of these channels forgets more than one reference serves, so that no factor
-    exceeds 2^60. forgotten: by all rows but the first, in bits."""
+    """Return ``serves``, or 0 if one decay reference cannot serve these channels.
+
+    It can serve channels that forget at most 120 bits, so that no factor exceeds 2^60.
+
+    serves: 1 or 0, the result for other channels.
+    forgotten: sum of the decays of all rows but the first, in bits, at most 0.
+    """
     return tl.where(tl.min(forgotten, 0) >= -120.0, serves, 0)
 
 
 @triton.jit
 def two_of(x, DTYPE: tl.constexpr):
-    """float32 rounded to DTYPE, and what that loses. Of bf16, products with the rows that are written take
-    both: when chunks are halved neighbours meet at a factor of 1, but from one reference both rows have a
-    factor, and with both rounded errors would be larger."""
+    """Split x in fp32 into its value rounded to DTYPE and the rest, also rounded to DTYPE.
+
+    In bf16, products with the written rows use both. If chunks are halved, adjacent tokens meet at a factor
+    of 1. With one decay reference, both rows of a pair have a factor, and the error would be larger if both
+    were rounded.
+    """
     rounded = x.to(DTYPE)
     return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
 
@@ -225,11 +272,11 @@ def two_of(x, DTYPE: tl.constexpr):
 @triton.jit
 def scored(
     scores,  # [BT, BT], fp32
-    X,  # [BT, BK], fp32: rows that read
-    Y,  # [BT, BK], fp32: rows that are written
+    X,  # [BT, BK], fp32: rows that read, times their factor
+    Y,  # [BT, BK], fp32: rows that are written, times their factor
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """scores and what these channels add to them."""
+    """Return scores plus X Y^T: the scores of these channels with one decay reference."""
     x = X.to(DTYPE)
     whole, rest = two_of(Y, DTYPE)
     scores += tl.dot(x, tl.trans(whole), input_precision=PRECISION)

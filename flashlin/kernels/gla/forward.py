@@ -1,25 +1,31 @@
-"""Forward of gated linear attention and RWKV-6: decays are summed, all chunks at once get their scores, then
-one scan. Tensors in, tensors out.
+"""Forward kernels of gated linear attention and RWKV-6: sums of decays, scores of all chunks, then one scan.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
-matrix is token i):
-    o_i = scale (q_i e^{G_i}) h + sum_{j <= i} A_ij v_j          A_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}
+G_i = g_1 + ... + g_i is the sum of decays inside a chunk of L tokens, a vector over K, and h is the state
+that enters the chunk. Row i of a matrix is token i:
+
+    o_i = scale (q_i e^{G_i}) h + sum_{j <= i} A_ij v_j
+    A_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}
     h' = Diag(e^{G_L}) h + sum_j (k_j e^{G_L - G_j})^T v_j
-A pair's decay is a vector, so A is a product of matrices only where a token between j and i splits it: (q_i
-e^{G_i - G_m}) . (k_j e^{G_m - G_j}), both factors at most 1. No m serves all pairs (e^{-G_j} alone
-overflows), but halving gives each pair one: where the two halves of a block meet that hold i and j. In the
-level of blocks of 2 s tokens a row of a block's second half is only ever an i, one of its first half only
-ever a j, so one matrix X of rows q_i e^{..} and k_j e^{..} serves both sides, and the level is X X^T masked
-to the pairs whose highest differing bit is s. What is left is the diagonal, which does not decay.
 
-Six levels take six products and exponentials; where a chunk forgets little, one reference serves all of its
-pairs, see one_reference.py.
+The decay of a pair is a vector. So A is a product of matrices only with a token m between j and i as
+reference: (q_i e^{G_i - G_m}) . (k_j e^{G_m - G_j}), where both factors are at most 1. No m serves all pairs,
+since e^{-G_j} alone overflows. Halving gives each pair its own m: the boundary between the two halves of a
+block that contain i and j. Take the level with blocks of 2 s tokens. A row of a block's second half is only
+ever an i, and a row of its first half is only ever a j. So one matrix X with rows q_i e^{..} and k_j e^{..}
+serves both sides. The level's scores are X X^T, masked to the pairs whose highest differing bit is s. The
+diagonal is computed separately; it does not decay.
 
-RWKV-6 (EARLIER) reads the state before token i decays and updates it, and itself with a bonus u: above, q_i
-goes with the sum G_{i-1} instead of G_i, A_ij is of j < i, and A_ii = scale sum_c q_ic u_c k_ic. The halving
-stays: a row of a second half is at least one past where the halves meet, so its sum less that of the meeting
-is still a sum of decays, and of neighbours that meet there exactly 0. Source: Yang et al. 2023 (arXiv
-2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for RWKV-6; the halving is ours.
+Six levels need six products and exponentials. If a chunk forgets little, one decay reference serves all of
+its pairs (``one_reference.py``).
+
+RWKV-6 (EARLIER) reads the state before token i decays and updates it, and reads token i itself with a bonus
+u. So q_i goes with G_{i-1} instead of G_i, A_ij is for j < i only, and A_ii = scale sum_c q_ic u_c k_ic.
+Halving works in the same way: a row of a second half is at least one token after the boundary. So the
+difference of its sum and the boundary's is still a sum of decays, and exactly 0 for the two tokens at the
+boundary.
+
+Sources: Yang et al. 2023 (arXiv 2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for
+    RWKV-6. Halving is our own.
 """
 
 from typing import Any
@@ -39,9 +45,9 @@ from flashlin.kernels.gla.parts import gla_alone, sum_of_chunk
 from flashlin.kernels.sequence_split import by_decays, part_of
 from flashlin.kernels.tile_ops import LOG2_E, first_slot, put, sequence_of, state_offsets, tile, zero_gaps
 
-BUSY = 1024  # programs that keep a card busy
-# Whether every chunk is halved, whatever its decays: for tests, which forget plans (dispatch.plan has a
-# cache) when they change it.
+BUSY = 1024  # programs that keep a GPU busy
+# True if every chunk is halved, whatever its decays. Tests set this; they must clear the cache of
+# dispatch.plan when they do.
 halving = False
 
 
@@ -54,11 +60,11 @@ def gla_sums(
     S,
     BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """G [rows, C]: g / ln 2 summed within chunks of BT tokens of each sequence; C channels of all heads. S
-    programs share a sequence.
+    """Store the decays g / ln 2, summed within chunks of BT tokens of each sequence, into G.
 
-    A token that leaves less than float32's smallest normal number leaves that much: then differences of sums
-    stay precise after one that forgets everything, even by -inf.
+    S programs share a sequence; each computes BC columns of the C channels of all heads. A decay below -126
+    (in bits) is raised to -126, which is about float32's smallest normal number. So differences of sums stay
+    precise after a token that forgets everything, even by -inf.
     """
     NC = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -75,23 +81,32 @@ def gla_sums(
 
 @triton.jit
 def halves(level, BT: tl.constexpr):
-    """[BT]: the number of each row's half of a block of 2 ** (level + 1), odd ones being second halves."""
+    """Return for each row the number of its half of a block of 2 ** (level + 1) rows, [BT].
+
+    Second halves have odd numbers.
+    """
     return tl.arange(0, BT) >> level
 
 
 @triton.jit
 def decay_to_meeting(
     b_G,  # [BT, BK]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    half, level,  # [BT]: see halves
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    half, level,  # [BT], see ``halves``; the level of the halving
     last, first, t0, i_h, H,
     K: tl.constexpr,
     k0,
     BK: tl.constexpr, EARLIER: tl.constexpr = False,
 ):
-    """[BT, BK]: what is left between each row and where the halves of its block meet. Rows past the end hold
-    G_L, so all is at most 1. With EARLIER second halves read one row earlier, which is no earlier than the
-    meeting."""
+    """Return how much is left between each row and the boundary of the halves of its block, [BT, BK].
+
+    All values are at most 1, because rows after the end of the sequence have the sum G_L. With EARLIER,
+    second halves read one row earlier, which is never before the boundary.
+
+    b_G: decays summed from the start of the chunk, [BT, BK].
+    half: number of each row's half, from ``halves``.
+    last: the chunk's last row inside the sequence.
+    """
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
     if EARLIER:
         b_G = sums_at(G, tl.minimum(tl.arange(0, half.shape[0]) - half % 2, last), first, t0, i_h, H, K, k0,
@@ -103,14 +118,17 @@ def decay_to_meeting(
 def scores_of_chunk(
     q, k,  # [rows, H, K]
     u,  # [H, K] or None
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     scale,
     first, t0, length, i_h, H,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """A [BT, BT] and the weighted q_in, k_out [BT, K] of one chunk and head, stored: see gla_scores."""
+    """Compute and store the scores A [BT, BT] and the weighted q_in and k_out [BT, K] of one chunk and head.
+
+    ``gla_scores`` describes them.
+    """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -128,7 +146,7 @@ def scores_of_chunk(
         diagonal += tl.sum(own, 1)
         put(q_in, b_q * tl.exp2(b_R), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
         put(k_out, b_k * tl.exp2(total[None, :] - b_G), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+        for level in range(LEVELS):  # not unrolled, so that registers have the tiles of one level at a time
             half = halves(level, BT)
             second = half % 2 == 1
             decay = decay_to_meeting(
@@ -146,7 +164,7 @@ def scores_of_chunk(
 def gla_scores(
     q, k,  # [rows, H, K]
     u,  # [H, K] or None
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
+    G,  # [rows, H, K], fp32: decays summed within each chunk
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     bounds,  # [N + 1] or None
@@ -155,9 +173,15 @@ def gla_scores(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A [rows, H, BT]; q_in [rows, H, K] = q e^{G}, what a token reads of the state that enters its chunk;
-    k_out = k e^{G_L - G}, what it leaves to the one that goes on. u [H, K] with EARLIER, else None. S
-    programs share a sequence."""
+    """Compute the scores of each chunk and the weighted q and k that the scans read.
+
+    S programs share a sequence.
+
+    u: [H, K], the bonus of RWKV-6, with EARLIER; otherwise None.
+    A: receives the scores of pairs within a chunk.
+    q_in: receives q e^G, which reads the state that enters the chunk.
+    k_out: receives k e^{G_L - G}, which is written to the state that leaves the chunk.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -169,7 +193,7 @@ def gla_scores(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
                 scale=scale, first=first, t0=t0, length=length, i_h=i_h, H=H,
                 K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         scores_of_chunk(
             q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out,
             scale=scale, first=first, t0=share * BT, length=length, i_h=i_h, H=H,
@@ -181,18 +205,21 @@ def gla_scores_rest(
     q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, which are made here
+    G,  # [rows, H, K], fp32: receives decays summed within each chunk
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
     bounds,  # [N + 1] or None
     scale,
     T, N, H,
-    shares,  # programs to a sequence
+    shares,  # programs per sequence
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``gla_scores`` of the chunks that ``gla_scores_one`` has left."""
+    """Compute the results of ``gla_scores`` for the chunks that one decay reference does not serve.
+
+    ``gla_scores_one`` has computed all others and has stored 1 for them in ``served``.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % shares
@@ -203,7 +230,7 @@ def gla_scores_rest(
             for k0 in range(0, K, BK):
                 x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
                 put(G, tl.cumsum(x, 0), first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
-            tl.debug_barrier()  # other threads read them
+            tl.debug_barrier()  # other threads read these sums
             scores_of_chunk(
                 q=q, k=k, u=u, G=G, A=A, q_in=q_in, k_out=k_out, scale=scale, first=first, t0=t0,
                 length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, PRECISION=PRECISION)
@@ -214,8 +241,8 @@ def gla_scan(
     q_in, k_out,  # [rows, H, K]
     v,  # [rows, H, V]
     A,  # [rows, H, BT]
-    G,  # [rows, H, K], fp32: sums of a chunk's decays
-    h0,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K]
+    G,  # [rows, H, K], fp32: decays summed within each chunk
+    h0,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     o,  # [rows, H, V]
     ht,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
     bounds,  # [N + 1] or None
@@ -225,8 +252,10 @@ def gla_scan(
     HAS_H0: tl.constexpr, HAS_HT: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """o [rows, H, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
-    chunk."""
+    """Compute the outputs o and the final states ht by a scan over chunks.
+
+    One program computes BV columns of one head's state and keeps them in registers from chunk to chunk.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -259,7 +288,10 @@ def gla_scan(
 
 
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
-    """G [B, T, HV, K], fp32: see gla_sums. x: what the launches of a part share."""
+    """Start ``gla_sums`` and return the decays summed within each chunk, [B, T, HV, K] in fp32.
+
+    x: the values that the launches for a group of sequences share, by parameter name.
+    """
     g, launch = x["g"], plan.launch("gla_sums")
     G, C = torch.empty_like(g), g.shape[2] * g.shape[3]
     if x["T"]:
@@ -269,14 +301,19 @@ def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
 
 
 def prepare(plan: Plan, x: dict[str, Any]) -> None:
-    """Puts into x, what the launches of a part share, what the scans of both directions read besides: see
-    gla_sums and gla_scores; q_in and k_out where they have no memory yet. Cheap enough to be done again for
-    backward instead of kept for it."""
+    """Compute what the scans of both directions read, and put it into x.
+
+    These are the sums of decays G, the scores A and the weighted q_in and k_out (``gla_sums``,
+    ``gla_scores``). q_in and k_out are allocated unless x has them. The backward calls this again instead of
+    keeping the results, because it is cheap.
+
+    x: the values that the launches for a group of sequences share, by parameter name.
+    """
     q, launch = x["q"], plan.launch("gla_scores_one", "gla_scores")
     B, T, H, K = q.shape
     x.update({name: torch.empty_like(q) for name in ("q_in", "k_out") if name not in x})
     x["A"] = torch.empty(B, T, H, launch.block("BT"), dtype=q.dtype, device=q.device)
-    # by one reference the first kernel sums decays itself
+    # With one decay reference, the first kernel sums the decays itself.
     x["G"] = sums_of_chunks(plan, x) if launch.kernel == "gla_scores" else torch.empty_like(x["g"])
     start_chunks(plan, (gla_scores, gla_scores_one, gla_scores_rest), dict(
         K=K, EARLIER=x["u"] is not None, VARLEN=x["bounds"] is not None, PRECISION=precision(plan)), x)
@@ -284,12 +321,19 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
 
 def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str, Any], x: dict[str, Any],
                  **last: Any) -> None:
-    """Start the planned ones of three kernels, each with programs for the chunks and heads of a part: the
-    first, which halves every chunk; or the second, for chunks that one decay reference serves, and the third,
-    which halves the others. The second kernel that is started first for a part decides what is ``served``.
+    """Start the planned kernels of three that compute one program per chunk and head.
 
-    constants: of all three; last: of all but the second. x: what the launches of the part share. Without
-    tokens there is no row to load, not even a chunk's last one, so nothing is started.
+    The plan has either the first kernel or the other two. The first computes every chunk by halving. The
+    second computes the chunks that one decay reference serves, and the third halves the remaining ones. The
+    first launch of a second kernel decides which chunks are ``served``; later launches with the same x read
+    this.
+
+    Nothing is started if there are no tokens, since the kernels load at least a chunk's last row.
+
+    kernels: the three kernels.
+    constants: constants of all three kernels.
+    x: the values that the launches for a group of sequences share, by parameter name.
+    last: constants of the first and the third kernel.
     """
     whole, one, rest = kernels
     launch = plan.launch(one.fn.__name__, whole.fn.__name__)
@@ -302,15 +346,15 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
     if first:
         x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
     start(launch, one, x["N"] * x["S"] * x["HV"], constants | first, x)
-    # most chunks are done: as many programs to a sequence as keep a card busy; of packed sequences, of which
-    # one may be as long as all others, one to a chunk
+    # Few chunks remain for the third kernel, so each sequence gets only as many programs as keep a GPU busy.
+    # Packed sequences get one program per chunk, since one sequence may be as long as all others together.
     shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
     start(plan.launch(rest.fn.__name__), rest, x["N"] * shares * x["HV"],
           dict(constants, shares=shares, **last), x)
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). Starts the plan's launches."""
+    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None."""
     batch = Batch(plan, x)
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, V_FIRST=how.state_v_first, VARLEN=batch.packed,

@@ -1,20 +1,24 @@
-"""Gated linear attention and RWKV-6 by one decay reference: scores of chunks, and the gradients they give.
+"""Scores and gradients of chunks with one decay reference, for gated linear attention and RWKV-6.
 
-Halving (forward.py) takes six products of a chunk's rows. Where a chunk forgets little, as most do, one
-reference serves all of its pairs: A is the product of q_i e^{G_i - M} and k_j e^{M - G_j} below the diagonal.
-With M = (G_1 + G_L) / 2 in each channel no exponent exceeds half of what the channel forgets; up to 120 bits
-of that no factor exceeds 2^60, and inputs of any usual size leave float32 at neither end. (A reference at the
-middle row would let exponents reach 120.) Which way is taken is decided on the device, chunk by chunk
-(decays.py): each step has two kernels, of which the first does the chunks that one reference serves and
-leaves word of them, and the second, ``gla_scores_rest`` and ``gla_grads_rest``, halves the others. In one
-kernel the two ways took registers from each other. What always halves: float16, whose numbers end at 2^16;
-float32, where sums of so many bits round by more than halving loses; cards but Hopper (halves_all,
-recipe.py). The first kernels sum decays themselves; of the sums only those of whole chunks go to memory, which
-the scans read.
+Halving (``forward.py``) needs six products of a chunk's rows. If a chunk forgets little, as most chunks do,
+one decay reference M serves all of its pairs. Then the scores below the diagonal are one product, of the rows
+q_i e^{G_i - M} and k_j e^{M - G_j}. In each channel M = (G_1 + G_L) / 2, so no exponent exceeds half of what
+the channel forgets. If that is at most 120 bits, no factor exceeds 2^60, and inputs of any usual size neither
+overflow nor underflow in float32. A reference at the middle row would allow exponents up to 120.
 
-Of the gradients, ds below the diagonal and its transpose are the only two products. First come those of what
-reads, which contract with the states, then those of what is written, which contract with the states'
-gradients, so that a thread's registers hold few tiles at a time.
+The device decides for each chunk which method to use (``decays.py``). Each step has two kernels. The first
+computes the chunks that one reference serves and stores which they are. The second, ``gla_scores_rest`` or
+``gla_grads_rest``, halves the remaining chunks. In one kernel, the two methods would compete for registers.
+The first kernels also sum the decays. They store only the sums of whole chunks, which the scans read.
+
+Halving is always used for float16, whose largest number is below 2^16, and for float32, where rounding in
+such large sums costs more than halving. It is also used on GPUs other than Hopper (``halves_all`` in
+``recipe.py``).
+
+The gradients need only two products within a chunk, with ds below the diagonal and with its transpose. The
+gradients of rows that read (q) come first; they contract with the states. Then follow the gradients of rows
+that are written (k), which contract with the states' gradients. So the registers of a thread have few tiles
+at a time.
 """
 
 import triton
@@ -36,7 +40,7 @@ def scores_from_reference(
     q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
+    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
@@ -45,8 +49,11 @@ def scores_from_reference(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As ``scores_of_chunk`` of a chunk, and whether one reference serves it, stored: what is stored of one
-    that it does not serve is written again. Without ONE, for tests, it is said to serve none."""
+    """Compute the results of ``scores_of_chunk`` for one chunk with one decay reference.
+
+    If the reference does not serve the chunk, a later kernel overwrites these results. ``served`` receives 1
+    if it does and 0 if not. Without ONE, which is for tests, it always receives 0.
+    """
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     serves = 1 if ONE else 0
@@ -77,7 +84,7 @@ def gla_scores_one(
     q, k,  # [rows, H, K]
     u,  # [H, K] or None
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is set
+    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is set
     A,  # [rows, H, BT]
     q_in, k_out,  # [rows, H, K]
     served,  # [slots, H], int32
@@ -87,7 +94,10 @@ def gla_scores_one(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``gla_scores``, of the chunks that one reference serves. served [slots, H]: which those are."""
+    """Compute the results of ``gla_scores`` for the chunks that one decay reference serves.
+
+    served: receives 1 for these chunks and 0 for all others.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -99,7 +109,7 @@ def gla_scores_one(
                 q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
                 first=first, t0=t0, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER, ONE=ONE,
                 PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         scores_from_reference(
             q=q, k=k, u=u, g=g, G=G, A=A, q_in=q_in, k_out=k_out, served=served, scale=scale, n=n,
             first=first, t0=share * BT, length=length, i_h=i_h, H=H, K=K, BT=BT, BK=BK, EARLIER=EARLIER,
@@ -113,8 +123,8 @@ def grads_from_reference(
     u,  # [H, K] or None
     do,  # [rows, H, V]
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is read
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
@@ -124,7 +134,10 @@ def grads_from_reference(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``grads_of_chunk``, where one reference serves the chunk."""
+    """Compute the results of ``grads_of_chunk`` for one chunk, if one decay reference serves it.
+
+    served: 1 for the chunks that one decay reference serves, else 0.
+    """
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * H + i_h
@@ -137,10 +150,12 @@ def grads_from_reference(
         p *= scale
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], p, 0.0), 1)
         apart = rows[:, None] - rows[None, :]
-        if EARLIER:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
+        if EARLIER:
+            # Adjacent tokens do not decay. They are computed separately, because in the gate's gradient they
+            # would cancel on paper but not in floating point.
             reads_above = tl.sum(tl.where(apart == 1, p, 0.0), 1)
             read_below = tl.sum(tl.where(apart == 1, p, 0.0), 0)
-            for k0 in range(0, K, BK):  # a loop of its own: in the next one these sums spill
+            for k0 in range(0, K, BK):  # a separate loop, because these sums would spill in the next one
                 b_q = tile(q, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
                 b_k = tile(k, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
                 columns = k0 + tl.arange(0, BK)
@@ -208,8 +223,8 @@ def gla_grads_one(
     u,  # [H, K] or None
     do,  # [rows, H, V]
     g,  # [rows, H, K], fp32
-    G,  # [rows, H, K], fp32: sums of a chunk's decays, of which the last row is read
-    states, dstates,  # [slots, H, K, V], one for each chunk
+    G,  # [rows, H, K], fp32: decays summed within each chunk; only the last row is read
+    states, dstates,  # [slots, H, K, V], one entry per chunk
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H, K], fp32
     du,  # [slots, H, K], fp32, or None
@@ -220,7 +235,10 @@ def gla_grads_one(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``gla_grads``, of the chunks that one reference serves."""
+    """Compute the results of ``gla_grads`` for the chunks that one decay reference serves.
+
+    served: which chunks these are, as stored by ``gla_scores_one``.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -232,7 +250,7 @@ def gla_grads_one(
                 q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
                 du=du, served=served, scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, K=K,
                 V=V, BT=BT, BK=BK, BV=BV, EARLIER=EARLIER, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         grads_from_reference(
             q=q, k=k, v=v, u=u, do=do, g=g, G=G, states=states, dstates=dstates, dq=dq, dk=dk, dg=dg,
             du=du, served=served, scale=scale, n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H,

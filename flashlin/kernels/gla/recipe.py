@@ -41,7 +41,8 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
-    # The kernels of RWKV-6 read before the update. The trait gives them rows of their own in the launch table.
+    # The kernels of RWKV-6 read before the update. This trait separates them from those of gated linear
+    # attention in the launch table.
     per_chunk = traits_of(problem, "dot", "mixed_sum", *["before"] * ("u" in problem.options))
 
     # In 16 bits a scan also has the scores in shared memory, and decays that change their layout. In fp32
@@ -74,7 +75,8 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
         kernels += [walk("gla_alone", scan), scans.carry_launch(problem, target, part)]
     kernels.append(walk("gla_scan", scan))
     if problem.needs_grad:
-        # On Hopper in 16 bits a second stage lowers the time from 0.39 to 0.32 ms (benchmarks/NOTES.md, change 6).
+        # On Hopper in 16 bits a second stage lowers the time from 0.39 to 0.32 ms (benchmarks/NOTES.md,
+        # change 6).
         two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
         single = scan if two else scan._replace(num_stages=1)
         kernels += [walk("gla_states", scan), walk("gla_reverse", single)]
@@ -86,14 +88,14 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
 def halves_all(problem: Problem, target: Target) -> bool:
     """Return True if kernels compute all chunks by halving and never with one decay reference.
 
-    ``one_reference.py`` describes both methods. Halving is used for:
+    ``one_reference.py`` describes both methods. Halving is used in four cases:
 
     1. float16.
-    2. float32, where the rounding of sums of up to 120 bits costs more precision than halving: the error of a
-       gradient is 4e-6 instead of 2e-7. The interpreter has no bfloat16, so it does not halve.
-    3. Problems in which a prefix must give the same bits, since one decay reference depends on the last token
-       of a chunk.
-    4. GPUs other than Hopper, because the other method has not been timed there.
+    2. float32. There the sums of up to 120 bits have rounding errors that exceed those of halving: 4e-6 of a
+       gradient instead of 2e-7. The interpreter is excepted. It computes bfloat16 wrongly, so float32 tests
+       one reference there.
+    3. Problems where a prefix must give the same bits, since one reference depends on a chunk's last token.
+    4. GPUs other than Hopper, because one reference has not been timed there.
     """
     if problem.invariant or operands_of(problem) == "float16":
         return True

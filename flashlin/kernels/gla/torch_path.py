@@ -70,7 +70,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
 
 
 def until(g: torch.Tensor, before: bool) -> torch.Tensor:
-    """Return the sums of decays g_1 + ... + g_i for each token i or, with ``before``, up to g_{i-1}: [..., C, K]."""
+    """Return the sums of decays up to each token i, [..., C, K].
+
+    The sum is g_1 + ... + g_i or, with ``before``, g_1 + ... + g_{i-1}.
+    """
     return running_sum(F.pad(g[..., :-1, :], (0, 0, 1, 0)) if before else g, -2)
 
 
