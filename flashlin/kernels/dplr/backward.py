@@ -1,28 +1,41 @@
-"""Backward of the delta families with a decay for each key channel: a scan that rebuilds states, a reverse
-scan for their gradients, then all chunks at once. No partial sums, no atomics.
+"""Backward kernels of the delta families with a decay for each key channel, without partial sums or atomics.
 
-With the notation of forward.py, dh the gradient of the state leaving a chunk (q', P and R hold the scale):
+A scan recomputes the states, a reverse scan computes their gradients, and a third kernel computes all chunks
+at once.
+
+In the notation of ``forward.py``, dh is the gradient of the state that leaves a chunk, and q', P and R
+include the scale. The reverse scan splits V, like the forward, and computes
+
     dX = b' dh + P^T do
     dY = T^T dX
     dV = N^T dY + k' dh + R^T do
     dh' = Diag(e^{G_L}) dh + q'^T do + a'^T dY
-are the reverse scan's (split over V, like the forward). T's own gradient needs no product of three: with dY
+
+With dY, the gradient of T needs no product of three matrices. The gradients of the operands are
+
     da' = dY h^T
     dL = dY X^T
     dN = dY V^T
     db' = X dh^T
     dk' = V dh^T
     dq' = scale do h^T
-    dP = scale do X^T        dR = scale do V^T
-all contract over V, so a program has a chunk to itself. The scores' gradients go level by level to q, k, a
-and b like the scores came: with Z_1 = dR and Z_2 = dL made symmetric, and C = dP below the diagonal and dN^T
-above it, Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 hold what each row gets from the other half. Without a
-second writer C holds dP and dL^T, and is all. The gate as in kernels/gla: what passes from before t to t or
-later. A pair is counted at its reader and taken off at its writer as the same product of the same rounded
-numbers; a reads the state before its own token's decay, so it counts at the row before. Pairs that do not
-decay, q with its own token's writers and a with those of the token before, stand apart from the levels: in
-the gate they would cancel on paper only. KDA: what is a's here goes on to k and beta, a = -beta k, and dv =
-beta dY. With ERASE_RATE it goes on to k and the rate, a = -rate k, and dv = dY.
+    dP = scale do X^T
+    dR = scale do V^T
+
+They all contract over V, so one program computes one chunk. From the gradients of the scores, the gradients
+of q, k, a and b are computed level by level, like the scores. Let Z_1 = dR and Z_2 = dL, made symmetric, and
+let C be dP below the diagonal and dN^T above it. Then Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 have what
+each row gets from the other half. Without a second writing vector, C is dP below and dL^T above the diagonal,
+and is all that is needed.
+
+The gate is treated as in ``kernels/gla``: it scales everything that passes from before token t to t or later.
+A pair is added at the row that reads and subtracted at the row that is written, as the same product of the
+same rounded numbers. a reads the state before the decay of its own token, so it counts at the previous row.
+Some pairs do not decay: q with the writes of its own token, and a with the writes of the previous token. They
+are computed outside of the levels, because in the gate they would cancel only on paper.
+
+For KDA, the gradient of a = -beta k goes on to k and beta, and dv = beta dY. For Gated DeltaNet 2
+(ERASE_RATE), the gradient of a = -rate k goes on to k and the rate, and dv = dY.
 """
 
 import torch
@@ -48,10 +61,10 @@ def dplr_states(
     b_out, k_out, W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     x,  # [rows, HV, V]
-    states,  # [slots, HV, K, V], one for each chunk
+    states,  # [slots, HV, K, V], one entry per chunk
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T, N, HV, L,
@@ -59,7 +72,11 @@ def dplr_states(
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x [rows, HV, V] = X, and states [slots, HV, K, V], the state entering each chunk."""
+    """Store X [rows, HV, V] into x, and the state that enters each chunk into ``states``.
+
+    X are the values that the tokens read, see ``forward.py``. One program computes BV columns of one head's
+    state.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -98,11 +115,11 @@ def dplr_reverse(
     q_in, a_in, b_out, k_out,  # [rows, HV, K]
     P, R, N_, T_, T_low,  # [rows, HV, BT]
     do,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     dy, dv,  # [rows, HV, V], or None
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
-    dstates,  # [slots, HV, K, V], one for each chunk, or None
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, N is the number of segments
+    dstates,  # [slots, HV, K, V], one entry per chunk, or None
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
     T, N, HV, L,
@@ -111,9 +128,13 @@ def dplr_reverse(
     V_FIRST: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, dh0, and of
-    two writers dv. ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those
-    after it."""
+    """Compute dY, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
+
+    With TWO_WRITES it also computes dv. One program computes BV columns of one head's state.
+
+    With ALONE only dh0 is computed, for each segment except a sequence's first, as if no gradient entered
+    from later segments.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -122,7 +143,7 @@ def dplr_reverse(
     n, i_part, first, length, last, entered = own_part(
         i_p=own // HV, i_h=i_h, undivided=undivided, bounds=bounds, T=T, N=N, H=HV, L=L, VARLEN=VARLEN,
         REVERSE=True)
-    if (GAPS and TWO_WRITES) and not ALONE:  # before 3.4 no chain of three compiles
+    if (GAPS and TWO_WRITES) and not ALONE:  # before Triton 3.4, "and" cannot chain three operands
         if i_part == 0:
             zero_gaps(dv, bounds, n, T, N, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
     if ALONE:
@@ -145,7 +166,7 @@ def dplr_reverse(
             tl.store(dstates + to, b_dh, mask=whole)
         dx = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
         dx += tl.dot(b_b, b_dh, input_precision=PRECISION)
-        if TWO_WRITES and not ALONE:  # what of dv reads dh comes first, then what does not
+        if TWO_WRITES and not ALONE:  # the terms of dv with dh come first; the term with dY follows below
             b_R = tile(R, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
             b_k = tile(k_out, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
             b_dv = tl.dot(tl.trans(b_R), b_do, input_precision=PRECISION)
@@ -154,8 +175,8 @@ def dplr_reverse(
         b_q = tile(q_in, first, t0, length, i_h, HV, D=K, d0=0, BT=BT, BD=BK)
         dh *= tl.exp2(total)[:, None]
         dh += tl.dot(tl.trans(b_q), b_do, input_precision=PRECISION)
-        # Of keys that resemble each other T^T takes differences, so neither side may lose what rounding it
-        # would lose.
+        # If keys are similar, the product with T^T takes differences of large terms. So the rounding errors
+        # of both operands are added with two more products.
         b_T = tile(T_, first, t0, length, i_h, HV, D=BT, d0=0, BT=BT, BD=BT)
         b_dx = dx.to(b_b.dtype)
         y = tl.dot(tl.trans(b_T), b_dx, input_precision=PRECISION)
@@ -187,8 +208,8 @@ def grads_of_chunk(
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, HV, K, V], one for each chunk
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, HV, K, V], one entry per chunk
     dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da, db,  # [rows, HV, K]
@@ -199,8 +220,16 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Of one chunk and head, stored: dq, dk, dg [BT, K]; with TWO_WRITES also da and db; else dv [BT, V],
-    and dbeta [BT] or, with ERASE_RATE, da, of the rate."""
+    """Compute and store the gradients of one chunk and head by halving.
+
+    These are dq, dk and dg [BT, K]. With TWO_WRITES there are also da and db. Otherwise there is dv [BT, V]
+    and dbeta [BT] or, with ERASE_RATE, da as the gradient of the rate.
+
+    x, dy: X and dY of ``forward.py`` and ``dplr_reverse``, [rows, HV, V].
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    G: with TWO_WRITES its rows are overwritten.
+    """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -236,7 +265,7 @@ def grads_of_chunk(
     qb = tl.sum(tl.where(equal, lower, 0.0), 1) * scale
     if TWO_WRITES:
         qk = tl.sum(tl.where(equal, one, 0.0), 1) * scale
-        above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
+        above = rows[:, None] == rows[None, :] + 1  # for each row, the column of the previous token
         after = rows[:, None] + 1 == rows[None, :]
         a_from_b = tl.sum(tl.where(above, two, 0.0), 1)
         b_from_a = tl.sum(tl.where(above, two, 0.0), 0)
@@ -253,7 +282,7 @@ def grads_of_chunk(
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        r_a = b_k  # but for -rate, which the rows that read get
+        r_a = b_k  # without the factor -rate, which is applied below to rows that read
         b_b = b_k
         b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
         if TWO_WRITES:
@@ -282,8 +311,8 @@ def grads_of_chunk(
                 b_v = tile(v, first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
                 b_dk += tl.dot(b_v, tl.trans(dh), input_precision=PRECISION)
             across += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        # What the states give, and what of it passes the decays: here at a row or later, there strictly
-        # later, left from before a row.
+        # The terms with states, and their contributions to the gate: ``here`` counts for gates up to the
+        # row, ``there`` for gates strictly before it, and ``sent`` for gates after it.
         left = tl.exp2(total[None, :] - b_G)
         b_dq *= tl.exp2(b_G) * scale
         b_da *= tl.exp2(b_B)
@@ -295,7 +324,7 @@ def grads_of_chunk(
         b_dg = summed_before(sent, dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(
             dg, b_dg + (tl.exp2(total) * across)[None, :], first, t0, length, i_h, HV,
-            D=K, d0=k0, BT=BT, BD=BK)  # there until the levels are done
+            D=K, d0=k0, BT=BT, BD=BK)  # parked in dg until the levels are done
         here = b_q.to(tl.float32) * b_dq
         there = r_a.to(tl.float32) * b_da
         if not TWO_WRITES:
@@ -353,7 +382,8 @@ def grads_of_chunk(
             put(dk, b_dk, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             put(db, b_db, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-            put(G, there, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)  # nobody reads the sums again
+            # The sums in G are no longer needed, so G serves as scratch memory.
+            put(G, there, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             tl.debug_barrier()
             here += rows_beside(G, 1, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         else:
@@ -362,7 +392,7 @@ def grads_of_chunk(
                 put(da, -b_k.to(tl.float32) * b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
             else:
                 b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
-        tl.debug_barrier()  # another thread may have put there what this one reads
+        tl.debug_barrier()  # this thread may read values of dg that another thread stored
         b_dg = tile(dg, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         put(dg, b_dg + tl.cumsum(here, 0, reverse=True), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
     if not TWO_WRITES and not ERASE_RATE:
@@ -376,8 +406,8 @@ def dplr_grads(
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, HV, K, V], one for each chunk
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, HV, K, V], one entry per chunk
     dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da, db,  # [rows, HV, K]
@@ -390,14 +420,16 @@ def dplr_grads(
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk, dg [rows, HV, K] of a chunk, and da and db, or dv and dbeta, or dv and da. S programs share a
-    sequence."""
+    """Compute the gradients of all chunks by halving; S programs share a sequence.
+
+    ``grads_of_chunk`` describes the outputs.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
     n = program // HV // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+    if GAPS:  # nested: "GAPS and share == 0" would be a run-time condition and keep the code below
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -420,7 +452,7 @@ def dplr_grads(
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
                 K=K, V=V, BT=BT, BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE,
                 PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         grads_of_chunk(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg,
@@ -435,8 +467,8 @@ def dplr_grads_rest(
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, HV, K, V], one for each chunk
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, HV, K, V], one entry per chunk
     dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da, db,  # [rows, HV, K]
@@ -446,12 +478,17 @@ def dplr_grads_rest(
     bounds,  # [N + 1] or None
     scale,
     T, N, H, HV,
-    shares,  # programs to a sequence
+    shares,  # programs per sequence
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dplr_grads`` of the chunks that ``dplr_grads_one`` has left, and zeros in the rows of no sequence."""
+    """Compute the results of ``dplr_grads`` for the chunks that one decay reference does not serve.
+
+    ``dplr_grads_one`` has computed all others. Rows outside of all sequences get zeros.
+
+    served: 1 for the chunks that one decay reference serves, else 0.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % shares
@@ -483,8 +520,14 @@ def dplr_grads_rest(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, None for what is not there, for launch_forward's tensors; do [B, T, HV, V], dht
-    like its final state. Those of g, beta and h0 are fp32."""
+    """Return the gradients by the names of the inputs, None for inputs that the call lacks.
+
+    The gradients of g, beta and h0 are fp32.
+
+    do: gradient of o, [B, T, HV, V].
+    dht: gradient of the final states, with their layout, or None.
+    needs: names of the inputs whose gradients are needed.
+    """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     finishing = plan.launch("dplr_grads_one", "dplr_grads")
@@ -507,7 +550,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         if whole:
             start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
                          dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)
-    # one writer, whose gate needs it; a pass over the largest gradient there is, so others do without
+    # Only the gate of one writing vector needs this. Others skip it, because it passes over the largest
+    # gradient.
     if x.b is None:
         zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)

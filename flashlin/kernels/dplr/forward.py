@@ -1,8 +1,12 @@
-"""Forward of the delta families with a decay for each key channel: what a chunk needs, all chunks at once,
-then one scan of plain products.
+"""Forward kernels of the delta families with a decay for each key channel.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk, a vector over K, and the state h entering it (row i of a
-matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular system:
+``dplr_prepare`` computes the operands of all chunks at once. ``dplr_scan`` is one scan of plain matrix
+products.
+
+G_i = g_1 + ... + g_i is the sum of decays inside a chunk of L tokens, a vector over K, and h is the state
+that enters the chunk. Row i of a matrix is token i. Token i reads x_i = a_i S_{i-1}. The rows x_i of a chunk
+solve a triangular system:
+
     X = T (a' h + N V)
     T = (I - L)^-1
     a'_i = a_i e^{G_{i-1}}
@@ -11,18 +15,28 @@ matrix is token i), what token i reads, x_i = a_i S_{i-1}, solves a triangular s
     h' = Diag(e^{G_L}) h + b'^T X + k'^T V
     q'_i = q_i e^{G_i}
     b'_j = b_j e^{G_L - G_j}
-N is L with k in the place of b; P and R, for j <= i, are the scores of q with b and with k, which decay by
-e^{G_i - G_j}. KDA is the same with a_i = -beta_i k_i, which reads the state after it has decayed (G_i instead
-of G_{i-1}), b = k, N = Diag(beta), and no second writer: no R and no k'. Gated DeltaNet 2, with ERASE_RATE,
-is KDA with a rate for each channel, a_i = -rate_i k_i, and N = 1, as its v comes weighted. TWO_WRITES: the
-first of these. Scores come by halving, see kernels/gla, or by one reference (one_reference.py). In a level
-of halves a row is either read with (q, a) or written with (k, b), so with rows X1 = (q or k) and X2 = (a or
-b) the products X1 X2^T, X1 X1^T and X2 X2^T hold P below and N^T above the diagonal, R, and L. With b = k
-the first holds P and L^T, and is all.
-T reaches the scan as W = T a' and M = T N, so a step's chain is two products long. Both are made of the
-float32 inverse: in bf16, rows that cancel because keys resemble each other would be lost.
-Source: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
-for DPLR, Kimi 2025 (2510.26692) for KDA; halving and W are ours.
+
+k' is defined like b'. N is L with k in the place of b. P and R are the scores of q with b and with k for j <=
+i, which decay by e^{G_i - G_j}.
+
+The families differ as follows:
+
+1. DPLR (TWO_WRITES) has two writing vectors, b and k, as above.
+2. KDA has a_i = -beta_i k_i, which reads the state after its decay (G_i instead of G_{i-1}), b = k and N =
+   Diag(beta). There is no second writing vector, so no R and no k'.
+3. Gated DeltaNet 2 (ERASE_RATE) is KDA with a rate per channel, a_i = -rate_i k_i. Its v is already weighted,
+   so N is the identity.
+
+Scores are computed by halving (``kernels/gla``) or with one decay reference (``one_reference.py``). In a
+level of halving, each row either reads (q, a) or is written (k, b). Let X1 have the rows q or k, and X2 the
+rows a or b. Then X1 X2^T has P below and N^T above the diagonal, X1 X1^T has R, and X2 X2^T has L. If b = k,
+the first product has P and L^T, and is the only one needed.
+
+The scan gets W = T a' and M = T N instead of T, so each step has a chain of only two products. Both are
+computed from the inverse in float32. In bf16, rows that cancel because keys are similar would be lost.
+
+Sources: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
+    for DPLR, Kimi 2025 (arXiv 2510.26692) for KDA. Halving and W are our own.
 """
 
 from typing import Any
@@ -50,7 +64,7 @@ def prepare_chunk(
     q, k,  # [rows, H, K]
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
     q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -59,7 +73,10 @@ def prepare_chunk(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """The weighted operands [BT, K] and [BT, BT] of one chunk and head, stored: see dplr_prepare."""
+    """Compute and store the operands of one chunk and head, [BT, K] and [BT, BT], by halving.
+
+    ``dplr_prepare`` describes them.
+    """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -96,7 +113,7 @@ def prepare_chunk(
             put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
             put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        for level in range(LEVELS):  # not unrolled: registers hold one level's tiles
+        for level in range(LEVELS):  # not unrolled, so that registers have the tiles of one level at a time
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
             partner = (half ^ 1)[:, None] == half[None, :]
@@ -162,7 +179,7 @@ def dplr_prepare(
     q, k,  # [rows, H, K]
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
     q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -173,9 +190,20 @@ def dplr_prepare(
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """The weighted operands [rows, HV, K] and [rows, HV, BT] of the docstring, T_low = what T's rounding
-    lost; scale is in q_in, P and R. BACKWARD: also those that only the reverse scan reads. scratch [slots,
-    HV, BT, 16]. S programs share a sequence."""
+    """Compute the operands of all chunks that the scans read, in the notation of this module's docstring.
+
+    S programs share a sequence. The outputs are:
+
+    q_in, a_in, b_out, k_out, W: [rows, HV, K], the matrices scale q', a', b', k' and W.
+    M, P, R: [rows, HV, BT], the matrices M, scale P and scale R.
+    N_, T_: [rows, HV, BT], the matrices N and T.
+    T_low: with HAS_LOW, what T lost when it was rounded to 16 bits.
+
+    With BACKWARD, the outputs that only the reverse scan reads are stored as well: a_in, N_, T_ and T_low.
+    Outputs that the family lacks are None.
+
+    scratch: [slots, HV, BT, 16], memory for the triangular inverse.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -189,7 +217,7 @@ def dplr_prepare(
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV,
                 K=K, BT=BT, BK=BK, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD,
                 HAS_LOW=HAS_LOW, PRECISION=PRECISION, MERGE=MERGE)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         prepare_chunk(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out,
             k_out=k_out, W=W, M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch,
@@ -203,7 +231,7 @@ def dplr_prepare_rest(
     q, k,  # [rows, H, K]
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
     q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -211,12 +239,15 @@ def dplr_prepare_rest(
     bounds,  # [N + 1] or None
     scale,
     T, N, H, HV,
-    shares,  # programs to a sequence
+    shares,  # programs per sequence
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """``dplr_prepare`` of the chunks that ``dplr_prepare_one`` has left."""
+    """Compute the results of ``dplr_prepare`` for the chunks that one decay reference does not serve.
+
+    ``dplr_prepare_one`` has computed all others and has stored 1 for them in ``served``.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % shares
@@ -236,8 +267,8 @@ def dplr_scan(
     q_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R,  # [rows, HV, BT]
     v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
@@ -247,8 +278,11 @@ def dplr_scan(
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
-    chunk."""
+    """Compute the outputs o and the final states ht by a scan over chunks.
+
+    One program computes BV columns of one head's state and keeps them in registers from chunk to chunk. The
+    operands come from ``dplr_prepare``.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -285,8 +319,8 @@ def dplr_scan(
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         b_x = x.to(b_W.dtype)
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
-        # w v is rounded before it comes, and for keys alike this product is a small difference of large
-        # terms: what rounding X lost is added
+        # The weighted v is rounded before this kernel. If keys are similar, this product is a small
+        # difference of large terms, so the rounding error of X is added.
         if ERASE_RATE and b_x.dtype != tl.float32:
             h += tl.dot(tl.trans(b_b), (x - b_x).to(b_W.dtype))
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
@@ -297,8 +331,13 @@ def dplr_scan(
 
 
 def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
-    """Puts into x, what the launches of a part share, what the scans read besides, None where the call has
-    none: see dplr_prepare. Done again for backward instead of kept for it."""
+    """Compute the operands that the scans read and put them into x; None for those that the call lacks.
+
+    ``dplr_prepare`` describes the operands. The backward calls this again instead of keeping the results.
+
+    x: the values that the launches for a group of sequences share, by parameter name.
+    backward: whether the operands of the reverse scan are needed.
+    """
     q, launch = x["q"], plan.launch("dplr_prepare_one", "dplr_prepare")
     B, T, HV, K = x["g"].shape
     BT, two = launch.block("BT"), x["b"] is not None
@@ -316,12 +355,12 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
 
 
 def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether a is a rate at which k erases, see Inputs."""
+    """Return True if only a is given: it is then the erase rate of Gated DeltaNet 2."""
     return a is not None and b is None
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final state or None). Starts the plan's launches."""
+    """Run the plan's forward launches and return o [B, T, HV, V] and the final states or None."""
     batch = Batch(plan, x)
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, TWO_WRITES=x.b is not None, V_FIRST=how.state_v_first,

@@ -1,4 +1,4 @@
-"""The tensors that go into the delta families with a decay for each key channel."""
+"""The input tensors of the delta families with a decay for each key channel."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,13 +7,20 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV /
-    H). g [B, T, HV, K]: natural-log decays. a and b [B, T, HV, K] (DPLR), beta [B, T, HV] (KDA), or a alone,
-    the rate for each channel at which what k reads is erased, with v weighted (Gated DeltaNet 2). h0 [N, HV,
-    K, V] or, with ``state_v_first``, [N, HV, V, K]. bounds [N + 1], rising, within 0 .. T: sequence n is the
-    rows bounds[n] .. bounds[n + 1] of the single batch row; the rows outside give zeros.
+    """The input tensors of one call.
 
-    Kernels want them contiguous, g and beta in fp32, q, k, v, a and b in one dtype.
+    q, k: [B, T, H, K].
+    v: [B, T, HV, V], where HV is a multiple of H. Value head j uses q and k of head j // (HV / H).
+    g: [B, T, HV, K], decays per key channel as natural logarithms.
+    a, b: [B, T, HV, K], for DPLR the vectors with which the state is read and written. For Gated DeltaNet 2
+        only a is given: the rate per channel at which the value read by k is erased, and v is already
+        weighted.
+    beta: [B, T, HV], for KDA, or None.
+    h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; or None.
+    bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..
+        bounds[n + 1] of the single batch row. Rows outside of all sequences give zeros.
+
+    Kernels require contiguous tensors, g and beta in fp32, and the same dtype for q, k, v, a and b.
     """
     q: Tensor
     k: Tensor

@@ -1,15 +1,15 @@
-"""The delta families with a decay for each key channel by one decay reference: what chunks need, and the
-gradients they give.
+"""Operands and gradients of chunks with one decay reference, for delta families with a decay per key channel.
 
-Scores by halving (forward.py) take six products. Of a chunk none of whose channels forgets more than 120 bits
-one reference serves all pairs, in one product, and one for what rounding loses. As in
-kernels/gla/one_reference.py each step has two kernels: the first does the chunks that one reference serves
-and leaves word of them, the second, ``dplr_prepare_rest`` and ``dplr_grads_rest``, halves the others. (Sums
-of decays are a launch of their own: here they cost twice as much, benchmarks/NOTES.md.)
+Scores by halving (``forward.py``) need six products. If no channel of a chunk forgets more than 120 bits, one
+decay reference serves all of its pairs. Then the scores need one product, and one more for the rounding error
+of an operand. As in ``kernels/gla/one_reference.py``, each step has two kernels. The first computes the
+chunks that one reference serves and stores which they are. The second, ``dplr_prepare_rest`` or
+``dplr_grads_rest``, halves the remaining chunks. The sums of decays are a separate launch, because they would
+cost twice as much here (benchmarks/NOTES.md).
 
-Four scores [BT, BT] and as many gradients [BT, BK] are more than a thread's registers hold. So with two
-writing vectors first come the scores of what a reads, which are inverted, then those of what q reads; and
-first the gradients of q and a, which contract with the states, then those of b and k, which contract with the
+Four scores [BT, BT] and four gradients [BT, BK] exceed the registers of a thread. So with two writing vectors
+the work is ordered. The scores of a come first, and their system is inverted; the scores of q follow. In the
+gradients, q and a come first, which contract with the states. Then follow b and k, which contract with the
 states' gradients.
 """
 
@@ -39,7 +39,11 @@ def rate_of(
     k0,
     BT: tl.constexpr, BK: tl.constexpr, ERASE_RATE: tl.constexpr,
 ):
-    """At which rate what k reads is erased: [BT, BK] or, without ERASE_RATE, [BT, 1], fp32."""
+    """Return the rate at which the value read by k is erased, in fp32.
+
+    a: with ERASE_RATE, the rates per channel. The result is [BT, BK].
+    b_beta: without ERASE_RATE, the rates [BT]. The result is [BT, 1].
+    """
     if ERASE_RATE:
         return tile(a, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK).to(tl.float32)
     else:
@@ -51,7 +55,7 @@ def prepare_from_reference(
     q, k,  # [rows, H, K]
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
     q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -62,8 +66,10 @@ def prepare_from_reference(
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """As ``prepare_chunk``, where one reference serves the chunk; and whether it does, stored. Without ONE,
-    for tests, it is said to serve none."""
+    """Compute the results of ``prepare_chunk`` for one chunk, if one decay reference serves it.
+
+    ``served`` receives 1 if it does and 0 if not. Without ONE, which is for tests, it always receives 0.
+    """
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
@@ -76,7 +82,7 @@ def prepare_from_reference(
         serves = still_served(serves, sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK) - begin)
     tl.store(served + slot, serves)
     if serves > 0:
-        b_beta = rows.to(tl.float32)  # of one vector without ERASE_RATE; else nobody reads it
+        b_beta = rows.to(tl.float32)  # a placeholder, never read if beta does not replace it
         if not TWO_WRITES and not ERASE_RATE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         L = tl.zeros([BT, BT], dtype=tl.float32)
@@ -104,7 +110,7 @@ def prepare_from_reference(
                 X = b_k * written
                 put(k_out, X * left[None, :], first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 N = scored(N, b_a, X, b_k.dtype, PRECISION)
-            else:  # q reads where a does
+            else:  # q and a read the state at the same time, so they share the factors
                 b_q = tile(q, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
                 put(q_in, b_q * (entered * scale), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
                 qb += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
@@ -164,7 +170,7 @@ def dplr_prepare_one(
     q, k,  # [rows, H, K]
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
     q_in, a_in, b_out, k_out, W,  # [rows, HV, K]
     M, P, R, N_, T_, T_low,  # [rows, HV, BT]
     scratch,  # [slots, HV, BT, 16], fp32
@@ -176,7 +182,10 @@ def dplr_prepare_one(
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """As ``dplr_prepare``, of the chunks that one reference serves. served [slots, HV]: which those are."""
+    """Compute the results of ``dplr_prepare`` for the chunks that one decay reference serves.
+
+    served: receives 1 for these chunks and 0 for all others.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -190,7 +199,7 @@ def dplr_prepare_one(
                 first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, BT=BT, BK=BK, ONE=ONE,
                 TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, BACKWARD=BACKWARD, HAS_LOW=HAS_LOW,
                 PRECISION=PRECISION, MERGE=MERGE)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         prepare_from_reference(
             q=q, k=k, a=a, b=b, beta=beta, G=G, q_in=q_in, a_in=a_in, b_out=b_out, k_out=k_out, W=W,
             M=M, P=P, R=R, N_=N_, T_=T_, T_low=T_low, scratch=scratch, served=served, scale=scale, n=n,
@@ -206,8 +215,8 @@ def grads_from_reference(
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, HV, K, V], one for each chunk
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, HV, K, V], one entry per chunk
     dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da, db,  # [rows, HV, K]
@@ -219,7 +228,10 @@ def grads_from_reference(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``grads_of_chunk``, where one reference serves the chunk."""
+    """Compute the results of ``grads_of_chunk`` for one chunk, if one decay reference serves it.
+
+    served: 1 for the chunks that one decay reference serves, else 0.
+    """
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
@@ -227,7 +239,7 @@ def grads_from_reference(
     last = tl.minimum(BT, length - t0) - 1
     slot = (first_slot(n, first, BT) + t0 // BT) * HV + i_h
     if tl.load(served + slot) > 0:
-        b_beta = rows.to(tl.float32)  # of one vector without ERASE_RATE; else nobody reads it
+        b_beta = rows.to(tl.float32)  # a placeholder, never read if beta does not replace it
         if not TWO_WRITES and not ERASE_RATE:
             b_beta = beta_of(beta, first, t0, length, i_h, HV, BT)
         b_dbeta = tl.zeros([BT], dtype=tl.float32)
@@ -259,8 +271,10 @@ def grads_from_reference(
                 wide = b_y.to(tl.float32)
                 b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
                 put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
-        if TWO_WRITES:  # neighbours do not decay, and would cancel in the gate's gradient on paper only
-            above = rows[:, None] == rows[None, :] + 1  # in each row the column of the token before it
+        if TWO_WRITES:
+            # Adjacent tokens do not decay. They are computed separately, because in the gate's gradient they
+            # would cancel on paper but not in floating point.
+            above = rows[:, None] == rows[None, :] + 1  # for each row, the column of the previous token
             a_from_b = tl.sum(tl.where(above, dL, 0.0), 1)
             b_from_a = tl.sum(tl.where(above, dL, 0.0), 0)
             a_from_k = tl.sum(tl.where(above, dN, 0.0), 1)
@@ -269,7 +283,7 @@ def grads_from_reference(
         b_L = tl.where(below, dL, 0.0).to(v.dtype.element_ty)
         b_N = tl.where(below, dN, 0.0).to(v.dtype.element_ty)
         for k0 in range(0, K, BK):
-            # what reads
+            # Gradients of the rows that read: q and a.
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_da = tl.zeros([BT, BK], dtype=tl.float32)
             across = tl.zeros([BK], dtype=tl.float32)
@@ -289,8 +303,8 @@ def grads_from_reference(
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO_WRITES else b_k
             X_b = (b_b * written).to(b_q.dtype)
             b_dq *= entered * scale
-            # what the gate gets at a row and before: counted where a row reads, taken off where one is
-            # written, as the same product of the same rounded numbers
+            # The gate's terms at a row and before it. A pair is added at the row that reads and subtracted at
+            # the row that is written, as the same product of the same rounded numbers.
             here = b_q.to(tl.float32) * b_dq
             X_q = (b_q * reading).to(b_q.dtype)
             y = tl.dot(b_P, X_b, input_precision=PRECISION)
@@ -323,7 +337,7 @@ def grads_from_reference(
             b_dg = tl.zeros([BT, BK], dtype=tl.float32) + (kept * across)[None, :]
             if TWO_WRITES:
                 put(da, b_da, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-                b_dg += others_summed(there, True)  # a reads before its token decays the state
+                b_dg += others_summed(there, True)  # a reads the state before the decay of its token
             else:
                 here += there
                 if ERASE_RATE:
@@ -333,7 +347,7 @@ def grads_from_reference(
                     b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
                 b_da *= -rate_of(
                     a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
-            # what is written
+            # Gradients of the rows that are written: b and k.
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
             for v0 in range(0, V, BV):
@@ -376,8 +390,8 @@ def dplr_grads_one(
     a, b,  # [rows, HV, K]
     beta,  # [rows, HV]
     do, x, dy,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    states, dstates,  # [slots, HV, K, V], one for each chunk
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    states, dstates,  # [slots, HV, K, V], one entry per chunk
     dq, dk,  # [rows, HV, K]
     dv,  # [rows, HV, V]
     da, db,  # [rows, HV, K]
@@ -390,7 +404,10 @@ def dplr_grads_one(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``dplr_grads``, of the chunks that one reference serves."""
+    """Compute the results of ``dplr_grads`` for the chunks that one decay reference serves.
+
+    served: which chunks these are, as stored by ``dplr_prepare_one``.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -403,7 +420,7 @@ def dplr_grads_one(
                 dstates=dstates, dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, K=K, V=V, BT=BT,
                 BK=BK, BV=BV, TWO_WRITES=TWO_WRITES, ERASE_RATE=ERASE_RATE, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk per program; a loop that runs once would still keep every mask in registers
         grads_from_reference(
             q=q, k=k, v=v, a=a, b=b, beta=beta, do=do, x=x, dy=dy, G=G, states=states, dstates=dstates,
             dq=dq, dk=dk, dv=dv, da=da, db=db, dbeta=dbeta, dg=dg, served=served, scale=scale, n=n,

@@ -1,5 +1,9 @@
-"""Split sequences of the delta families with a decay for each key channel: what each part leaves alone, and
-its transfer, a K x K matrix; see kernels/sequence_split.py and kernels/delta/parts.py."""
+"""The first step for split sequences of the delta families with a decay for each key channel.
+
+For each segment it computes the final state from a zero initial state, and the transfer: a K x K matrix that
+maps the initial state to its contribution to the final state. ``kernels/sequence_split.py`` and
+``kernels/delta/parts.py`` describe the method.
+"""
 
 import triton
 import triton.language as tl
@@ -14,9 +18,9 @@ def dplr_alone(
     b_out, k_out, W,  # [rows, HV, K]
     M,  # [rows, HV, BT]
     v,  # [rows, HV, V]
-    G,  # [rows, HV, K], fp32: sums of a chunk's decays
-    alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
-    transfer,  # [parts, HV, K, K], fp32
+    G,  # [rows, HV, K], fp32: decays summed within each chunk
+    alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
+    transfer,  # [segments, HV, K, K], fp32
     undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
     T, N, HV, L,
@@ -24,8 +28,14 @@ def dplr_alone(
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
-    either, of one head."""
+    """Compute each segment's final state from zero and its transfer matrix, as far as they are needed.
+
+    One program computes BV columns of one head's state or transfer. It also clears ``undivided``.
+
+    alone: receives the final states of segments that start from zero.
+    transfer: receives the K x K matrices that map initial states to their contribution to final states.
+    undivided: [N, HV], set to 0 here. A later kernel sets it to 1 for heads that are not split.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)

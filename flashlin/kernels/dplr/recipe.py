@@ -1,6 +1,8 @@
-"""Which launches a chunked delta problem with a decay for each key channel makes. Plain Python: no tensor, no
-torch, no triton. Problem.H counts value heads; with b there are two writing vectors, without it there is
-one."""
+"""Recipe of the delta families with a decay for each key channel, in plain Python without torch or triton.
+
+The problem's H is the number of value heads. With the option "b" there are two writing vectors, k and b;
+without it there is one, k.
+"""
 from __future__ import annotations
 
 from flashlin.compat.target import Target, lanes
@@ -13,20 +15,20 @@ from flashlin.kernels.configs import BLOCK, Config, Strip, over_v, padded
 from flashlin.kernels.gla.recipe import halves_all, one_is_proven
 from flashlin.kernels.recurrent import recipe as recurrent
 
-# Choices, for speed. Two writing vectors, where they are halved, take chunks of 32: four tiles of 64 rows by
-# K would leave a multiprocessor one program. Their scans, and those of chunks that short, have no registers
-# to spare for a second stage. In float32, chunks of 32 beside more than 64 channels spill tens of kilobytes a
-# thread.
+# Choices for speed. With two writing vectors, halved chunks have SHORT tokens, because four tiles of 64 rows
+# by K would leave a multiprocessor only one program. The scans of two writing vectors, and of chunks that
+# short, have no registers for a second stage. In float32, chunks of 32 tokens with more than 64 channels
+# spill tens of kilobytes per thread.
 SHORT = 32
-WIDE = 64  # of the scores in 16 bits, where a program has a chunk to itself: channels at a time
+WIDE = 64  # channels at a time of the scores' kernel in 16 bits, which has one program per chunk
 
 
-# Of the gradients in 16 bits, the fastest on an H200 with Triton 3.6.0 (benchmarks/results/kernels-*). It is
-# a choice, too, that releases before TIMED keep to 4 warps (3.2 cannot compile 8 for Hopper:
-# reshape-outs-32), and waves of 64 lanes, of which 8 have too few registers each (0.8 KB a thread spill,
-# compiled for gfx942 with 3.6.0).
+# Tiles of the gradients' kernel in 16 bits, with one and with two writing vectors: the fastest on an H200
+# with Triton 3.6.0 (benchmarks/results/kernels-*). Releases before TIMED use 4 warps, since 3.2 cannot
+# compile 8 for Hopper (known issue reshape-outs-32). GPUs with 64 lanes per warp also use 4. There 8 warps
+# have too few registers each: 0.8 KB per thread spill, compiled for gfx942 with 3.6.0.
 OF_ONE, OF_TWO = Strip(64, 64, 8), Strip(32, 64, 4)
-# The same of kernels of one reference: KDA, whose rate has no channels, keeps fewest tiles.
+# The same for one decay reference. KDA has one rate for all channels, so it needs the fewest tiles.
 BY_ONE, BY_ONE_KDA = Strip(64, 64, 8), Strip(32, 32, 4)
 TIMED = (3, 5)
 
@@ -35,14 +37,18 @@ TIMED = (3, 5)
 @recurrent.or_token_by_token
 @scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
-    """Sums, what chunks need, and the scan; for gradients the scan that rebuilds states, the reverse scan,
-    and the chunk's gradients."""
+    """Return the launches of a problem: decay sums, operands of chunks, the scan and any backward.
+
+    The backward has a scan that recomputes the states, a reverse scan, and the gradients of each chunk.
+
+    narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
+    """
     if not halves_all(problem, target):
-        # what it leaves to halving needs no tile that Hopper's known issue rules out
+        # The kernels that halve the remaining chunks can do without the tiles of Hopper's known issue.
         wide = problem._replace(avoid=problem.avoid | trait_set("narrow_grads"))
         by_one = planned(wide, target, narrow, one=True)
-        # with gradients, chunks of 64 take 4 % more memory than the halves' of 32 where heads have 64
-        # channels
+        # With gradients and heads of 64 channels, chunks of 64 tokens would use 4 % more memory than halved
+        # chunks of 32 tokens.
         larger = problem.needs_grad and "b" in problem.options and problem.K <= BLOCK
         fit = by_one[-1].block("BT") == BLOCK <= problem.K and not larger
         if one_is_proven(problem, target, by_one, fit):
@@ -51,17 +57,26 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[Launch, ...]:
-    """one: those that take chunks which one decay reference serves by it (one_reference.py)."""
+    """Return the launches of a problem with or without the kernels for one decay reference.
+
+    narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
+    one: use the kernels for one decay reference for the chunks that it serves (``one_reference.py``).
+    """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
     per_chunk = traits_of(problem, "dot", "mixed_sum")
-    # where nothing is said, as of a traced call, the kernels that may need more
+    # If the options do not tell, as in a traced call, plan for two writing vectors, which may need more.
     two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
-        """tall, square: how many tiles of a chunk's rows by K and by itself are there at a time; without a
-        second stage not all of them. Besides, v or do, the state, and rows of v between products, once more
-        where warpgroups multiply (3.3 on sm_100, from 3.8 on)."""
+        """Return the shared bytes of a scan.
+
+        tall, square: numbers of tiles [BT, BK] and [BT, BT] that are in shared memory at the same time.
+            Without a second stage these are not all tiles.
+
+        Other buffers are v or do, the state, and rows of v between products. If warpgroups multiply (Triton
+        3.3 on sm_100, and 3.8 and later), such rows need one more buffer.
+        """
         moved = 3 if target.capability >= (9, 0) else 2
         tiles = config.BT * (tall * config.BK + square * config.BT + config.BV)
         return bytes_each * (config.num_stages * tiles + config.BK * config.BV + moved * config.BT
@@ -83,7 +98,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
     def grads(BT: int, strip: Strip, kernel: str = "dplr_grads") -> Launch:
         shared = finishing(BT, strip)
-        if two and kernel == "dplr_grads_one":  # the gradients of two more scores
+        if two and kernel == "dplr_grads_one":  # two more gradients of scores
             shared += 2 * size * BT ** 2
         return scans.over_tokens(kernel, problem, dict(BT=BT, BK=strip.K, BV=strip.V), shared,
                                  per_chunk | narrow_grads(BT, strip), num_warps=strip.num_warps)
@@ -95,7 +110,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         return made[scans.least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
-        """The facts of a scan's tile and of the tiles that come with it."""
+        """Return the facts of a scan's tile and of the other tiles with the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
@@ -124,14 +139,15 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
         preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
-    # tall: the scans multiply what they load, and of that no state is too tall for 4 warps, unless 3.0 and
-    # 3.1 pipeline them (compiled for sm_90 under 3.0.0, 3.1.0 and 3.2.0).
-    # beside what KDA's forward does to each chunk by itself, its scan is short: 4 parts gain nothing there
+    # About ``tall`` of walk(): the scans multiply operands as they were loaded. Then no state is too tall for
+    # 4 warps, unless Triton 3.0 or 3.1 pipelines the loop (compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0).
+    # KDA's forward spends most of its time in the kernel that prepares chunks. Its scan is short, so a split
+    # into 4 segments gains nothing.
     worth = scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH
     part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
-    # (two writing vectors have no room for a second stage, which narrow states have to have)
+    # Narrow states need a second stage, for which two writing vectors leave no registers.
     narrow = narrow and not two and scans.can_be_narrow(scan, problem)
-    # of whole states a second stage would gain nothing where a card is full
+    # With whole states, a second stage would gain nothing on a busy GPU.
     single = scan._replace(BV=scans.NARROW, num_stages=2) if narrow else scan._replace(num_stages=1)
     if narrow:
         scan = scans.deepest(single, scanning, target)
@@ -150,7 +166,10 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
-    """The fact of a tile of gradients, see compat/traits.py."""
+    """Return the fact "narrow_grads" if it applies to a tile of the gradients' kernel (``compat/traits.py``).
+
+    BT: tokens of a chunk.
+    """
     return of_tile("narrow_grads", BT, strip.K, strip.V)
 
 

@@ -1,8 +1,10 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, their scores by halving (kernels/gla), one
-triangular solve for all of them, a loop over chunks for the state. Exact for any decay.
+"""The delta families with a decay for each key channel in plain, differentiable torch, exact for any decay.
 
-torch.compile would unroll the loop over chunks, so traced it runs inside of a library operator
-(ops/_common/chunked.py).
+Scores of chunks of 64 tokens are computed by halving (``kernels/gla``). One triangular solve serves all
+chunks, and a loop over chunks carries the state.
+
+torch.compile would unroll the loop over chunks. So under torch.compile the loop runs inside a library
+operator (ops/_common/chunked.py).
 """
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequen
 
 
 def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
-    V].
+    """Return o [B, T, HV, V] and the final states [N, HV, K, V], in float32, or float64 for float64 tensors.
 
-    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    x.h0 has the layout [N, HV, K, V]. If bounds are given, their values are read on the host. For tensors on
+    a GPU this is a synchronisation.
     """
     beta = None if x.beta is None else x.beta[..., None]
     return over_sequences(_rows, (x.q, x.k, x.v, x.g, x.a, x.b, beta), x.h0, x.bounds, scale)
@@ -32,7 +34,7 @@ def _rows(
     a, b, beta = (None if x is None else chunks(x, length) for x in (a, b, beta))
     into, onwards, kept = q * running_sum(g, -2).exp(), after(g).exp(), g.sum(-2).exp()[..., None]
     if a is not None and b is not None:
-        nothing = torch.zeros_like(b)  # on the diagonal: a token does not read what it writes itself
+        nothing = torch.zeros_like(b)  # the diagonal is 0, because a token does not read its own write
         x, system = b, scores(a, b, g, nothing)
         wanted = scores(a, k, g, nothing) @ v, a * until(g, True).exp()
         inside, added = scores(q, k, g) @ v, (k * onwards).mT @ v
