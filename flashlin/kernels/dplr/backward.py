@@ -72,10 +72,12 @@ def dplr_states(
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store X [rows, HV, V] into x, and the state that enters each chunk into ``states``.
+    """Recompute the state that enters each chunk, and the values X that the tokens read from the states.
 
-    X are the values that the tokens read, see ``forward.py``. One program computes BV columns of one head's
-    state.
+    One program computes BV columns of one head's state. The operands come from ``dplr_prepare``.
+
+    x: receives X, whose row i is a_i S_{i-1}.
+    states: receives the states.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -130,10 +132,13 @@ def dplr_reverse(
 ):
     """Compute dY, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
 
-    With TWO_WRITES it also computes dv. One program computes BV columns of one head's state.
+    One program computes BV columns of one head's state. The operands come from ``dplr_prepare``. With
+    TWO_WRITES (two writing vectors) it also computes dv. With ALONE it computes only dh0, for each segment
+    except a sequence's first, as if no gradient entered from later segments.
 
-    With ALONE only dh0 is computed, for each segment except a sequence's first, as if no gradient entered
-    from later segments.
+    dy: receives dY = T^T dX, the gradient of the right-hand side of the triangular system that X solves.
+    dstates: receives the gradients of the states that leave the chunks.
+    dht: gradients of the states that leave the sequences or segments.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -220,15 +225,17 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute and store the gradients of one chunk and head by halving.
+    """Compute and store the gradients of q, k, the decays and the writing vectors of one chunk and head.
 
-    These are dq, dk and dg [BT, K]. With TWO_WRITES there are also da and db. Otherwise there is dv [BT, V]
-    and dbeta [BT] or, with ERASE_RATE, da as the gradient of the rate.
+    It uses halving (see ``kernels/gla/forward.py``). The outputs are dq, dk and dg [BT, K]. With TWO_WRITES
+    (two writing vectors) there are also da and db. Otherwise there is dv [BT, V], and dbeta [BT] or, with
+    ERASE_RATE (Gated DeltaNet 2), da as the gradient of the rate.
 
-    x, dy: X and dY of ``forward.py`` and ``dplr_reverse``, [rows, HV, V].
+    x: the values X that the tokens read from the states, [rows, HV, V].
+    dy: T^T dX from ``dplr_reverse``, [rows, HV, V].
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
-    G: with TWO_WRITES its rows are overwritten.
+    G: sums of decays; with TWO_WRITES its rows are overwritten.
     """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
@@ -420,9 +427,9 @@ def dplr_grads(
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradients of all chunks by halving; S programs share a sequence.
+    """Compute the gradients of all chunks by halving, with one program per chunk and head.
 
-    ``grads_of_chunk`` describes the outputs.
+    S programs share a packed sequence. ``grads_of_chunk`` describes the inputs and outputs.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -483,11 +490,13 @@ def dplr_grads_rest(
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``dplr_grads`` for the chunks that one decay reference does not serve.
+    """Compute the gradients of the chunks that do not fit one decay reference, by halving.
 
-    ``dplr_grads_one`` has computed all others. Rows outside of all sequences get zeros.
+    In these chunks some channel forgets more than 120 bits, so decays cannot be taken relative to a single
+    point. ``dplr_grads_one`` has computed all other chunks. Rows outside of all sequences get zeros.
+    ``grads_of_chunk`` describes the inputs and outputs.
 
-    served: 1 for the chunks that one decay reference serves, else 0.
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -520,10 +529,11 @@ def dplr_grads_rest(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """Return the gradients by the names of the inputs, None for inputs that the call lacks.
+    """Run the backward launches and return the gradients, keyed by input name; None for missing inputs.
 
     The gradients of g, beta and h0 are fp32.
 
+    how: the scalars of the call.
     do: gradient of o, [B, T, HV, V].
     dht: gradient of the final states, with their layout, or None.
     needs: names of the inputs whose gradients are needed.

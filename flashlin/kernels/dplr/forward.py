@@ -35,8 +35,8 @@ the first product has P and L^T, and is the only one needed.
 The scan gets W = T a' and M = T N instead of T, so each step has a chain of only two products. Both are
 computed from the inverse in float32. In bf16, rows that cancel because keys are similar would be lost.
 
-Sources: Yang et al. 2024 (arXiv 2406.06484) for the chunked delta rule, Peng et al. 2025 (arXiv 2503.14456)
-    for DPLR, Kimi 2025 (arXiv 2510.26692) for KDA. Halving and W are our own.
+The chunked delta rule is from Yang et al. 2024 (arXiv 2406.06484), DPLR from Peng et al. 2025 (arXiv
+2503.14456) and KDA from Kimi 2025 (arXiv 2510.26692). Halving and W are our own.
 """
 
 from typing import Any
@@ -73,9 +73,9 @@ def prepare_chunk(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """Compute and store the operands of one chunk and head, [BT, K] and [BT, BT], by halving.
+    """Compute and store the operands of the scans for one chunk and head, by halving.
 
-    ``dplr_prepare`` describes them.
+    They are matrices [BT, K] and [BT, BT]; ``dplr_prepare`` describes them.
     """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     i_qk = i_h // (HV // H)
@@ -190,18 +190,24 @@ def dplr_prepare(
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Compute the operands of all chunks that the scans read, in the notation of this module's docstring.
+    """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
-    S programs share a sequence. The outputs are:
+    S programs share a packed sequence. The operands are, with decays relative to a chunk:
 
-    q_in, a_in, b_out, k_out, W: [rows, HV, K], the matrices scale q', a', b', k' and W.
-    M, P, R: [rows, HV, BT], the matrices M, scale P and scale R.
-    N_, T_: [rows, HV, BT], the matrices N and T.
+    q_in: q times its decay since the chunk's start, times scale; it reads the entering state.
+    a_in: a times the decay when it reads the entering state.
+    b_out, k_out: b and k times their decay until the chunk's end.
+    W: T a_in, where T is the inverse of I - L, and L are the scores of a with b.
+    M: T N, where N are the scores of a with k.
+    P, R: the scores of q with b and with k, times scale.
+    N_, T_: N and T.
     T_low: with HAS_LOW, what T lost when it was rounded to 16 bits.
 
-    With BACKWARD, the outputs that only the reverse scan reads are stored as well: a_in, N_, T_ and T_low.
-    Outputs that the family lacks are None.
+    The first five are [rows, HV, K], the others [rows, HV, BT]. With BACKWARD, the operands that only the
+    reverse scan reads are stored as well: a_in, N_, T_ and T_low. Operands that the call lacks are None.
 
+    TWO_WRITES: DPLR, with two writing vectors b and k. Otherwise b is k, and a is -beta k or, with
+        ERASE_RATE, minus a rate per channel times k.
     scratch: [slots, HV, BT, 16], memory for the triangular inverse.
     """
     program = tl.program_id(0)
@@ -244,9 +250,12 @@ def dplr_prepare_rest(
     BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Compute the results of ``dplr_prepare`` for the chunks that one decay reference does not serve.
+    """Compute the operands of the scans for the chunks that do not fit one decay reference, by halving.
 
-    ``dplr_prepare_one`` has computed all others and has stored 1 for them in ``served``.
+    In these chunks some channel forgets more than 120 bits, so decays cannot be taken relative to a single
+    point. ``dplr_prepare_one`` has computed all other chunks. ``dplr_prepare`` describes the operands.
+
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -282,6 +291,9 @@ def dplr_scan(
 
     One program computes BV columns of one head's state and keeps them in registers from chunk to chunk. The
     operands come from ``dplr_prepare``.
+
+    h0: the states that enter the sequences or, if these are split, the segments.
+    undivided: 1 for heads whose sequences are not split after all, or None.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -331,9 +343,10 @@ def dplr_scan(
 
 
 def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
-    """Compute the operands that the scans read and put them into x; None for those that the call lacks.
+    """Launch the kernels that compute the operands of the scans, and put the operands into x.
 
-    ``dplr_prepare`` describes the operands. The backward calls this again instead of keeping the results.
+    ``dplr_prepare`` describes the operands; those that the call lacks are None. The backward calls this again
+    instead of keeping the results.
 
     x: the values that the launches for a group of sequences share, by parameter name.
     backward: whether the operands of the reverse scan are needed.
@@ -355,12 +368,15 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
 
 
 def erases(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Return True if only a is given: it is then the erase rate of Gated DeltaNet 2."""
+    """Return True if a is given without b; a is then the erase rate per channel of Gated DeltaNet 2."""
     return a is not None and b is None
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the plan's forward launches and return o [B, T, HV, V] and the final states or None."""
+    """Run the plan's forward launches and return o [B, T, HV, V] and the final states or None.
+
+    The states are fp32, [N, HV, K, V] or, with ``how.state_v_first``, [N, HV, V, K].
+    """
     batch = Batch(plan, x)
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, TWO_WRITES=x.b is not None, V_FIRST=how.state_v_first,

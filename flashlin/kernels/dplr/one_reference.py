@@ -1,11 +1,10 @@
 """Operands and gradients of chunks with one decay reference, for delta families with a decay per key channel.
 
-Scores by halving (``forward.py``) need six products. If no channel of a chunk forgets more than 120 bits, one
-decay reference serves all of its pairs. Then the scores need one product, and one more for the rounding error
-of an operand. As in ``kernels/gla/one_reference.py``, each step has two kernels. The first computes the
-chunks that one reference serves and stores which they are. The second, ``dplr_prepare_rest`` or
-``dplr_grads_rest``, halves the remaining chunks. The sums of decays are a separate launch, because they would
-cost twice as much here (benchmarks/NOTES.md).
+Scores by halving (``forward.py``) need six products. A chunk fits one decay reference if no channel forgets
+more than 120 bits. Then all scores need one product, and one more for the rounding error of an operand. As in
+``kernels/gla/one_reference.py``, each step has two kernels. The first computes the chunks that fit and stores
+which they are. The second, ``dplr_prepare_rest`` or ``dplr_grads_rest``, halves the remaining chunks. The
+sums of decays are a separate launch, because they would cost twice as much here (benchmarks/NOTES.md).
 
 Four scores [BT, BT] and four gradients [BT, BK] exceed the registers of a thread. So with two writing vectors
 the work is ordered. The scores of a come first, and their system is inverted; the scores of q follow. In the
@@ -39,7 +38,7 @@ def rate_of(
     k0,
     BT: tl.constexpr, BK: tl.constexpr, ERASE_RATE: tl.constexpr,
 ):
-    """Return the rate at which the value read by k is erased, in fp32.
+    """Return the rate at which a token erases the value that its k reads, in fp32.
 
     a: with ERASE_RATE, the rates per channel. The result is [BT, BK].
     b_beta: without ERASE_RATE, the rates [BT]. The result is [BT, 1].
@@ -66,9 +65,13 @@ def prepare_from_reference(
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Compute the results of ``prepare_chunk`` for one chunk, if one decay reference serves it.
+    """Compute and store the operands of the scans for one chunk and head, if it fits one decay reference.
 
-    ``served`` receives 1 if it does and 0 if not. Without ONE, which is for tests, it always receives 0.
+    The chunk fits if no channel forgets more than 120 bits. Then decays can be taken relative to a single
+    point. ``dplr_prepare`` describes the operands.
+
+    served: receives 1 if the chunk fits, else 0.
+    ONE: False in tests, where no chunk counts as fitting.
     """
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -182,9 +185,13 @@ def dplr_prepare_one(
     ERASE_RATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_LOW: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """Compute the results of ``dplr_prepare`` for the chunks that one decay reference serves.
+    """Compute the operands of the scans for the chunks that fit one decay reference.
 
-    served: receives 1 for these chunks and 0 for all others.
+    In these chunks no channel forgets more than 120 bits, so decays can be taken relative to a single point.
+    ``dplr_prepare_rest`` computes all other chunks. ``dplr_prepare`` describes the operands.
+
+    served: receives 1 for chunks that fit, else 0.
+    ONE: False in tests, where no chunk counts as fitting.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -228,9 +235,11 @@ def grads_from_reference(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``grads_of_chunk`` for one chunk, if one decay reference serves it.
+    """Compute and store the gradients of one chunk and head, if it fits one decay reference.
 
-    served: 1 for the chunks that one decay reference serves, else 0.
+    ``grads_of_chunk`` in ``backward.py`` describes the inputs and outputs.
+
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
@@ -404,9 +413,13 @@ def dplr_grads_one(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TWO_WRITES: tl.constexpr, ERASE_RATE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``dplr_grads`` for the chunks that one decay reference serves.
+    """Compute the gradients of the chunks that fit one decay reference.
 
-    served: which chunks these are, as stored by ``dplr_prepare_one``.
+    In these chunks no channel forgets more than 120 bits, so decays can be taken relative to a single point.
+    ``dplr_grads_rest`` computes all other chunks. ``grads_of_chunk`` in ``backward.py`` describes the inputs
+    and outputs.
+
+    served: 1 for chunks that fit, as stored by ``dplr_prepare_one``, else 0.
     """
     program = tl.program_id(0)
     i_h = program % HV

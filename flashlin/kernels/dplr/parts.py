@@ -28,13 +28,14 @@ def dplr_alone(
     TWO_WRITES: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute each segment's final state from zero and its transfer matrix, as far as they are needed.
+    """Compute the final state of each segment from a zero initial state, and its transfer matrix.
 
-    One program computes BV columns of one head's state or transfer. It also clears ``undivided``.
+    Both are computed only where they are needed. One program computes BV columns of one head's state or
+    transfer. The operands come from ``dplr_prepare``.
 
     alone: receives the final states of segments that start from zero.
     transfer: receives the K x K matrices that map initial states to their contribution to final states.
-    undivided: [N, HV], set to 0 here. A later kernel sets it to 1 for heads that are not split.
+    undivided: [N, HV], set to 0 here. A later kernel sets it to 1 for heads that are not split after all.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV

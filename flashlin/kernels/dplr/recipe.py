@@ -1,7 +1,7 @@
 """Recipe of the delta families with a decay for each key channel, in plain Python without torch or triton.
 
-The problem's H is the number of value heads. With the option "b" there are two writing vectors, k and b;
-without it there is one, k.
+The problem's H is the number of value heads. With the option "b" (DPLR) there are two vectors, k and b, that
+write to the state; without it there is only k.
 """
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     """Return the launches of a problem with or without the kernels for one decay reference.
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
-    one: use the kernels for one decay reference for the chunks that it serves (``one_reference.py``).
+    one: whether chunks that fit one decay reference use it (``one_reference.py``).
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
@@ -110,7 +110,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         return made[scans.least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
-        """Return the facts of a scan's tile and of the other tiles with the same chunks."""
+        """Return the traits of a scan's tile and of the other tiles with the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
@@ -166,7 +166,9 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
 
 
 def narrow_grads(BT: int, strip: Strip) -> frozenset[str]:
-    """Return the fact "narrow_grads" if it applies to a tile of the gradients' kernel (``compat/traits.py``).
+    """Return the trait "narrow_grads" if it applies to a tile of the gradients' kernel.
+
+    ``compat/traits.py`` defines the trait.
 
     BT: tokens of a chunk.
     """

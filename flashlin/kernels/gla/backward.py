@@ -70,9 +70,9 @@ def gla_states(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Store the state that enters each chunk into ``states``.
+    """Recompute the state that enters each chunk and store it into ``states``.
 
-    One program computes BV columns of one head's state.
+    One program computes BV columns of one head's state. The operands come from ``gla_scores``.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -115,7 +115,10 @@ def gla_reverse(
 ):
     """Compute dv, dh0 and the gradient of the state that leaves each chunk, by a reverse scan.
 
-    One program computes BV columns of one head's state.
+    One program computes BV columns of one head's state. The operands come from ``gla_scores``.
+
+    dstates: receives the gradients of the states that leave the chunks.
+    dht: gradients of the states that leave the sequences or segments.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -169,9 +172,9 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute and store dq, dk and dg [BT, K] of one chunk and head, by halving.
+    """Compute and store dq, dk and dg [BT, K] of one chunk and head, by halving (see ``forward.py``).
 
-    With EARLIER it also stores the chunk's part of the gradient of RWKV-6's bonus u, du [K].
+    With EARLIER (RWKV-6) it also stores the chunk's part of the gradient of the bonus u, du [K].
 
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
@@ -275,9 +278,13 @@ def gla_grads(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute dq, dk and dg of all chunks by halving; S programs share a sequence.
+    """Compute dq, dk and dg of all chunks by halving, with one program per chunk and head.
 
-    du: with EARLIER, receives each chunk's part of the gradient of RWKV-6's bonus.
+    S programs share a packed sequence.
+
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -322,11 +329,15 @@ def gla_grads_rest(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``gla_grads`` for the chunks that one decay reference does not serve.
+    """Compute dq, dk and dg of the chunks that do not fit one decay reference, by halving.
 
-    ``gla_grads_one`` has computed all others. Rows outside of all sequences get zeros.
+    In these chunks some channel forgets more than 120 bits, so decays cannot be taken relative to a single
+    point. ``gla_grads_one`` has computed all other chunks. Rows outside of all sequences get zeros.
 
-    served: 1 for the chunks that one decay reference serves, else 0.
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -349,8 +360,11 @@ def gla_grads_rest(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """Return the gradients by the names of the inputs. Those of g, u and h0 are fp32.
+    """Run the backward launches and return the gradients, keyed by input name.
 
+    The gradients of g, u and h0 are fp32.
+
+    how: the scalars of the call.
     do: gradient of o, [B, T, H, V].
     dht: gradient of the final states, with their layout, or None.
     needs: names of the inputs whose gradients are needed.

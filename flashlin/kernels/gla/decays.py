@@ -20,9 +20,10 @@ def sums_at(
     k0,
     BK: tl.constexpr,
 ):
-    """Load the sums of decays at the given rows of a chunk, [rows, BK]; all must be inside the sequence.
+    """Load the sums of decays of the given rows of a chunk and head, [rows, BK].
 
-    rows: indices of rows in the chunk.
+    rows: indices of rows in the chunk, all inside the sequence.
+    first, t0: first row of the sequence, and the chunk's first token in it.
     k0: first column.
     """
     columns = k0 + tl.arange(0, BK)
@@ -42,9 +43,9 @@ def sums_read(
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """Return the sums of decays that the entering state has undergone when each row reads it, [BT, BK].
+    """Return the exponents (base 2) by which the entering state has decayed when each row reads it, [BT, BK].
 
-    These are the rows of b_G or, with EARLIER, each row above: a row then reads before its own decay.
+    These are the rows of b_G or, with EARLIER, the rows above: each row then reads before its own decay.
 
     b_G: decays summed from the start of the chunk, [BT, BK].
     last: the chunk's last row inside the sequence.
@@ -160,7 +161,7 @@ def others_summed(x, REVERSE: tl.constexpr):
 
 @triton.jit
 def logs(x):
-    """Return x / ln 2, at least -126, as ``gla_sums`` does before it sums the decays x."""
+    """Return the decays x with base 2, x / ln 2, but at least -126, as ``gla_sums`` sums them."""
     x = x * LOG2_E
     return tl.where(x < -126.0, -126.0, x)
 
@@ -174,11 +175,13 @@ def decays_of_gates(
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, SUM: tl.constexpr,
 ):
-    """Return the factors of ``decays_from`` for a chunk, computed from the gates g, and how far it decays.
+    """Return the six decay factors of a chunk with one decay reference, computed from its gates g.
 
-    The last of the six results, [BK], is the sum of decays of all rows but the first, in bits.
+    The first five are described in ``decays_from``. The last, [BK], is the sum of decays of all rows but the
+    first, in bits.
 
     G: with SUM, its row ``last`` receives the chunk's sum of decays; otherwise that row is read.
+    EARLIER: whether rows read before their own decay (RWKV-6).
     """
     begin = logs(sum_of_chunk(g, 0, first, t0, i_h, H, K, k0, BK))
     x = logs(tile(g, first, t0, length, i_h, H, D=K, d0=k0, BT=BT, BD=BK))
@@ -208,7 +211,13 @@ def decays_of_sums(
     k0,
     BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr,
 ):
-    """Return the factors of ``decays_from`` for a chunk, computed from the sums of decays G."""
+    """Return the five decay factors of a chunk with one decay reference, computed from its sums of decays G.
+
+    ``decays_from`` describes them.
+
+    last: the chunk's last row inside the sequence.
+    EARLIER: whether q reads the state before the decay of its own token.
+    """
     b_G = sums_at(G, tl.minimum(tl.arange(0, BT), last), first, t0, i_h, H, K, k0, BK)
     b_R = sums_read(b_G, G, last, first, t0, i_h, H, K=K, k0=k0, BT=BT, BK=BK, EARLIER=EARLIER)
     begin = sum_of_chunk(G, 0, first, t0, i_h, H, K, k0, BK)
@@ -226,11 +235,13 @@ def decays_from(
 ):
     """Return the factors of a chunk's rows relative to one decay reference, in the middle of its decays.
 
-    1. [BT, BK]: the factor of rows that read, such as q. With EARLIER a row reads before its own decay.
-    2. [BT, BK]: the factor of rows that are written, such as k.
+    1. [BT, BK]: the factor of rows that read the state, such as q.
+    2. [BT, BK]: the factor of rows that are written to the state, such as k.
     3. [BT, BK]: how much of the entering state is left when each row reads it.
     4. [BK]: the factor that takes a written row, with its own factor, to the end of the chunk.
     5. [BK]: how much of the entering state is left at the end of the chunk.
+
+    With EARLIER, rows read before their own decay, and the first row reads no other row.
     """
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)
@@ -247,23 +258,23 @@ def decays_from(
 
 @triton.jit
 def still_served(serves, forgotten):
-    """Return ``serves``, or 0 if one decay reference cannot serve these channels.
+    """Return ``serves``, or 0 if one of these channels does not fit one decay reference.
 
-    It can serve channels that forget at most 120 bits, so that no factor exceeds 2^60.
+    A channel fits if it forgets at most 120 bits. Then no factor exceeds 2^60.
 
-    serves: 1 or 0, the result for other channels.
-    forgotten: sum of the decays of all rows but the first, in bits, at most 0.
+    serves: 1 or 0, the result for the previous channels.
+    forgotten: [BK], sum of the decays of all rows but the first, in bits, at most 0.
     """
     return tl.where(tl.min(forgotten, 0) >= -120.0, serves, 0)
 
 
 @triton.jit
 def two_of(x, DTYPE: tl.constexpr):
-    """Split x in fp32 into its value rounded to DTYPE and the rest, also rounded to DTYPE.
+    """Split x in fp32 into its value rounded to DTYPE and the remainder, also rounded to DTYPE.
 
-    In bf16, products with the written rows use both. If chunks are halved, adjacent tokens meet at a factor
-    of 1. With one decay reference, both rows of a pair have a factor, and the error would be larger if both
-    were rounded.
+    With bf16, products with rows that are written use both. With halving, adjacent tokens meet at a factor of
+    1. With one decay reference, both rows of a pair have a factor, and the error would be larger if both were
+    rounded.
     """
     rounded = x.to(DTYPE)
     return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
@@ -276,7 +287,7 @@ def scored(
     Y,  # [BT, BK], fp32: rows that are written, times their factor
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Return scores plus X Y^T: the scores of these channels with one decay reference."""
+    """Add X Y^T to the scores [BT, BT]; in bf16, Y is split into two numbers to keep precision."""
     x = X.to(DTYPE)
     whole, rest = two_of(Y, DTYPE)
     scores += tl.dot(x, tl.trans(whole), input_precision=PRECISION)

@@ -15,8 +15,8 @@ ever an i, and a row of its first half is only ever a j. So one matrix X with ro
 serves both sides. The level's scores are X X^T, masked to the pairs whose highest differing bit is s. The
 diagonal is computed separately; it does not decay.
 
-Six levels need six products and exponentials. If a chunk forgets little, one decay reference serves all of
-its pairs (``one_reference.py``).
+Six levels need six products and exponentials. If a chunk forgets little, one decay reference is enough for
+all of its pairs (``one_reference.py``).
 
 RWKV-6 (EARLIER) reads the state before token i decays and updates it, and reads token i itself with a bonus
 u. So q_i goes with G_{i-1} instead of G_i, A_ij is for j < i only, and A_ii = scale sum_c q_ic u_c k_ic.
@@ -24,8 +24,8 @@ Halving works in the same way: a row of a second half is at least one token afte
 difference of its sum and the boundary's is still a sum of decays, and exactly 0 for the two tokens at the
 boundary.
 
-Sources: Yang et al. 2023 (arXiv 2312.06635) for the chunked form, Peng et al. 2024 (arXiv 2404.05892) for
-    RWKV-6. Halving is our own.
+The chunked form is from Yang et al. 2023 (arXiv 2312.06635), RWKV-6 is from Peng et al. 2024 (arXiv
+2404.05892). Halving is our own.
 """
 
 from typing import Any
@@ -60,10 +60,10 @@ def gla_sums(
     S,
     BT: tl.constexpr, BC: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Store the decays g / ln 2, summed within chunks of BT tokens of each sequence, into G.
+    """Sum the decays g / ln 2 within chunks of BT tokens of each sequence, into G.
 
-    S programs share a sequence; each computes BC columns of the C channels of all heads. A decay below -126
-    (in bits) is raised to -126, which is about float32's smallest normal number. So differences of sums stay
+    S programs share a sequence; each computes BC of the C channels of all heads. A decay below -126 (in bits)
+    is raised to -126, near the exponent of float32's smallest normal number. So differences of sums stay
     precise after a token that forgets everything, even by -inf.
     """
     NC = (C + BC - 1) // BC
@@ -81,9 +81,9 @@ def gla_sums(
 
 @triton.jit
 def halves(level, BT: tl.constexpr):
-    """Return for each row the number of its half of a block of 2 ** (level + 1) rows, [BT].
+    """Return the index of each row's half-block, [BT], if the chunk has blocks of 2 ** (level + 1) rows.
 
-    Second halves have odd numbers.
+    Second halves of blocks have odd indices.
     """
     return tl.arange(0, BT) >> level
 
@@ -98,13 +98,13 @@ def decay_to_meeting(
     k0,
     BK: tl.constexpr, EARLIER: tl.constexpr = False,
 ):
-    """Return how much is left between each row and the boundary of the halves of its block, [BT, BK].
+    """Return the decay between each row and the boundary of the two halves of its block, [BT, BK].
 
-    All values are at most 1, because rows after the end of the sequence have the sum G_L. With EARLIER,
-    second halves read one row earlier, which is never before the boundary.
+    All values are at most 1, because rows after the end of the sequence have the sum G_L. With EARLIER
+    (RWKV-6), second halves read one row earlier, which is never before the boundary.
 
     b_G: decays summed from the start of the chunk, [BT, BK].
-    half: number of each row's half, from ``halves``.
+    half, level: indices of half-blocks from ``halves``, and the level.
     last: the chunk's last row inside the sequence.
     """
     b_M = sums_at(G, tl.minimum(((half | 1) << level) - 1, last), first, t0, i_h, H, K, k0, BK)
@@ -127,7 +127,7 @@ def scores_of_chunk(
 ):
     """Compute and store the scores A [BT, BT] and the weighted q_in and k_out [BT, K] of one chunk and head.
 
-    ``gla_scores`` describes them.
+    Scores are computed by halving, as this module describes. ``gla_scores`` describes the outputs.
     """
     LEVELS: tl.constexpr = 6 if BT == 64 else 5 if BT == 32 else 4
     rows = tl.arange(0, BT)
@@ -173,9 +173,9 @@ def gla_scores(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the scores of each chunk and the weighted q and k that the scans read.
+    """Compute the scores of each chunk, and the weighted q and k that the scans read, by halving.
 
-    S programs share a sequence.
+    One program computes one chunk of one head; S programs share a packed sequence.
 
     u: [H, K], the bonus of RWKV-6, with EARLIER; otherwise None.
     A: receives the scores of pairs within a chunk.
@@ -216,9 +216,12 @@ def gla_scores_rest(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``gla_scores`` for the chunks that one decay reference does not serve.
+    """Compute the scores and the weighted q and k of the chunks that do not fit one decay reference.
 
-    ``gla_scores_one`` has computed all others and has stored 1 for them in ``served``.
+    In these chunks some channel forgets more than 120 bits, so decays cannot be taken relative to a single
+    point. ``gla_scores_one`` has computed all other chunks. ``gla_scores`` describes A, q_in and k_out.
+
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -254,7 +257,10 @@ def gla_scan(
 ):
     """Compute the outputs o and the final states ht by a scan over chunks.
 
-    One program computes BV columns of one head's state and keeps them in registers from chunk to chunk.
+    One program computes BV columns of one head's state and keeps them in registers from chunk to chunk. The
+    operands come from ``gla_scores``.
+
+    h0: the states that enter the sequences or, if these are split, the segments.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -301,9 +307,9 @@ def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
 
 
 def prepare(plan: Plan, x: dict[str, Any]) -> None:
-    """Compute what the scans of both directions read, and put it into x.
+    """Launch the kernels that compute the operands of the scans, and put the operands into x.
 
-    These are the sums of decays G, the scores A and the weighted q_in and k_out (``gla_sums``,
+    The operands are the sums of decays G, the scores A and the weighted q_in and k_out (``gla_sums``,
     ``gla_scores``). q_in and k_out are allocated unless x has them. The backward calls this again instead of
     keeping the results, because it is cheap.
 
@@ -321,19 +327,18 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
 
 def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str, Any], x: dict[str, Any],
                  **last: Any) -> None:
-    """Start the planned kernels of three that compute one program per chunk and head.
+    """Start the planned kernels of a step that has one program per chunk and head.
 
-    The plan has either the first kernel or the other two. The first computes every chunk by halving. The
-    second computes the chunks that one decay reference serves, and the third halves the remaining ones. The
-    first launch of a second kernel decides which chunks are ``served``; later launches with the same x read
-    this.
+    The plan has either ``whole`` or both ``one`` and ``rest``. ``whole`` computes every chunk by halving.
+    ``one`` computes the chunks that fit one decay reference, and ``rest`` halves the remaining chunks. The
+    first step with ``one`` stores in x["served"] which chunks fit; later steps read it.
 
     Nothing is started if there are no tokens, since the kernels load at least a chunk's last row.
 
-    kernels: the three kernels.
+    kernels: (whole, one, rest).
     constants: constants of all three kernels.
     x: the values that the launches for a group of sequences share, by parameter name.
-    last: constants of the first and the third kernel.
+    last: constants of ``whole`` and ``rest``.
     """
     whole, one, rest = kernels
     launch = plan.launch(one.fn.__name__, whole.fn.__name__)
@@ -354,7 +359,10 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None."""
+    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None.
+
+    The states are fp32, [N, H, K, V] or, with ``how.state_v_first``, [N, H, V, K].
+    """
     batch = Batch(plan, x)
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
     constants = dict(K=batch.K, V=batch.V, V_FIRST=how.state_v_first, VARLEN=batch.packed,

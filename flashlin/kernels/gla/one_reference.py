@@ -1,15 +1,16 @@
 """Scores and gradients of chunks with one decay reference, for gated linear attention and RWKV-6.
 
 Halving (``forward.py``) needs six products of a chunk's rows. If a chunk forgets little, as most chunks do,
-one decay reference M serves all of its pairs. Then the scores below the diagonal are one product, of the rows
-q_i e^{G_i - M} and k_j e^{M - G_j}. In each channel M = (G_1 + G_L) / 2, so no exponent exceeds half of what
-the channel forgets. If that is at most 120 bits, no factor exceeds 2^60, and inputs of any usual size neither
-overflow nor underflow in float32. A reference at the middle row would allow exponents up to 120.
+one decay reference M is enough for all of its pairs. Then the scores below the diagonal are one product, of
+the rows q_i e^{G_i - M} and k_j e^{M - G_j}. In each channel M = (G_1 + G_L) / 2, so no exponent exceeds half
+of what the channel forgets. A chunk fits one decay reference if no channel forgets more than 120 bits. Then
+no factor exceeds 2^60, and inputs of any usual size neither overflow nor underflow in float32. A reference at
+the middle row would allow exponents up to 120.
 
 The device decides for each chunk which method to use (``decays.py``). Each step has two kernels. The first
-computes the chunks that one reference serves and stores which they are. The second, ``gla_scores_rest`` or
-``gla_grads_rest``, halves the remaining chunks. In one kernel, the two methods would compete for registers.
-The first kernels also sum the decays. They store only the sums of whole chunks, which the scans read.
+computes the chunks that fit and stores which they are. The second, ``gla_scores_rest`` or ``gla_grads_rest``,
+halves the remaining chunks. In one kernel, the two methods would compete for registers. The first kernels
+also sum the decays. They store only the sums of whole chunks, which the scans read.
 
 Halving is always used for float16, whose largest number is below 2^16, and for float32, where rounding in
 such large sums costs more than halving. It is also used on GPUs other than Hopper (``halves_all`` in
@@ -49,10 +50,13 @@ def scores_from_reference(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``scores_of_chunk`` for one chunk with one decay reference.
+    """Compute and store the scores and the weighted q and k of one chunk, with one decay reference.
 
-    If the reference does not serve the chunk, a later kernel overwrites these results. ``served`` receives 1
-    if it does and 0 if not. Without ONE, which is for tests, it always receives 0.
+    ``gla_scores`` describes A, q_in and k_out. If the chunk does not fit one decay reference,
+    ``gla_scores_rest`` overwrites the results.
+
+    served: receives 1 if no channel forgets more than 120 bits, so that the chunk fits; else 0.
+    ONE: False in tests, where no chunk counts as fitting.
     """
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -94,9 +98,13 @@ def gla_scores_one(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EARLIER: tl.constexpr, ONE: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``gla_scores`` for the chunks that one decay reference serves.
+    """Compute the scores and the weighted q and k of the chunks that fit one decay reference.
 
-    served: receives 1 for these chunks and 0 for all others.
+    In these chunks no channel forgets more than 120 bits, so decays can be taken relative to a single point.
+    ``gla_scores_rest`` computes all other chunks. ``gla_scores`` describes A, q_in and k_out.
+
+    served: receives 1 for chunks that fit, else 0.
+    ONE: False in tests, where no chunk counts as fitting.
     """
     program = tl.program_id(0)
     i_h = program % H
@@ -134,9 +142,13 @@ def grads_from_reference(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``grads_of_chunk`` for one chunk, if one decay reference serves it.
+    """Compute and store dq, dk and dg [BT, K] of one chunk and head, if it fits one decay reference.
 
-    served: 1 for the chunks that one decay reference serves, else 0.
+    With EARLIER (RWKV-6) it also stores the chunk's part of the gradient of the bonus u, du [K].
+
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    served: 1 for chunks that fit one decay reference, else 0.
     """
     rows = tl.arange(0, BT)
     last = tl.minimum(BT, length - t0) - 1
@@ -235,9 +247,15 @@ def gla_grads_one(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EARLIER: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the results of ``gla_grads`` for the chunks that one decay reference serves.
+    """Compute dq, dk and dg of the chunks that fit one decay reference.
 
-    served: which chunks these are, as stored by ``gla_scores_one``.
+    In these chunks no channel forgets more than 120 bits, so decays can be taken relative to a single point.
+    ``gla_grads_rest`` computes all other chunks.
+
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
+    du: with EARLIER (RWKV-6), receives each chunk's part of the gradient of the bonus u.
+    served: 1 for chunks that fit, as stored by ``gla_scores_one``, else 0.
     """
     program = tl.program_id(0)
     i_h = program % H

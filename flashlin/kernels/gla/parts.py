@@ -18,11 +18,10 @@ def sum_of_chunk(
     k0,
     BK: tl.constexpr,
 ):
-    """Load the sum of a chunk's decays G_L, [BK], from column k0 of head i_h.
-
-    It is the entry of the chunk's last row ``last`` inside the sequence.
+    """Load the sum of a chunk's decays per channel, [BK], from column k0 of head i_h.
 
     G: decays summed within each chunk, [rows, H, K].
+    last: the chunk's last row inside the sequence, whose entry is the sum.
     """
     columns = k0 + tl.arange(0, BK)
     return tl.load(G + ((first + t0 + last) * H + i_h) * K + columns, mask=columns < K, other=0.0)
@@ -41,11 +40,11 @@ def gla_alone(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the state with which each segment would end if it started from zero, and its total decay.
+    """Compute the final state of each segment from a zero initial state, and the segment's total decay.
 
-    With REVERSE the kernel walks backwards: it computes the gradient that each segment would pass to the
-        segment before it if no gradient entered from later segments. Segments whose result is never used are
-        skipped: a sequence's last segment or, with REVERSE, its first.
+    With REVERSE the kernel walks backwards. It computes the gradient that each segment would pass to the
+    segment before it if no gradient entered from later segments. Segments whose result is never used are
+    skipped: a sequence's last segment or, with REVERSE, its first.
 
     x, y: k_out and v or, with REVERSE, q_in and do (see ``gla_scores``).
     alone: receives the states or gradients.

@@ -37,7 +37,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     """Return the launches of a problem with or without the kernels for one decay reference.
 
-    one: use these kernels for chunks that a single decay reference serves (``one_reference.py``).
+    one: whether chunks that fit one decay reference use it (``one_reference.py``).
     """
     bytes_each, dots = scans.operand_bytes(problem), traits_of(problem, "dot", "rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
@@ -106,7 +106,7 @@ def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...]
     """Return True if these launches for one decay reference may run.
 
     They must fit, Triton must be 3.6 or later, and the kernels for one decay reference must have run on this
-    kind of GPU. The interpreter may always run them.
+    kind of GPU before. The interpreter may always run them.
 
     fit: whether the caller found that the tiles fit.
     """

@@ -106,7 +106,7 @@ def turn_back(
 
     dq, dk: gradients of q and k, summed over its heads.
     dweight: the rotated channels' part of the gradients of the weights.
-    dtheta: gradients of the angles.
+    dtheta: gradients of the accumulated angles.
     dq_bias, dk_bias: gradients of the biases, one entry per chunk.
     table: the sum of dtheta over each chunk.
     """

@@ -37,9 +37,10 @@ def turns(
     first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
-    """Return two factors whose product is the turn of each token: tanh of the angles and half of the steps.
+    """Return two factors of each token's rotation in turns of 2 pi: tanh of the angles and half of the steps.
 
-    The first is [BT, BR], the second [BT], both fp32. Rows after the end of the sequence are zero.
+    The rotation is their product. The first factor is [BT, BR], the second [BT], both fp32. Rows after the
+    end of the sequence are zero.
     """
     x = tile(angles, first, t0, length, i_h, H, D=R, d0=0, BT=BT, BD=BR).to(tl.float32)
     e = tl.exp(-2.0 * tl.abs(x))
@@ -58,7 +59,7 @@ def turn_totals(
     S,  # programs per sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Store by how many turns each chunk rotates its channel pairs, into ``table``."""
+    """Store the total rotation of each chunk into ``table``, in turns of 2 pi."""
     program = tl.program_id(0)
     i_h = program % H
     n = program // H // S
@@ -81,14 +82,14 @@ def turn_carry(
     R: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """Store the turns that precede each chunk: the totals of all earlier chunks and the initial angles.
+    """Store the rotation before each chunk, in turns of 2 pi: the initial angle plus all earlier chunks.
 
-    With BACK the sums are over all later chunks. One program computes one sequence and one head. Sums are
-    never formed as differences of longer sums, because one chunk that is not finite would then spoil all
-    others.
+    With BACK the sums are over all later chunks, without an initial angle. One program computes one sequence
+    and one head. Sums are never formed as differences of longer sums, because one chunk that is not finite
+    would then spoil all others.
 
     table: the total of each chunk.
-    began: the initial angles in radians.
+    began: the initial angles in radians, or None.
     carried: receives the sums.
     """
     program = tl.program_id(0)
@@ -127,9 +128,12 @@ def thetas(
     first, t0, length, i_h, H,
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
-    """Return the angles of a chunk's tokens, [BT, BR] in fp32, within 0 .. 2 pi.
+    """Return the accumulated angles of a chunk's tokens, [BT, BR] in fp32, within 0 .. 2 pi.
 
     A token with an angle that is not finite gets NaN, as do all later tokens of the chunk.
+
+    angles, step: the raw angles and the step sizes.
+    carried: the rotation before the chunk, in turns of 2 pi.
     """
     pairs = tl.arange(0, BR)
     rows = tl.arange(0, BT)
@@ -154,7 +158,7 @@ def loaded(
 ):
     """Load a [BT, BD] tile of head i_h of x in fp32, from column d0, with zeros outside of x.
 
-    With ABOVE each row holds the row before it, and the sequence's first row holds zeros.
+    With ABOVE, row t of the tile is row t - 1 of the sequence, and zero for the first token.
     """
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
@@ -320,9 +324,11 @@ def turn(
 
 
 def carry(plan: Plan, x: Inputs, table: Tensor, began: Tensor | None, back: bool) -> Tensor:
-    """Start ``turn_carry`` and return the turns at the start of each chunk, given the turns of each chunk.
+    """Start ``turn_carry`` and return the rotation before each chunk, given the rotation of each chunk.
 
-    table: [slots, H, R] float64, the turns of each chunk.
+    Both are in turns of 2 pi.
+
+    table: [slots, H, R] float64, the rotation of each chunk.
     began: [N, H, R], the initial angles in radians, or None.
     back: sum over the later chunks instead of the earlier ones.
     """

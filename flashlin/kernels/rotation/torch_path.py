@@ -50,11 +50,17 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
 
 
 class Turned(torch.autograd.Function):
-    """Autograd function of ``turned`` with fewer passes over memory; it saves only its inputs."""
+    """Autograd function that adds biases and rotates channel pairs, with fewer passes over memory than ``turned``.
+
+    It saves only its inputs for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, angle: Tensor, dtype: torch.dtype, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """Return each x plus its bias, rotated by the angles, in the given dtype; given: as in ``turned``."""
+        """Return each x plus its bias, with the first channel pairs rotated, in the given dtype.
+
+        The parameters are the same as for ``turned``.
+        """
         ctx.save_for_backward(angle, *given)
         turn, R = torch.polar(angle.new_ones(()), angle), angle.shape[3]
         turned = []
@@ -66,7 +72,7 @@ class Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of the angles, the x and the biases.
+        """Return the gradients of the angles, and of each x and bias.
 
         A gradient that is rotated back is the gradient of the sum of x and bias.
         """

@@ -135,14 +135,16 @@ def selective_backward(
 ):
     """Compute the gradients of all inputs of the selective scan for one strip of channels.
 
+    Sums are in fp32.
+
     du, ddelta, dz: [b, D, T].
     dA, dskip, dbias: one entry per row of the batch, [b, D, W] and [b, D].
     dB, dC: one entry per strip of a group, [strips, b, G, T, N].
+    states: the states at the starts of the segments, from the forward.
     scratch: [programs, SEGMENT / 2, BD, BN], every second state of a segment.
     y_*: strides of dy.
     o_*: strides of du, ddelta and dz.
-
-    Sums are in fp32.
+    *_TOGETHER: whether the tokens of a tensor are contiguous.
     """
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]

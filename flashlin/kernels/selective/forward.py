@@ -52,7 +52,7 @@ def loaded(x, known):
 
 @triton.jit
 def of_poles(A, whole):
-    """Return A log2(e), the factor of a step in the exponent of its decay 2^(step A log2(e)).
+    """Load A and return A log2(e); a step then decays the state by 2^(step A log2(e)).
 
     Values below -3e38 are raised to that finite number. Steps after the last token are 0, and 0 times -inf
     would be NaN.
@@ -66,7 +66,7 @@ def of_poles(A, whole):
 
 @triton.jit
 def per_channel(x, d, here, BD: tl.constexpr):
-    """Return the elements d of a vector x as [BD] in fp32, with zeros outside of x or if x is None."""
+    """Load the elements d of a vector x as [BD] in fp32; zeros where ``here`` is False, or if x is None."""
     values = tl.zeros([BD], dtype=tl.float32)
     if x is not None:
         values = loaded(x + d, here)
@@ -141,10 +141,12 @@ def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: 
 
 @triton.jit
 def inside(t, here, T, WHOLE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the mask [rows, TOKENS] of elements that exist in the tile from token t.
+    """Return the mask [rows, TOKENS] of elements that exist in the tile that begins at token t.
 
     With WHOLE, either all tokens of a tile exist or none. The mask then depends on the row alone, so that a
     row is loaded at once.
+
+    here: mask of the rows that exist.
     """
     known = (here & (t < T))[:, None]
     if not WHOLE:
@@ -195,7 +197,7 @@ def put(x, t, values, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
 
 @triton.jit
 def after(h, rates, step, x, B, C):
-    """Return the state after one token, [BN, BD], and its product with C over the states, [BD].
+    """Return the state after one token, [BN, BD], and its product with C, summed over the states, [BD].
 
     h: the state before the token, [BN, BD].
     rates: A log2(e), [BN, BD].
@@ -264,7 +266,12 @@ def selective_forward(
 ):
     """Compute y and, if requested, the states at the starts of the segments and the last state.
 
-    One program computes a strip of BD channels of one row of the batch, with all their states.
+    One program computes a strip of BD channels of one row of the batch, with all their states. Segments are
+    SEGMENT tokens long; the backward starts each segment from its state.
+
+    W: columns of the states in memory, at least N.
+    *_TOGETHER: whether the tokens of a tensor are contiguous.
+    WHOLE: whether T is a multiple of 8.
     """
     strip, g, b, d, here, n, there = place(D, N, G, BN, BD)
     whole = there[:, None] & here[None, :]

@@ -91,6 +91,8 @@ def simple_gla_dq(
     """Compute dq for decays that need no gradient, by a scan over the chunks.
 
     One program computes BK channels of one head.
+
+    h0: the states that enter the sequences or, if these are split, the segments.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -148,6 +150,8 @@ def simple_gla_dk(
     """Compute dk for decays that need no gradient, by a scan over the chunks from the last to the first.
 
     One program computes BK channels of one head.
+
+    dht: gradients of the states that leave the sequences or, if these are split, the segments.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -318,7 +322,7 @@ def simple_gla_states(
     DECAY: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Store the state that enters each chunk into ``states``.
+    """Recompute the state that enters each chunk and store it into ``states``.
 
     One program computes BV columns of one head's state.
     """
@@ -427,7 +431,13 @@ def simple_gla_grads(
     SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dq, dk and dg of one chunk per program; S programs share a sequence."""
+    """Compute dq, dk and dg of all chunks, with one program per chunk and head.
+
+    S programs share a packed sequence.
+
+    states: the states that enter the chunks.
+    dstates, rest, tails: the gradients of the states that leave the chunks, see ``dstate_at``.
+    """
     program = tl.program_id(0)
     i_h = program % H
     share = program // H % S
@@ -574,11 +584,14 @@ def simple_gla_shared(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dq, dk and dg of one chunk and BK channels per program, for heads of v that share q and k.
+    """Compute dq, dk and dg of all chunks for heads of v that share q and k.
 
-    The GROUP heads of one q and k are divided into slices of at most BH heads. dq and dk are sums over the
-    heads of a slice; torch adds those of several slices. It also adds the parts of dg that come from several
-    blocks of channels. S programs share a sequence.
+    One program computes BK channels of one chunk for a slice of the GROUP heads that share one q and k. A
+    slice has at most BH heads, and dq and dk are sums over them. torch adds the sums of several slices, and
+    the parts of dg from several blocks of channels. S programs share a packed sequence.
+
+    states: the states that enter the chunks.
+    dstates: the gradients of the states that leave the chunks.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     SHARES: tl.constexpr = (GROUP + BH - 1) // BH
@@ -613,10 +626,11 @@ def simple_gla_shared(
 
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
         needs: frozenset[str]) -> dict[str, torch.Tensor | None]:
-    """Return the gradients by the names of the inputs, None for inputs that the call lacks.
+    """Run the backward launches and return the gradients, keyed by input name; None for missing inputs.
 
-    The gradients of g and h0 are fp32. gamma gets None, since it has no gradient.
+    The gradients of g and h0 are fp32. gamma gets None, since its gradient is not computed.
 
+    how: the scalars of the call.
     do: gradient of o, [B, T, H, V].
     dht: gradient of the final states, with their layout, or None.
     needs: names of the inputs whose gradients are needed.
@@ -696,7 +710,11 @@ def as_gate(x: Inputs) -> torch.Tensor:
 
 
 def scan_overlapped(batch: Batch, constants: dict[str, Any], part: dict[str, Any]) -> None:
-    """Start the overlapping scan of ``overlapping_back.py`` in place of ``simple_gla_dv``."""
+    """Start the overlapping scan of ``overlapping_back.py`` in place of ``simple_gla_dv``.
+
+    batch, part: the call, and the values that the launches for a group of sequences share.
+    constants: constants of ``simple_gla_dv``.
+    """
     from flashlin.kernels.simple_gla.overlapping_back import simple_gla_overlapped_back
     own = {name: constants[name] for name in ("V", "DECAY", "V_FIRST", "GROUP", "HAS_DHT", "HAS_DH0")}
     leaving = part["dv"] if part["dstates"] is None else part["dstates"]

@@ -48,6 +48,9 @@ def simple_gla_scan(
     """Compute the outputs o and the final states ht by a scan over chunks.
 
     One program computes BV columns of one head's state and keeps them in registers from chunk to chunk.
+
+    h0: the states that enter the sequences or, if these are split, the segments.
+    DECAY: 0 for no decay, 1 for one decay per head (gamma), 2 for one decay per token and head (G).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -90,7 +93,10 @@ def simple_gla_scan(
 
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None."""
+    """Run the plan's forward launches and return o [B, T, H, V] and the final states or None.
+
+    The states are fp32, [N, H, K, V] or, with ``how.state_v_first``, [N, H, V, K].
+    """
     if plan.problem.mode == "fused_recurrent":
         o, ht, _ = recurrent.launch_forward(plan, TokenByToken(**x._asdict()),
                                             ("v_first",) if how.state_v_first else (),

@@ -180,9 +180,10 @@ def simple_gla_overlapped(
     DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Compute o and ht like ``simple_gla_scan``, with overlapping loads, products and stores; BK equals K.
+    """Compute o and the final states ht by a scan over chunks, as an overlapping kernel for Hopper.
 
-    One program computes BV columns of one head's state.
+    It gives the results of ``simple_gla_scan``. One program computes BV columns of one head's state. BK
+    equals K.
     """
     NV: gl.constexpr = V // BV
     dtype: gl.constexpr = q.dtype

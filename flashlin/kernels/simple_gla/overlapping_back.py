@@ -206,10 +206,11 @@ def simple_gla_overlapped_back(
     SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):
-    """Compute dv and dh0 like ``simple_gla_dv``, with overlapping loads, products and stores; BK equals K.
+    """Compute dv and dh0 by a scan from the last chunk to the first, as an overlapping kernel for Hopper.
 
-    With STATES it also stores the gradients of the states that leave the chunks. One program computes GROUPS
-    times BV columns of one head's state, where GROUPS is 1 or 2. With SIDE these must be all columns.
+    It gives the results of ``simple_gla_dv``. With STATES it also stores the gradients of the states that
+    leave the chunks. One program computes GROUPS times BV columns of one head's state, where GROUPS is 1 or
+    2. With SIDE these must be all columns. BK equals K.
     """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY > 0 else 1

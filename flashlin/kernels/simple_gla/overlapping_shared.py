@@ -191,10 +191,11 @@ def simple_gla_overlapped_shared(
     BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, BH: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Compute dq, dk and dg of one chunk like ``simple_gla_shared``, with overlapping loads and products.
+    """Compute dq, dk and dg of one chunk where heads of v share q and k, as an overlapping kernel for Hopper.
 
-    BK equals K and BV equals V. The heads of a group are divided into slices of at most BH heads; a program
-    adds dq and dk over one slice. dg has two parts per head, which torch adds.
+    It gives the results of ``simple_gla_shared``. The heads that share one q and k are divided into slices of
+    at most BH heads. A program adds dq and dk over one slice. dg has two parts per head, which torch adds. BK
+    equals K and BV equals V.
     """
     SHARES: gl.constexpr = (GROUP + BH - 1) // BH
     dtype: gl.constexpr = q.dtype

@@ -25,11 +25,11 @@ def simple_gla_alone(
     DECAY: tl.constexpr, REVERSE: tl.constexpr, V_FIRST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute the state with which each segment would end if it started from zero, and its total decay.
+    """Compute the final state of each segment from a zero initial state, and the segment's total decay.
 
-    With REVERSE the kernel walks backwards: it computes the gradient that each segment would pass to the
-        segment before it if no gradient entered from later segments. Segments whose result is never used are
-        skipped: a sequence's last segment or, with REVERSE, its first.
+    With REVERSE the kernel walks backwards. It computes the gradient that each segment would pass to the
+    segment before it if no gradient entered from later segments. Segments whose result is never used are
+    skipped: a sequence's last segment or, with REVERSE, its first.
 
     x, y: k and v or, with REVERSE, q and do.
     alone: receives the states or gradients.
