@@ -36,8 +36,8 @@ def columns_of(even, odd, BR: tl.constexpr):
 def with_line(
     even, odd,  # [BT, BR]
     d,  # [N, H, K] or None
-    at,  # n H + head
-    row,  # index in the chunk
+    at,  # index of the sequence and head, n H + head
+    row,  # index of the row in the chunk
     c, s,  # [BT, BR]
     K: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):
@@ -93,7 +93,7 @@ def turn_back(
     table,  # [slots, H, R], fp64
     bounds,  # [N + 1] or None
     T, N,
-    G,  # groups
+    G,  # number of groups
     H,
     S,  # programs per sequence, group and slice of heads
     shares,  # slices of a group's heads
@@ -206,7 +206,7 @@ def turn_back_rest(
     dq_bias, dk_bias,  # [slots, H, K], fp32
     bounds,  # [N + 1] or None
     T, N,
-    G,  # groups
+    G,  # number of groups
     H,
     S,  # programs per sequence, group and slice of heads
     shares,  # slices of a group's heads

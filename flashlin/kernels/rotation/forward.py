@@ -267,7 +267,7 @@ def turn(
     angle,  # [rows, H, R], fp32
     bounds,  # [N + 1] or None
     T, N,
-    G,  # groups
+    G,  # number of groups
     H,
     S,  # programs per sequence and head
     K: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr,

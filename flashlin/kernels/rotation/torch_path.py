@@ -50,9 +50,9 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
 
 
 class Turned(torch.autograd.Function):
-    """Autograd function that adds biases and rotates channel pairs, with fewer passes over memory than ``turned``.
+    """Autograd function that adds biases and rotates channel pairs, with few passes over memory.
 
-    It saves only its inputs for the backward.
+    It gives the results of ``turned`` and saves only its inputs for the backward.
     """
 
     @staticmethod

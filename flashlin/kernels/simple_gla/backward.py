@@ -247,8 +247,8 @@ def simple_gla_dv(
     dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
-    dstates,  # see dstate_at, or None
-    rest, tails,  # see dstate_at
+    dstates,  # receives the gradients of states, see dstate_at; or None
+    rest, tails,  # with SIDE, memory for other gradients of states, see dstate_at
     bounds,  # [N + 1] or None
     scale,
     T, N, H, R, L,
@@ -355,7 +355,7 @@ def grads_of_chunk(
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one entry per chunk
-    dstates, rest, tails,  # see dstate_at
+    dstates, rest, tails,  # where the gradients of states are stored, see dstate_at
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
     scale,
@@ -421,7 +421,7 @@ def simple_gla_grads(
     v, do,  # [rows, H, V]
     G,  # [H, R], fp32
     states,  # [slots, H, K, V], one entry per chunk
-    dstates, rest, tails,  # see dstate_at
+    dstates, rest, tails,  # where the gradients of states are stored, see dstate_at
     dq, dk,  # [rows, H, K]
     dg,  # [rows, H], fp32
     bounds,  # [N + 1] or None
@@ -474,7 +474,7 @@ def grads_of_head(
     dg,  # [rows, H, NK], fp32
     scale,
     n, first, t0, length, i_h, H, R,
-    i_k,  # number of the block of BK channels
+    i_k,  # index of the block of BK channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -532,9 +532,9 @@ def grads_of_share(
     dg,  # [rows, H, NK], fp32
     scale,
     n, first, t0, length,
-    i_s,  # number of the slice of heads
+    i_s,  # index of the slice of heads
     H, R,
-    i_k,  # number of the block of BK channels
+    i_k,  # index of the block of BK channels
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):

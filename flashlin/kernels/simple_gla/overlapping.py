@@ -176,7 +176,7 @@ def simple_gla_overlapped(
     H, R, L,
     rows,  # B T, the rows of the whole batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,  # see compat/descriptors.py
+    REGISTERS: gl.constexpr,  # bound on the registers per thread, see compat/descriptors.py
     DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
     GROUP: gl.constexpr,
 ):

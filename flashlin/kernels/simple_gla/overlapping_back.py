@@ -39,8 +39,10 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
     is full after its bytes have arrived and its vectors of decays are written. With G to base 2, these are
     G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i + log2(scale).
 
+    ring_q, ring_k, ring_do: shared memory with STAGES slots.
     lines: shared memory for the vectors, LINES per slot.
-    line: where the program's rows begin in G.
+    full, empty: one barrier per slot.
+    line: where the rows of the program's segment begin in G.
     rate: decay of the head per token, to base 2, if it is constant (DECAY is 1).
     row0: first row of the program's segment.
     """
@@ -166,7 +168,9 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
 
 
 def _leaving(x):
-    """Return the TMA block of the tensor that receives the gradients of states, or of dv if there is none.
+    """Return the TMA block of ``dstates``: columns of the matrix, rows and columns of a block, matrix rows.
+
+    dstates receives the gradients of states. Without STATES it is dv, as a placeholder.
 
     x: the kernel's arguments by name.
     """
@@ -193,8 +197,8 @@ def simple_gla_overlapped_back(
     dht,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K]
     dv,  # [rows, H, V], of q's dtype
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K], fp32
-    dstates,  # with STATES, see dstate_at
-    rest,  # with SIDE, see dstate_at
+    dstates,  # with STATES, receives the gradients of states, see dstate_at
+    rest,  # with SIDE, receives the second half of them, see dstate_at
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, R, L,
@@ -202,7 +206,7 @@ def simple_gla_overlapped_back(
     slots,  # entries of dstates without SIDE
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,  # see compat/descriptors.py
+    REGISTERS: gl.constexpr,  # bound on the registers per thread, see compat/descriptors.py
     SIDE: gl.constexpr, STATES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr,
     HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, GROUP: gl.constexpr,
 ):

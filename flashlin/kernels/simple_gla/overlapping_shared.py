@@ -158,17 +158,26 @@ def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_d
 
 
 def _of_heads(x):
-    """Return the TMA block of q and k: columns of the matrix, then rows and columns of a block."""
+    """Return the TMA block of q and k: columns of the matrix, then rows and columns of a block.
+
+    x: the kernel's arguments by name.
+    """
     return x["H"] // x["GROUP"] * x["BK"], x["BT"], x["BK"]
 
 
 def _of_values(x):
-    """Return the TMA block of v and do: columns of the matrix, then rows and columns of a block."""
+    """Return the TMA block of v and do: columns of the matrix, then rows and columns of a block.
+
+    x: the kernel's arguments by name.
+    """
     return x["H"] * x["BV"], x["BT"], x["BV"]
 
 
 def _states(x):
-    """Return the TMA block of states: columns of the matrix, rows and columns of a block, matrix rows."""
+    """Return the TMA block of states: columns of the matrix, rows and columns of a block, matrix rows.
+
+    x: the kernel's arguments by name.
+    """
     return x["BV"], x["BK"], x["BV"], x["slots"] * x["H"] * x["BK"]
 
 

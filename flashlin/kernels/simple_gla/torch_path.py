@@ -20,7 +20,7 @@ from flashlin.compat.tracing import transformed
 from flashlin.kernels.sequences import chunk_length, chunks, joined, over_sequences, running_sum, widest
 from flashlin.kernels.simple_gla.inputs import Inputs
 
-SEGMENT = 8192  # tokens
+SEGMENT = 8192  # tokens that are computed at once; longer sequences are walked in such segments
 
 
 def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
