@@ -34,8 +34,8 @@ same rounded numbers. a reads the state before the decay of its own token, so it
 Some pairs do not decay: q with the writes of its own token, and a with the writes of the previous token. They
 are computed outside of the levels, because in the gate they would cancel only on paper.
 
-For KDA, the gradient of a = -beta k goes on to k and beta, and dv = beta dY. For Gated DeltaNet 2
-(ERASE_RATE), the gradient of a = -rate k goes on to k and the rate, and dv = dY.
+For KDA, the gradient of a = -beta k gives those of k and beta, and dv = beta dY. For Gated DeltaNet 2
+(ERASE_RATE), the gradient of a = -rate k gives those of k and the rate, and dv = dY.
 """
 
 import torch

@@ -66,8 +66,9 @@ def advanced(h, rates, step, x, B):
 def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
     """Walk backwards over one token: from the gradient of the state after it to that of the state before it.
 
-    Returns the gradient of the state before the token and the running sum of dA, both [BN, BD]. Then follow h
-    . C, dh . B and w . A log2(e), each [BD], and the strip's part of dB and dC, each [BN].
+    Returns seven tensors: the gradient of the state before the token and the running sum of dA, both [BN,
+    BD]; the sums h . C, dh . B and w . A log2(e) over the states, each [BD]; and the strip's part of dB and
+    dC, each [BN]. Here w is the gradient of the state before the token, times that state.
 
     dh: gradient of the state after the token, without the token's own output, [BN, BD].
     of_A: running sum of dA, [BN, BD].
