@@ -42,4 +42,4 @@ def test_float32_is_right_there(op: str, K: int, halve: Callable[[bool], None]) 
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
     with flashlin.settings(canary="trial"):
-        one_reference.check_taken(op, CUDA, torch.bfloat16, halve, 64)
+        one_reference.check_taken(op, CUDA, torch.bfloat16, halve, 128)

@@ -110,15 +110,19 @@ class Queue:
     def compile(self, key: Any, load: bool, known: Kernel, programs: int, values: tuple[Any, ...],
                 warps: int, stages: int) -> None:
         """In a thread, unless one is at it. load: to the card, too, which might disturb a later capture."""
-        if key not in _compiling:
+        if (key, load) not in _compiling:
             # made by the first who asks, which threads may not be
             _ = known.kernel.device_caches[self.device]
-            thread = threading.Thread(target=self._compile, args=(load, known, values, warps, stages))
+            thread = threading.Thread(target=self._compile, args=(_compiling.get((key, False)), load, known,
+                                                                  values, warps, stages))
             with suppress(RuntimeError):  # the process ends, or may have no more threads: the start compiles
                 thread.start()
-                _compiling[key] = thread
+                _compiling[key, load] = thread
 
-    def _compile(self, load: bool, known: Kernel, values: tuple[Any, ...], warps: int, stages: int) -> None:
+    def _compile(self, first: threading.Thread | None, load: bool, known: Kernel, values: tuple[Any, ...],
+                 warps: int, stages: int) -> None:
+        if first is not None:  # it compiles this kernel, but does not load it
+            first.join()
         # its start raises the same; a process that ends waits for this thread
         with self.slots, suppress(Exception):
             if threading.main_thread().is_alive():
@@ -132,9 +136,10 @@ class Queue:
         itself, which asks it again."""
         starts, self.starts = self.starts, []
         for key, start in starts:
-            if (compiling := _compiling.get(key)) is not None:
+            if (compiling := _compiling.get((key, True))) is not None:
                 compiling.join()
-                _compiling.pop(key, None)
+                _compiling.pop((key, True), None)
+                _compiling.pop((key, False), None)
             launch.begin(*start)
 
     def end(self) -> None:
