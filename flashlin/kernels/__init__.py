@@ -1,1 +1,1 @@
-"""One folder per family: recipe, kernels, torch path, reference."""
+"""The kernels: a folder for each family of ops, with its recipe, kernels, torch path and reference."""

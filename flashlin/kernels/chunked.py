@@ -1,17 +1,25 @@
-"""What a call of a chunked family is beside its tensors (``inputs.py`` of each family has those)."""
+"""The scalar arguments of chunked families. Their tensors are in ``inputs.py`` of each family."""
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import dtype
 
-# What backward is asked for where only the gradient of a state that enters goes on, to another rank.
+# The gradients to compute if only the gradient of the initial state is needed, which goes to another rank.
 STATE_ALONE = frozenset({"h0"})
 
 
 class Scalars(NamedTuple):
-    """What goes into a family's operator beside its tensors, h0 and bounds; out come o, ht and what forward
-    keeps for backward."""
+    """The scalar arguments of one call of a chunked family's operator.
+
+    scale: factor of the outputs.
+    has_ht: True if the final states are returned.
+    state_v_first: True if states are stored [V, K] instead of [K, V].
+    out_dtype: dtype of the outputs.
+    mode: "chunk" or "fused_recurrent".
+    needs_grad: True if forward keeps tensors for backward.
+    call: name of the public op, for messages.
+    """
     scale: float
     has_ht: bool
     state_v_first: bool

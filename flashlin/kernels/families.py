@@ -1,4 +1,4 @@
-"""The records of all families: those of every folder beside this file that has a ``recipe.py``."""
+"""The records of all families, read from ``recipe.py`` of every subfolder of kernels/, and look-ups by op."""
 from __future__ import annotations
 
 import re
@@ -10,7 +10,7 @@ from flashlin import kernels
 from flashlin.compat.suggestions import need_one_of
 from flashlin.guards.family import Family, Op, Typical
 
-# Doctor tells of the folders in this order; of those not named here last.
+# The order of the folders in doctor's output. Folders that are not listed here come last.
 ORDER = ("simple_gla", "delta", "gla", "dplr", "hgrn", "norm", "conv", "mamba", "selective", "pointwise",
          "rotary", "cross_entropy")
 
@@ -22,11 +22,11 @@ def _records() -> Iterator[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _records()}
-# Every public op by its name, with its family.
+# All public ops by name, each with the name of its family.
 PUBLIC: dict[str, Op] = {op.name: op._replace(family=op.family or family.name)
                          for family in FAMILIES.values() for op in family.ops}
 
-# The op that a layer of this name calls to train. Names that follow from those of ops are in SHORT_NAMES.
+# The op that a layer of this name calls in training. SHORT_NAMES adds the names that follow from op names.
 MODELS = {"deltanet": "chunk_delta_rule", "gated_deltanet": "chunk_gated_delta_rule",
           "deltaproduct": "chunk_gated_delta_product",
           "dplr": "chunk_dplr_delta_rule", "iplr": "chunk_iplr_delta_rule", "hgrn2": "chunk_gla",
@@ -40,28 +40,30 @@ def _squeezed(name: str) -> str:
     return re.sub("[ _-]", "", name).lower()
 
 
-# Short names of ops, without spaces, hyphens, underscores and capitals: those of MODELS, those of chunk_ ops
-# without the prefix, and those of ops that choose the mode themselves.
+# Short names of ops, in lower case without spaces, hyphens and underscores: the names in MODELS, the names of
+# chunk_ ops without the prefix, and the names of ops that choose the mode themselves.
 SHORT_NAMES = {**{_squeezed(op.removeprefix("chunk_")): op for op in PUBLIC if op.startswith("chunk_")},
                **{_squeezed(op): op for op in PUBLIC if PUBLIC[op].mode == "auto"},
                **{_squeezed(name): op for name, op in MODELS.items()}}
 
 
 def op_of(name: str) -> str:
-    """Return the public op of this name or short name (``gdn``, ``Mamba2``). Raise a ValueError that names
-    similar ops if there is none."""
+    """Return the public op that has this name or short name (``gdn``, ``Mamba2``).
+
+    Raise ValueError if none has it; the message names similar ops.
+    """
     known = isinstance(name, str) and (name if name in PUBLIC else SHORT_NAMES.get(_squeezed(name)))
     if not known:
-        ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # other names come last
+        ops = sorted(PUBLIC, key=lambda name: bool(PUBLIC[name].planned_as))  # aliases come last
         raise ValueError(f"op: got {name!r}, {need_one_of(name, ops)}")
     return known
 
 
 def family_of(op: str) -> Family:
-    """The family whose kernels run a public op."""
+    """Return the family whose kernels run a public op."""
     return FAMILIES[PUBLIC[op].family]
 
 
 def typical(op: str) -> Typical:
-    """The sizes that people call an op with, by what for."""
+    """Return the sizes of typical calls of an op, by use (such as training or decoding)."""
     return PUBLIC[op].typical or family_of(op).typical

@@ -1,6 +1,9 @@
-"""The walk over tokens that the references of ops over sequences share. A family declares one step, which
-takes a state and a token. Packed sequences, initial and final states, groups of heads and the direction are
-handled here. All of it is float64, differentiable and slow on purpose."""
+"""The loop over tokens that all float64 references of ops over sequences share.
+
+A family declares one step: a function of a state and one token. This module handles packed sequences, initial
+and final states, groups of heads, and the direction. All of it is in float64, differentiable, and slow on
+purpose.
+"""
 from __future__ import annotations
 
 import inspect
@@ -17,10 +20,10 @@ Step = Callable[..., tuple[Any, Tensor]]
 
 
 def spans_of(B: int, T: int, bounds: Iterable[int] | None) -> list[tuple[int, int, int]]:
-    """Return (row of the batch, first token, token after the last) of each sequence.
+    """Return (batch row, first token, end token) of each sequence; the end token is exclusive.
 
-    B rows of T tokens are a sequence each; with bounds [N + 1], a list or a tensor, the one row holds
-    sequence n in the tokens bounds[n] .. bounds[n + 1].
+    Without bounds, each of the B rows of T tokens is one sequence. With bounds [N + 1], a list or a tensor,
+    sequence n is the tokens bounds[n] .. bounds[n + 1] of the single row.
     """
     if bounds is None:
         return [(b, 0, T) for b in range(B)]
@@ -28,15 +31,15 @@ def spans_of(B: int, T: int, bounds: Iterable[int] | None) -> list[tuple[int, in
 
 
 def over_tokens(step: Step, *fixed: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the recurrence of ``step``, an op on q, k and v whose state is a matrix [K, V] for each head.
+    """Return a function that runs ``step`` over all tokens of a batch, as the reference of an op.
 
-    step(S, q, k, v, ...) -> (S, o) gets the state [HV, K, V] and one token of each tensor, [HV, ...]. fixed:
-    names of its arguments that are the same for all tokens.
+    step(S, q, k, v, ...) -> (S, o) computes one token. It gets the states [HV, K, V] of all heads and one
+    token [HV, ...] of each tensor. fixed: names of its arguments that are the same for all tokens.
 
-    The recurrence takes the step's tensors for all tokens, in its order or by name: q, k [B, T, H, K], v [B,
-    T, HV, V] and others [B, T, H or HV, ...], HV a multiple of H; value head j reads head j // (HV / H). It
-    starts at h0 [N, HV, K, V] or zeros, and returns (scale o [B, T, HV, V], states [N, HV, K, V]). bounds and
-    reverse: as in ``token_by_token``.
+    The returned function takes the tensors of ``step`` for all tokens, in the same order or by name: q, k
+    [B, T, H, K], v [B, T, HV, V], and others [B, T, H or HV, ...]. HV is a multiple of H; value head j reads
+    head j // (HV / H) of q and k. It starts at h0 [N, HV, K, V] or zeros, and returns the outputs times
+    scale, [B, T, HV, V], and the final states [N, HV, K, V]. bounds and reverse: see ``token_by_token``.
     """
     names = list(inspect.signature(step).parameters)[1:]
 
@@ -57,19 +60,23 @@ def over_tokens(step: Step, *fixed: str) -> Callable[..., tuple[Tensor, Tensor]]
 
 
 def before(given: Tensor | None, x: Tensor, bounds: Tensor | None, *shape: int) -> Tensor:
-    """Return the states [N, *shape] before the first tokens of x [B, ...]: the given ones, or zeros."""
+    """Return the initial states [N, *shape] of the sequences of x, in float64: ``given``, or zeros.
+
+    Without bounds, N is the length of x; with bounds [N + 1] it is the number of packed sequences.
+    """
     N = len(x) if bounds is None else len(bounds) - 1
     return x.new_zeros(N, *shape, dtype=torch.float64) if given is None else given.double()
 
 
 def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Iterable[int] | None = None,
                    reverse: bool = False) -> tuple[Tensor, Any]:
-    """Return the outputs [B, T, ...] of step(S, **token) -> (S, o), and the states after the last tokens.
+    """Run step(S, **token) -> (S, o) over all tokens; return the outputs [B, T, ...] and the final states.
 
-    tokens: the step's tensors [B, T, ...] by name. S: the states before the first tokens, a tensor [N, ...]
-    or a tuple of such. With bounds [N + 1] the rows bounds[n] .. bounds[n + 1] of the single batch row are
-    sequence n, as far as there are such rows; other rows are zero. reverse: from each sequence's last token
-    to its first.
+    tokens: the step's tensors [B, T, ...] by name.
+    S: the states before the first tokens, a tensor [N, ...] or a tuple of such tensors.
+    bounds: [N + 1]; sequence n is the rows bounds[n] .. bounds[n + 1] of the single batch row, cut at T. The
+        outputs of other rows are zero.
+    reverse: True to run from the last token of each sequence to its first.
     """
     def one(S: Any, token: dict[str, Tensor]) -> tuple[Any, Tensor]:
         return step(S, **token)
@@ -92,9 +99,12 @@ def token_by_token(step: Step, tokens: Mapping[str, Tensor], S: Any, bounds: Ite
 
 
 def _walk(step: Step, tokens: dict[str, Tensor], S: Any, reverse: bool) -> tuple[Tensor, Any]:
-    """Return the outputs of one or more tokens [T, ...], and the state after the last."""
+    """Run ``step`` over the tokens [T, ...] of one sequence; return their outputs and the final state.
+
+    T is at least 1.
+    """
     outputs = []
-    # unbound at once: an index for each token would make backward quadratic in their number
+    # unbind once: with an index for each token, backward would be quadratic in T
     every = list(zip(*(x.unbind() for x in tokens.values()), strict=True))
     for token in reversed(every) if reverse else every:
         S, o = step(S, dict(zip(tokens, token, strict=True)))
@@ -103,18 +113,20 @@ def _walk(step: Step, tokens: dict[str, Tensor], S: Any, reverse: bool) -> tuple
 
 
 def decayed(S: Tensor, *logs: Tensor | None, values: Tensor | None = None) -> Tensor:
-    """Return e^log S for each of the logs, which belong to heads [HV] or to key channels [HV, K]; values: log
-    decays of value channels [HV, V]."""
+    """Return the states S [HV, K, V] after decays that are given as natural logarithms.
+
+    logs: decays of heads [HV] or of key channels [HV, K], or None. values: decays of value channels [HV, V].
+    """
     for log in logs:
         S = S if log is None else log.exp().view(*log.shape, *(1,) * (3 - log.ndim)) * S
     return S if values is None else values.exp()[:, None] * S
 
 
 def read(S: Tensor, q: Tensor) -> Tensor:
-    """Return S^T q of each head: [HV, V]."""
+    """Return S^T q of each head, [HV, V], for S [HV, K, V] and q [HV, K]."""
     return torch.einsum("hkv,hk->hv", S, q)
 
 
 def written(k: Tensor, v: Tensor) -> Tensor:
-    """Return k v^T of each head: [HV, K, V]."""
+    """Return the outer product k v^T of each head, [HV, K, V], for k [HV, K] and v [HV, V]."""
     return k[:, :, None] * v[:, None, :]

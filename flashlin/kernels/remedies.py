@@ -1,10 +1,12 @@
-"""The remedies. Each rewrites the Problem, or returns None where it cannot help. It lowers its own measure
-and raises that of no other remedy, so planning ends.
+"""The remedies: rewrites of a Problem that avoid a reason why its launches cannot run.
 
-Nothing wraps a call: the rewritten Problem is the instruction. Recipes obey it, and ops/_common/casting.py
-casts operands as it says. To add a remedy, add its line to REMEDIES. If its instruction is that a launch must
-not have some fact, ``avoiding`` makes its function, ``Problem.avoid`` carries the fact, and the recipe that
-has launches without it obeys.
+A remedy returns the rewritten Problem, or None if it cannot help. It lowers its own measure and raises the
+measure of no other remedy, so planning ends.
+
+No remedy wraps the call. Recipes plan launches for the rewritten Problem, and ops/_common/casting.py casts
+operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies only forbid a trait of launches.
+For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the trait, and the recipes leave out
+launches that have it.
 """
 from __future__ import annotations
 
@@ -18,29 +20,37 @@ Rewrite = Callable[[Problem, Target, Reason], Problem | None]
 
 
 def in_mode(mode: str) -> Rewrite:
-    """Make the remedy by which a call that leaves the mode open runs in this one."""
+    """Return the remedy that sets the mode of a call with mode="auto"."""
     def choose(problem: Problem, target: Target, reason: Reason) -> Problem | None:
         return problem._replace(mode=mode) if problem.mode == "auto" else None
     return choose
 
 
 def limit_num_warps(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """8 -> 4 -> 2: two warps use no warpgroup instructions, so nothing smaller helps."""
+    """Halve the limit on warps: 8, then 4, then 2.
+
+    Two warps use no warpgroup instructions, so a lower limit would not help.
+    """
     return problem._replace(max_warps=problem.max_warps // 2) if problem.max_warps > 2 else None
 
 
 def via_fp32(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """16-bit tensors are cast to fp32 in torch before the launch and results back after it (a 16-bit load may
-    not even compile)."""
-    if problem.given is not None and not problem.given.outputs:  # it is unknown which copies to write back
+    """Run on fp32 copies of 16-bit tensors.
+
+    torch casts the tensors before the launch and the results after it, because even a 16-bit load may fail to
+    compile.
+    """
+    if problem.given is not None and not problem.given.outputs:  # unknown which copies to write back
         return None
     return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16",
                                                                                          "bfloat16") else None
 
 
 def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """Half as many sequences per launch; with cu_seqlens a part is the view ``cu_seqlens[n0:n1 + 1]``, so
-    nothing is read on the host."""
+    """Halve the number of sequences in a launch.
+
+    A slice of packed sequences uses the view ``cu_seqlens[n0:n1 + 1]``, so the host reads no values.
+    """
     if problem.given is not None and problem.given.whole:
         return None
     whole = problem.batch_part or problem.N
@@ -48,8 +58,7 @@ def chunk_batch(problem: Problem, target: Target, reason: Reason) -> Problem | N
 
 
 def avoiding(*facts: str) -> Rewrite:
-    """Make the remedy by which recipes start no launch with these facts, or with those that the reason
-    objects to."""
+    """Return the remedy that forbids launches with the given traits and with the traits the reason names."""
     def avoid(problem: Problem, target: Target, reason: Reason) -> Problem | None:
         more = frozenset(facts) | reason.avoid
         return problem._replace(avoid=problem.avoid | more) if more - problem.avoid else None
@@ -57,29 +66,32 @@ def avoiding(*facts: str) -> Rewrite:
 
 
 def share_heads(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """Whole sequences of a share of the heads for each rank."""
+    """Give each rank whole sequences of 1 / ranks of the heads, by an all-to-all exchange."""
     if problem.over or problem.ranks == 1 or problem.H % problem.ranks:
         return None
     return problem._replace(over="heads", T=problem.T * problem.ranks, H=problem.H // problem.ranks)
 
 
 def carry_states(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """Ranks keep their tokens, and exchange states."""
+    """Let each rank keep its tokens, and exchange states between ranks."""
     return problem._replace(over="tokens") if problem.ranks > 1 and not problem.over else None
 
 
 def torch_path(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """A user's own kernel has none."""
+    """Run the op in plain torch; a user's own kernel has no torch path."""
     return problem._replace(path="torch") if problem.path != "torch" and problem.given is None else None
 
 
 class Remedy(NamedTuple):
-    """A remedy, with all that other modules need to know about it.
+    """One remedy, with its properties for planning and messages.
 
-    measure: a number of the Problem that the remedy lowers, and that no remedy raises. exact: the same
-    kernels run on the same operands, so the numbers and the class of speed are the same. means: what happens,
-    after the op's name in a sentence. note: the same in a word or two, with the Problem's fields, after the
-    path. burden: how far it is from the plain way. cost: what it takes, if it is not exact.
+    rewrite: returns the rewritten Problem, or None if the remedy cannot help.
+    measure: a number of the Problem that this remedy lowers and no remedy raises.
+    exact: True if the same kernels run on the same operands, so results and order of speed stay the same.
+    means: the effect, as the rest of a sentence that begins with the op's name.
+    note: the effect in a few words, printed after the path; a format string over the Problem.
+    burden: rank of the remedy by its distance from the normal path; higher is worse.
+    cost: the price in time and memory of a remedy that is not exact.
     """
     rewrite: Rewrite
     measure: Callable[[Problem], int]
@@ -90,7 +102,7 @@ class Remedy(NamedTuple):
     cost: str = ""
 
 
-# Notes come in this order.
+# Notes are printed in this order.
 REMEDIES: dict[str, Remedy] = {
     "chunk_mode": Remedy(in_mode("chunk"), lambda p: p.mode == "auto", True, "runs chunk by chunk"),
     "recurrent_mode": Remedy(in_mode("fused_recurrent"), lambda p: p.mode == "auto", True,

@@ -1,4 +1,4 @@
-"""Helpers of the families' torch paths: the dtype they compute in, sums of rows, packed sequences, chunks."""
+"""Helpers for the torch paths of families: dtypes, running sums, packed sequences, and chunks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from flashlin.compat.tracing import numbers
 from flashlin.compat.versions import release
 
 Tensors = Sequence[Tensor | None]
-# (h0, *tensors) -> (o, states), for sequences of one length: h0 [B, H, K, V]; q, k, v [B, T, H, D], then
-# others [B, T, H] or [B, T, H, D], or None
+# A function (h0, *tensors) -> (o, states) for sequences of the same length. h0 is [B, H, K, V]; q, k, v are
+# [B, T, H, D]; further tensors are [B, T, H], [B, T, H, D] or None.
 Rows = Callable[..., tuple[Tensor, Tensor]]
 
 CHUNK = 64  # tokens
@@ -22,12 +22,12 @@ _CUMSUM_MAY_RAISE = release(torch.__version__) < release(DETERMINISTIC_CUMSUM_FR
 
 
 def widest(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype that plain torch computes in: float64 where a tensor has it, else float32."""
+    """Return the dtype that a torch path computes in: float64 if any tensor has it, else float32."""
     return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def wide(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the widest's dtype; None stays None."""
+    """Return the tensors cast to the dtype of ``widest``; None stays None."""
     compute = widest(*tensors)
     return tuple(None if x is None else x.to(compute) for x in tensors)
 
@@ -36,7 +36,7 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
     """Return the sums of x along ``dim`` up to each element, in x's dtype.
 
     Before torch 2.6, ``cumsum`` and its gradient raise an error on a GPU under
-    ``torch.use_deterministic_algorithms(True)``. Then sums over masked copies of x give the result.
+    ``torch.use_deterministic_algorithms(True)``. In that case ``sum_of_masked`` computes the sums.
     """
     if not (_CUMSUM_MAY_RAISE and x.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()):
         return x.cumsum(dim, dtype=x.dtype)
@@ -44,15 +44,21 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def sum_of_masked(x: Tensor, dim: int) -> Tensor:
-    """Return the same as ``running_sum``. Memory grows with the square of the dimension's length."""
+    """Return the running sums of x along ``dim``, without ``cumsum``.
+
+    Each sum is over a masked copy of x, so memory grows with the square of the dimension's length.
+    """
     rows = torch.arange(x.shape[dim], device=x.device)
     copies = x.movedim(dim, -1)[..., None, :].masked_fill(rows[:, None] < rows, 0)
     return copies.sum(-1, dtype=x.dtype).movedim(-1, dim)
 
 
 def sequences_of(bounds: Tensor, T: int) -> tuple[Tensor, Tensor]:
-    """For T packed rows: the number of each one's sequence [T], and whether it belongs to any [T]. Without
-    one the number is -1 (before the first sequence) or N (after the last). Reads nothing on the host."""
+    """Return, for each of T packed rows, the number of its sequence and True if it belongs to one.
+
+    Both results are [T]. The number is -1 before the first sequence and N after the last. The host reads no
+    values.
+    """
     rows = torch.arange(T, dtype=bounds.dtype, device=bounds.device)
     n = torch.searchsorted(bounds, rows, right=True) - 1
     return n, (n >= 0) & (n < bounds.shape[0] - 1)
@@ -60,11 +66,16 @@ def sequences_of(bounds: Tensor, T: int) -> tuple[Tensor, Tensor]:
 
 def over_sequences(rows: Rows, tensors: Tensors, h0: Tensor | None, bounds: Tensor | None,
                    scale: float, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) by ``rows``, in float32, or float64 for float64 tensors, with q
-    times scale, and q and k of as many heads as v. tensors: as rows takes them, but q and k [B, T, H, K]; h0
-    [N, HV, K, V] or None for zeros. reverse: from a sequence's last token to its first.
+    """Run ``rows`` over a batch; return the outputs [B, T, HV, V] and the final states [N, HV, K, V].
 
-    With bounds [N + 1] their values are read on the host (for tensors on a GPU that is a synchronisation).
+    It computes in float64 if q, k or v is float64, else in float32. ``rows`` gets q times scale, and q and k
+    with HV heads.
+
+    rows: computes sequences of the same length, see ``Rows``.
+    tensors: the tensors of ``rows``, with q and k [B, T, H, K].
+    h0: [N, HV, K, V], or None for zeros.
+    bounds: [N + 1] for packed sequences. The host reads its values, which synchronizes with a GPU.
+    reverse: True to run from the last token of a sequence to its first.
     """
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
@@ -76,7 +87,7 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: Tensor | None, bounds: Tens
     wide = [q, k, *[None if x is None else x.to(compute) for x in tensors[2:]]]
     N = q.shape[0] if bounds is None else bounds.shape[0] - 1
     h = q.new_zeros(N, v.shape[2], q.shape[3], v.shape[3]) if h0 is None else h0.to(compute)
-    if q.shape[1] == 0:  # nothing, but with gradients
+    if q.shape[1] == 0:  # no tokens, but o keeps its graph, so that gradients exist
         o = v.to(compute)
         for x in wide:
             o = o if x is None else o * (x if x.ndim == 4 else x[..., None]).sum(-1, keepdim=True)
@@ -91,8 +102,11 @@ def over_sequences(rows: Rows, tensors: Tensors, h0: Tensor | None, bounds: Tens
 
 def _packed(rows: Rows, tensors: list[Tensor | None], h0: Tensor, edges: list[int],
             reverse: bool) -> tuple[Tensor, Tensor]:
-    """Sequences of about the same length are padded to one batch: at most twice the work, and no loop over
-    thousands of them."""
+    """Run ``rows`` over packed sequences.
+
+    Sequences of similar length are padded to one batch. This costs at most twice the work, and avoids a loop
+    over thousands of sequences.
+    """
     groups: dict[int, list[int]] = {}
     for n in range(len(edges) - 1):
         groups.setdefault((edges[n + 1] - edges[n] - 1).bit_length(), []).append(n)
@@ -104,7 +118,7 @@ def _packed(rows: Rows, tensors: list[Tensor | None], h0: Tensor, edges: list[in
         steps = torch.arange(max(edges[n + 1] - edges[n] for n in members), device=v.device)
         inside = steps < (last - first)[:, None]
         at = torch.where(inside, last[:, None] - 1 - steps if reverse else first[:, None] + steps, 0)
-        # past a sequence's end all is zero: no key and no decay, so the state stands still
+        # all tensors are zero after a sequence's end: no key and no decay, so the state does not change
         padded = [None if x is None else
                   torch.where(inside.view(*inside.shape, *[1] * (x.ndim - 2)), x[0][at], 0) for x in tensors]
         which = torch.tensor(members, device=v.device)
@@ -115,8 +129,10 @@ def _packed(rows: Rows, tensors: list[Tensor | None], h0: Tensor, edges: list[in
 
 
 def chunk_length(T: int) -> int:
-    """Tokens of a chunk: less for short sequences, of which there may be many; a graph has one length for
-    all."""
+    """Return the number of tokens in a chunk: 64, or less for short sequences.
+
+    Shorter chunks save work for batches of many short sequences. While torch.compile traces, it is always 64.
+    """
     chunk = CHUNK
     while not torch.compiler.is_compiling() and chunk // 2 >= T:
         chunk //= 2
@@ -124,12 +140,12 @@ def chunk_length(T: int) -> int:
 
 
 def chunks(x: Tensor, length: int) -> Tensor:
-    """[B, T, H, ...] -> [B, H, chunks, length, ...], zeros past the end."""
+    """Split x [B, T, H, ...] into chunks [B, H, chunks, length, ...], with zeros after the end."""
     padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % length))
     split: Tensor = padded.unflatten(1, (-1, length))
     return split.movedim(3, 1)
 
 
 def joined(x: Tensor, T: int) -> Tensor:
-    """[B, H, chunks, length, D] -> [B, T, H, D]."""
+    """Join chunks [B, H, chunks, length, D] to a sequence [B, T, H, D]."""
     return x.movedim(1, 3).flatten(1, 2)[:, :T]
