@@ -1,1 +1,5 @@
-"""What differs between machines and releases: versions, targets, Triton's moved names, known issues."""
+"""Differences between machines and between releases of Triton, torch and other packages.
+
+The modules here describe machines (``target``), releases (``releases``, ``versions``) and known failures
+(``known``). They also start kernels (``launch``) and child processes (``subprocesses``).
+"""

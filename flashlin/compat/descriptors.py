@@ -1,31 +1,45 @@
-"""Gluon kernels that read and write tensors by descriptors (TMA, on Hopper), handled like any other."""
+"""Pass tensors to Gluon kernels whose parameters are tensor descriptors (TMA on Hopper).
+
+A caller starts such a kernel like any other kernel, with tensors. ``Described`` replaces these tensors by
+descriptors when the kernel starts.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-# From a kernel's arguments by name: columns of a tensor, which is taken as a matrix, and rows and columns of
-# the block that is moved at a time; rows of the matrix, if they are not the kernel's ``rows``.
+# Describes one tensor, seen as a matrix, for a kernel with these arguments (by name). Returns the columns of
+# the matrix, and the rows and columns of the block that one TMA instruction moves. A fourth number gives the
+# rows of the matrix, if they differ from the kernel's argument ``rows``.
 Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 def described(**blocks: Block) -> Callable[[Any], Described]:
-    """Decorates ``@gluon.jit``: these parameters are descriptors. REGISTERS, a constexpr that a kernel may
-    have, bounds the registers of a thread, as a mean over its warps; without it, or where it is 0, Gluon
-    gives a program all there are."""
+    """Return a decorator for a ``@gluon.jit`` kernel some of whose parameters are tensor descriptors.
+
+    blocks: the ``Block`` function of each such parameter, by the name of the parameter.
+
+    A kernel may have a constexpr REGISTERS. It bounds the registers of a thread, as a mean over the warps. If
+    it is missing or 0, Gluon lets a program use all registers.
+    """
     return partial(Described, blocks)
 
 
 class Address(int):
-    """Memory, as a descriptor has it."""
+    """An address in GPU memory, with the method ``data_ptr`` that Triton's launcher calls on a tensor."""
 
     def data_ptr(self) -> int:
+        """Return the address itself."""
         return self
 
 
 class Lent(NamedTuple):
-    """What Triton's launcher takes of a TensorDescriptor, without what that checks each time."""
+    """The fields of a TensorDescriptor that Triton's launcher reads.
+
+    It replaces a TensorDescriptor when a kernel is started again, because the constructor of a
+    TensorDescriptor checks its arguments each time.
+    """
     base: Any
     shape: list[int]
     strides: list[int]
@@ -34,8 +48,11 @@ class Lent(NamedTuple):
 
 
 class Described:
-    """A jitted function of Gluon's, to start and to compile with tensors where it has descriptors: those are
-    made as it starts. Of a tensor whose memory does not begin at a multiple of 16 bytes there is none."""
+    """A jitted Gluon kernel that accepts tensors for its descriptor parameters.
+
+    The descriptors are made when the kernel is started or compiled. A descriptor requires a tensor whose
+    address is a multiple of 16 bytes.
+    """
 
     def __init__(self, blocks: Mapping[str, Block], kernel: Any) -> None:
         self.blocks, self.kernel = blocks, kernel
@@ -48,11 +65,15 @@ class Described:
         return lambda *values, **options: self._called(self.kernel[grid], values, options)
 
     def warmup(self, *values: Any, **options: Any) -> Any:
+        """Compile the kernel for these arguments without starting it, as ``JITFunction.warmup`` does."""
         return self._called(self.kernel.warmup, values, options)
 
     def lent(self, values: Sequence[Any]) -> list[Any]:
-        """What its compiled kernel is started with; values: of all its parameters, in their order, tensors or
-        addresses."""
+        """Return the arguments for the compiled kernel, with a ``Lent`` for each descriptor parameter.
+
+        values: the arguments of all parameters, in their order. A descriptor parameter has a tensor or an
+        address.
+        """
         given, lent = dict(zip(self.kernel.arg_names, values, strict=True)), [*values]
         for at, name in self.places:
             x, (columns, _, _, *rows) = values[at], self.blocks[name](given)
@@ -67,7 +88,7 @@ class Described:
         for at, name in self.places:
             x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
-            columns = max(columns, wide)  # where sizes are made up, to compile
+            columns = max(columns, wide)  # needed when a kernel is compiled for invented sizes
             layout = gl.NVMMASharedLayout.get_default_for([tall, wide], dtype)
             described[at] = TensorDescriptor(x, [*(rows or [given["rows"]]), columns], [columns, 1],
                                              [tall, wide], layout)

@@ -1,7 +1,8 @@
-"""The kind of a failure: of a kernel, or of what it needs around it, such as memory, a disk, permissions, or
-a card that is busy or gone. It is found by the types and texts of errors.
+"""Tell failures of a kernel from failures of its surroundings, by the types and texts of errors.
 
-Only the failure of a kernel may be recorded against that kernel.
+The kind of a failure is "kernel", "memory" (too little memory) or "surroundings" (a full disk, missing
+permissions, a GPU that is busy or lost ...). Only a failure of the kind "kernel" may be recorded against that
+kernel.
 """
 from __future__ import annotations
 
@@ -22,48 +23,53 @@ SURROUNDINGS = re.compile(
     r"|found no nvidia driver|driver shutting down|system not (?:yet )?initialized|uncorrectable ecc"
     r"|0 active drivers|failed to find c compiler|cannot find ptxas|linker \S+ not found"
     r"|failed with error code -15\b|cannot open shared object file", re.I)
-# What a device says of a kernel that broke it. The context is lost with it.
+# Errors of a GPU after a kernel did something illegal. The CUDA context is lost with them.
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction"
                      r"|launch failure|device-side assert|invalid program counter|hardware stack error"
                      r"|invalid address space|memory access fault by GPU|memory_aperture_violation"
                      r"|hipErrorIllegalAddress", re.I)
-STOPPED = re.compile(r"launch timed out", re.I)  # by the watchdog of a card that also draws a screen
-# Signals that others send: the system when memory or a limit is used up, or a person; and a bus error, which
-# a full disk behind a mapped file makes.
+# Printed when the watchdog of a GPU that also drives a screen stopped the kernel.
+STOPPED = re.compile(r"launch timed out", re.I)
+# Signals that come from outside the process: from the system, when memory or a limit is exhausted, or from a
+# person. A bus error also counts, because a mapped file on a full disk causes one.
 SENT = {name for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGBUS", "SIGXCPU", "SIGXFSZ",
                           "SIGPIPE") if hasattr(signal, name)}
 
 
 def of_error(error: BaseException) -> Kind:
-    """Return the kind of an exception that came out of compiling or starting a kernel."""
+    """Return the kind of failure that an exception from compiling or starting a kernel reports."""
     for one in filter(None, (error, error.__cause__)):
-        quotes_kernel = type(one).__name__ == "CompilationError"  # comments and all
+        # the text of a CompilationError contains the kernel's source, whose words must not be searched
+        quotes_kernel = type(one).__name__ == "CompilationError"
         kind = "kernel" if quotes_kernel else of_text(f"{type(one).__name__}: {one}")
         if kind != "kernel":
             return kind
-        # a library that does not load, no compiler of launchers
+        # a library that cannot be loaded, or a missing C compiler for the launchers
         if isinstance(one, (OSError, ImportError, subprocess.CalledProcessError)):
             return "surroundings"
     return "kernel"
 
 
 def of_text(text: str) -> Kind:
-    """Return the kind of a failure by what a compiler or a dying process has printed."""
+    """Return the kind of failure that the output of a compiler or of a dying process reports."""
     return "memory" if MEMORY.search(text) else "surroundings" if SURROUNDINGS.search(text) else "kernel"
 
 
 def of_exit(code: int, said: str) -> Kind:
-    """Return the kind of failure by which a process ended while it compiled or ran a kernel. code: its exit
-    status, or minus the number of a signal."""
+    """Return the kind of failure that ended a process while it compiled or ran a kernel.
+
+    code: the exit status of the process, or minus the number of the signal that ended it.
+    said: the output of the process.
+    """
     if code < 0:
         name = signal_name(-code)
         if name == "SIGKILL":
-            return "memory"  # nobody else ends a process so, but the system when memory is short
+            return "memory"  # the system sends SIGKILL when memory is short
         if name in SENT:
             return "surroundings"
     return of_text(said)
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGABRT`` for 6; ``signal 40`` for one without a name."""
+    """Return the name of a signal: ``SIGABRT`` for 6, and ``signal 40`` for a number without a name."""
     return next((one.name for one in signal.Signals if one == number), f"signal {number}")

@@ -1,5 +1,7 @@
-"""Checks of the folders from which flashlin imports, or whose files decide what it does. No other user may be
-able to change their contents."""
+"""Check that no other user can change the folders that flashlin trusts.
+
+flashlin imports code from some folders, and reads files that decide its behaviour from others.
+"""
 from __future__ import annotations
 
 import errno
@@ -9,8 +11,9 @@ from pathlib import Path
 
 
 def unsafe(folder: Path, what: str = "") -> str:
-    """Return why another user could change the contents of ``folder``, and what is needed; ``""`` if none
-    can.
+    """Return the reason why another user could change a folder's contents; ``""`` if no other user can.
+
+    The reason also says what is needed instead.
 
     The folder must belong to this user. No parent folder may be world-writable, unless it is like /tmp
     (sticky), where only the owner of an entry (this user or root) can rename it. A link is judged by its
@@ -44,15 +47,20 @@ def unsafe(folder: Path, what: str = "") -> str:
 
 
 def in_cache() -> Path:
-    """Return flashlin's folder in the cache of this user, which is ``$XDG_CACHE_HOME`` or ``~/.cache``. The XDG
-    specification says to ignore a relative path. Raises RuntimeError for a user without a home directory."""
+    """Return flashlin's folder in this user's cache folder, which is ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    A relative path in XDG_CACHE_HOME is ignored, as the XDG specification requires. Raises RuntimeError for a
+    user without a home directory.
+    """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return Path(named if os.path.isabs(named) else Path.home() / ".cache", "flashlin")
 
 
 def make(folder: Path) -> None:
-    """Make a folder, and its missing parents, for this user alone. Raise OSError if that is impossible, or if
-    another user could change its contents."""
+    """Make a folder and its missing parents, with access for this user alone.
+
+    Raises OSError if that is impossible, or if another user could change the folder's contents.
+    """
     for path in (*reversed(folder.parents), folder):  # mkdir(parents=True) has no mode for the parents
         path.mkdir(mode=0o700, exist_ok=True)
     if why := unsafe(folder):

@@ -1,5 +1,8 @@
-"""Call a function when a module has been imported. So a patch also reaches modules that are imported later,
-and torch finds flashlin's operators when it loads an exported program."""
+"""Call a function when a module has been imported.
+
+With it, a patch also reaches modules that are imported later. It also lets torch find flashlin's operators
+when torch loads an exported program.
+"""
 from __future__ import annotations
 
 import importlib
@@ -13,9 +16,14 @@ from typing import Any
 
 
 class Watcher:
-    """An entry of ``sys.meta_path`` that finds no modules itself. It has ``then`` called when a module of
-    these packages has run. A name that ends in * means all packages with that prefix. A name with dots means
-    one module."""
+    """An entry of ``sys.meta_path`` that calls a function after a module of some packages has run.
+
+    It finds no modules itself. It wraps the loader that another finder returns.
+
+    packages: names of packages. A name that ends in * means all packages with that prefix. A name with dots
+        means one module.
+    then: the function, called with the module.
+    """
 
     def __init__(self, packages: Sequence[str], then: Callable[[ModuleType], None]) -> None:
         self.packages, self.then = tuple(packages), then
@@ -23,6 +31,7 @@ class Watcher:
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec that the other finders return, with its loader wrapped; None for other packages."""
         package = name.partition(".")[0]
         wanted = package in self.packages or name in self.packages or package.startswith(self._beginnings)
         if not wanted or name in vars(self._asking):
@@ -35,21 +44,26 @@ class Watcher:
         finally:
             delattr(self._asking, name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            loader: Any = Telling(spec.loader, self.then)  # a loader by its members
+            loader: Any = Telling(spec.loader, self.then)  # has the members of a loader, but not its type
             spec.loader = loader
         return spec
 
 
 class Telling:
-    """A loader that calls ``then`` with its module when that has run. The module never sees it."""
+    """A wrapper around a loader that calls ``then`` with the module after the module has run.
+
+    The module's own attributes name the wrapped loader, so the module never sees this one.
+    """
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self.loader, self.then = loader, then
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(super().__getattribute__("loader"), name)  # of a copy in the making: AttributeError
+        # while a copy of this object is being made, "loader" is missing: this then raises AttributeError
+        return getattr(super().__getattribute__("loader"), name)
 
     def exec_module(self, module: Any) -> None:
+        """Run the module with the wrapped loader, then call ``then`` with it."""
         module.__loader__ = self.loader
         if getattr(module, "__spec__", None) is not None:
             module.__spec__.loader = self.loader
@@ -68,19 +82,28 @@ Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
 
 
 def not_prepared(name: str, error: Exception) -> None:
-    """Warn that a callback failed. The program's import must not fail because of flashlin."""
-    warnings.warn(f"flashlin could not prepare {name}: {type(error).__name__}: {error}; it runs as it is",
+    """Warn that the callback for a module failed.
+
+    It does not raise, because the program's import must not fail because of flashlin.
+    """
+    warnings.warn(f"flashlin could not prepare {name}: {type(error).__name__}: {error}; it runs unchanged",
                   RuntimeWarning, stacklevel=3)
 
 
 def watch(packages: Sequence[str], then: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Watch the imports of these packages, and return a function that stops it."""
+    """Call ``then`` with each newly imported module of these packages; return a function that stops this.
+
+    packages, then: as of ``Watcher``.
+    """
     watcher = Watcher(packages, then)
     sys.meta_path.insert(0, watcher)
     return lambda: remove(watcher)
 
 
 def remove(finder: Any) -> None:
-    """Remove a finder from ``sys.meta_path``, if it is there. The list is replaced, not changed: an import in
-    another thread still iterates over the old list, and a removal there would make it skip a finder."""
+    """Remove a finder from ``sys.meta_path``, if the list contains it.
+
+    The list is replaced, not changed. An import in another thread may still iterate over the old list, and a
+    removal from that list would make the import skip a finder.
+    """
     sys.meta_path = [one for one in sys.meta_path if one is not finder]

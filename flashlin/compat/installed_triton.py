@@ -1,4 +1,4 @@
-"""The installed Triton: its module, the key of its cache, and what it can do. It is imported on first use."""
+"""The installed Triton: its module, the key of its cache, and its modes. It is imported on first use."""
 from __future__ import annotations
 
 import os
@@ -17,7 +17,7 @@ _keyed = ThreadLock()
 
 @cache
 def triton_module() -> Any:
-    """Import Triton."""
+    """Return the module ``triton``, imported on the first call."""
     return import_module("triton")
 
 
@@ -27,7 +27,11 @@ def interpreting() -> bool:
 
 
 def possible() -> bool:
-    """Return True if kernels may be started directly on this release, see launch_cache.py."""
+    """Return True if flashlin may start compiled kernels directly on the installed Triton.
+
+    A direct start calls Triton's compiled launcher without ``JITFunction.run``. ``launch_cache.py`` makes
+    them.
+    """
     return _compared(triton_module().__version__)
 
 
@@ -39,13 +43,13 @@ def _compared(version: str) -> bool:
 
 
 def make_key() -> None:
-    """Make the key of Triton's cache, for which Triton reads its whole library once in a process."""
+    """Compute the key of Triton's cache, for which Triton reads its whole library once in a process."""
     with _keyed:
         triton_module().runtime.cache.triton_key()
 
 
 def expect_kernels() -> None:
-    """Make the key in a thread while a first call is planned and its modules are imported."""
+    """Compute the key of Triton's cache in a thread, while this thread plans the first call."""
     if possible():
-        with suppress(RuntimeError):  # the process ends, or may have no more threads
+        with suppress(RuntimeError):  # no thread can be started: the process ends, or has too many
             threading.Thread(target=make_key, daemon=True).start()

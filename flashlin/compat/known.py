@@ -1,5 +1,7 @@
-"""The record of a known failure. Three tables are made of it: ``known_issues`` (Triton, ptxas and kernels),
-``known_flaws`` (other packages) and ``known_failures`` (everything else). ``flashlin why``, doctor, dispatch,
+"""The classes of known failures: ``Known``, and its subclasses ``KnownIssue`` and ``Flaw``.
+
+Three tables contain their instances: ``known_issues`` (failures of Triton, ptxas and kernels),
+``known_flaws`` (of other packages) and ``known_failures`` (all others). ``flashlin why``, doctor, dispatch,
 docs/TROUBLESHOOTING.md and the tests read these tables.
 """
 from __future__ import annotations
@@ -17,21 +19,28 @@ FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 TRITON = "https://github.com/triton-lang/triton/issues/"
 EVERYWHERE = "every card, every Triton"
 ILLEGAL = "an illegal memory access was encountered"
-CONFIDENCE = {"compiled": "compiled in our tests, where it fails so", "ran": "seen in our own runs",
-              "thread": "from the thread; nobody here has run it", "documented": "documented"}
+CONFIDENCE = {"compiled": "compiled in our tests, where it fails like this", "ran": "seen in our own runs",
+              "thread": "reported in the thread; we have not run it", "documented": "documented"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """A known failure.
 
-    effect: what the user sees or gets. symptoms: what is printed, with ``...`` for what varies; none if
-    nothing is printed. seen_in: what the traceback also has, if other programs may print the same. need: what
-    takes it away. proof: the test, the record or the thread behind it; confidence: how sure that makes us, a
-    key of CONFIDENCE. since, fixed_in: the affected releases, from .. to (excluded); None leaves a side open.
-    general: many failures print the same; it is reported only if nothing narrower is found. cards: in words,
-    where the failure occurs; handled: in words, what flashlin does about it. Both are for failures that no
-    code looks for; the others derive them from their fields.
+    effect: the result that the user gets.
+    need: the fix without flashlin, or with one call of flashlin. Alternatives are separated by ", or ".
+    proof: the test, record or thread that shows the failure.
+    confidence: a key of CONFIDENCE, which says how well the proof shows it.
+    symptoms: the texts that are printed, with ``...`` for parts that vary; empty if nothing is printed.
+    seen_in: a text that the traceback must also contain, for symptoms that other programs print as well.
+    url: a page about the failure.
+    since, fixed_in: the first affected release, and the first that is not; None leaves that side open.
+    general: True if many failures print the same. It is reported only if no narrower failure is found.
+    cards: the machines on which the failure occurs, in words.
+    handled: the measures that flashlin takes, in words.
+
+    Only failures that no code looks for use ``cards`` and ``handled``. The subclasses derive these texts from
+    their other fields.
     """
     id: str
     effect: str
@@ -54,35 +63,42 @@ class Known:
 
     @property
     def where(self) -> str:
-        """Return the cards, releases and packages that have it, in words."""
+        """Return the GPUs, releases and packages on which the failure occurs, in words."""
         return self.cards
 
     @property
     def otherwise(self) -> str:
-        """Return what to do without flashlin: ``need`` without the ways that call a function of flashlin."""
+        """Return the fix without flashlin: ``need`` without the alternatives that call flashlin."""
         clauses = (", or ".join(way for way in clause.split(", or ") if not re.search(r"\bflashlin\.\w", way))
                    for clause in self.need.split("; "))
         return "; ".join(filter(None, clauses))
 
     @property
     def known(self) -> str:
-        """Return in words how well it is known."""
+        """Return how well the failure is known, in words."""
         if self.confidence or self.proof.startswith("https:"):
             return CONFIDENCE[self.confidence or "thread"]
         return f"shown by {self.proof}" if self.proof.startswith(("tests/", "matrix/")) else self.proof
 
     @property
     def link(self) -> str:
+        """Return a page about the failure: ``url``, or else ``proof`` if that is an address."""
         return self.url or (self.proof if self.proof.startswith("https:") else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownIssue(Known):
-    """A failure of Triton, ptxas or a kernel, which planning looks for in a launch. since, fixed_in: releases
-    of Triton; ptxas_since, ptxas_fixed_in: releases of ptxas, where the assembler decides. capabilities:
-    half-open range of (major, minor), by default every card of NVIDIA; amd: instead of it, prefixes of AMD's
-    architectures. traits: all must be on the launch; spared: none of these may be. remedies: empty if no plan
-    is changed."""
+    """A known failure of Triton, ptxas or a kernel, which planning looks for in every launch.
+
+    since, fixed_in: releases of Triton.
+    ptxas_since, ptxas_fixed_in: releases of ptxas, for failures that depend on the assembler.
+    capabilities: half-open range of compute capabilities (major, minor); by default all NVIDIA GPUs.
+    amd: prefixes of AMD architectures, for failures on AMD; ``capabilities`` is then ignored.
+    traits: the launch must have all of them.
+    spared: the launch must have none of these traits.
+    min_warps, min_stages: the launch must have at least so many.
+    remedies: names of the remedies that planning tries; empty if the failure changes no plan.
+    """
     confidence: str = "thread"
     ptxas_since: str | None = None
     ptxas_fixed_in: str | None = None
@@ -95,7 +111,7 @@ class KnownIssue(Known):
     remedies: tuple[str, ...] = ()
 
     def here(self, target: Target) -> bool:
-        """Return whether this machine is affected, whatever is launched."""
+        """Return True if the machine is affected. The launch is not considered."""
         low, high = self.capabilities
         card = (target.arch.startswith(self.amd) if self.amd
                 else target.backend == "cuda" and low <= target.capability < high)
@@ -105,11 +121,12 @@ class KnownIssue(Known):
 
     @property
     def releases(self) -> str:
-        """Return the releases of Triton, in words."""
+        """Return the affected releases of Triton, in words."""
         return between("Triton", self.since, self.fixed_in)
 
     @property
     def where(self) -> str:
+        """Return the GPUs, releases, warps and stages with which the failure occurs, in words."""
         low, high = self.capabilities
         cards = ", ".join(f"{name} (sm{major}{minor})" for (major, minor), (name, _) in USUAL_CARD.items()
                           if low <= (major, minor) < high) or f"sm{low[0]}{low[1]}"
@@ -123,17 +140,22 @@ class KnownIssue(Known):
         return "; ".join(word for word in words if isinstance(word, str))
 
     def hits(self, traits: frozenset[str], num_warps: int, num_stages: int) -> bool:
-        """Return whether a launch with these facts triggers it."""
+        """Return True if a launch with these traits, warps and stages triggers the failure."""
         return (self.traits <= traits and not self.spared & traits
                 and num_warps >= self.min_warps and num_stages >= self.min_stages)
 
 
 class Stack(NamedTuple):
-    """The packages that are installed, loaded and patched here. versions: of each installed package or
-    distribution, ``unknown`` if it states none. broken: packages whose import fails. gpu: whether there is
-    one. issues: known issues of Triton that include it. models: by the name of a loaded modeling file of
-    transformers, (kernel, implementation) of every function it is bound to, possibly none. patched: packages
-    that flashlin is patched into."""
+    """The packages that are installed, loaded and patched on this machine.
+
+    versions: the version of each installed package or distribution; ``unknown`` if it states none.
+    broken: packages whose import fails.
+    gpu: True if the machine has a GPU.
+    issues: ids of the known issues that affect this GPU and its Triton.
+    models: by the name of a loaded modeling file of transformers, a pair (kernel, implementation) for each
+        function that the file is bound to; the set may be empty.
+    patched: packages that ``flashlin.patch`` has patched.
+    """
     versions: Mapping[str, str]
     broken: frozenset[str] = frozenset()
     gpu: bool = False
@@ -144,16 +166,20 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw(Known):
-    """A defect of another package, which doctor looks for in a Stack. since, fixed_in: releases of the
-    package.
+    """A known flaw: a defect of another package, which doctor looks for in a Stack.
 
-    always: True if every program is affected; if not, the effect says which calls are.
-    mended_by: the packages whose ``flashlin.patch`` removes the defect, ``()`` if no function can.
-    mended_from: the first release of the package in which the patch does so.
-    beside: (package, fixed_in): these must also be installed, below that release. without: none of these may
-    be. broken: one of these must be installed and fail to import. card: ``gpu``, ``no gpu``, the id of a
-    known issue, or ``""`` for any machine. models: a modeling file of one of these must be loaded, and be
-    bound, in one of ``kernels``, to one of ``bound``, as far as those are named.
+    since, fixed_in: releases of the package.
+    always: True if every program is affected. If False, the effect begins with the condition ("if ...").
+    mended_by: packages; ``flashlin.patch`` of one of them removes the defect. ``()`` if no patch can.
+    mended_from: the first release of the package for which the patch removes it.
+    beside: pairs (package, fixed_in). These packages must also be installed, in a release before ``fixed_in``
+        (None: in any release).
+    without: packages, none of which may be installed.
+    broken: packages, one of which must be installed and fail to import.
+    card: ``gpu``, ``no gpu``, the id of a known issue that must affect the GPU, or ``""`` for any machine.
+    models: names of modeling files, one of which must be loaded.
+    kernels, bound: if given, the modeling file must bind one of these kernels to one of these
+    implementations.
     """
     package: str
     always: bool = False
@@ -169,14 +195,16 @@ class Flaw(Known):
 
     @property
     def what(self) -> str:
+        """Return the effect with the package as its subject."""
         return f"{self.package}: {self.effect}"
 
     @property
     def otherwise(self) -> str:
+        """Return the fix without flashlin; all of ``need`` if no patch removes the defect."""
         return super().otherwise if self.mended_by else self.need
 
     def here(self, stack: Stack) -> bool:
-        """Return whether it concerns what is installed on this machine, whatever is loaded."""
+        """Return True if the installed packages and the GPU have the defect. Loaded models do not count."""
         versions = stack.versions
         return (affected(versions.get(self.package, ""), self.since, self.fixed_in)
                 and all(affected(versions.get(name, ""), None, fixed) for name, fixed in self.beside)
@@ -187,6 +215,7 @@ class Flaw(Known):
 
     @property
     def where(self) -> str:
+        """Return the releases, packages, models and machines that have the defect, in words."""
         cards = {"": "any machine", "gpu": "with a GPU", "no gpu": "without a GPU"}
         words = (between(self.package, self.since, self.fixed_in),
                  *(between(name, None, fixed) for name, fixed in self.beside if fixed),
@@ -198,8 +227,10 @@ class Flaw(Known):
         return "; ".join(filter(None, words))
 
     def hits(self, stack: Stack) -> tuple[str, ...]:
-        """Return the loaded models that it concerns, or the package itself; ``()`` if it does not concern
-        this process."""
+        """Return the loaded models that have the defect, or the package; ``()`` if this process has none.
+
+        The package is returned for a defect that does not depend on models.
+        """
         if not self.here(stack):
             return ()
         if not self.models:
@@ -210,7 +241,7 @@ class Flaw(Known):
                 for kernel, whose in stack.models[name])))
 
     def mended(self, stack: Stack) -> bool:
-        """Return whether a patch that is in force takes it away."""
+        """Return True if a patch that is in force removes the defect."""
         return (not stack.patched.isdisjoint(self.mended_by)
                 and (self.mended_from is None
                      or affected(stack.versions.get(self.package, ""), self.mended_from, None)))

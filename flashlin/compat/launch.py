@@ -1,4 +1,8 @@
-"""The one door through which every kernel of ours is started."""
+"""Start flashlin's kernels. Every start of one of them goes through ``start``.
+
+Other code can watch or replace the starts here. ``noting`` records or holds back the starts of a thread.
+``replace_starter`` replaces all starts, to record launches on a machine without a GPU.
+"""
 from __future__ import annotations
 
 import inspect
@@ -16,19 +20,22 @@ from flashlin.compat.launch_cache import Kernel
 if TYPE_CHECKING:
     from flashlin.guards.plan_types import Launch, Plan
 
-_kernels: dict[int, Kernel] = {}  # by id, since they keep theirs alive; to hash one takes its source
+# The keys are ids of jitted functions, because hashing such a function reads its source. Each Kernel keeps
+# its function alive, so an id stays unique.
+_kernels: dict[int, Kernel] = {}
 Starter = Callable[["Launch", Any, int, dict[str, Any]], None]
 
 
 def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
           shared: dict[str, Any] | None = None) -> None:
-    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``,
-    on the device of the kernel's first argument, a tensor, and its current stream.
+    """Start ``programs`` programs of a ``@triton.jit`` kernel with the tile, warps and stages of ``launch``.
 
-    arguments: what the kernel takes besides the tile, constexprs included, by name and in any order; a name
-    that it does not have is a TypeError. shared: tensors and numbers that several kernels of a call have in
-    common, of which this one gets those that it has a parameter for, if that is no constexpr; no name may be
-    in both.
+    The kernel runs on the device of its first argument, which is a tensor, and on the current stream.
+
+    arguments: all arguments of the kernel except the tile, by name, in any order, constexprs included. A name
+        that the kernel does not have raises TypeError.
+    shared: tensors and numbers that several kernels of a call use. This kernel gets those for which it has a
+        parameter that is no constexpr. A name in both ``arguments`` and ``shared`` raises TypeError.
     """
     if shared is not None:
         arguments = with_shared(kernel, arguments, shared)
@@ -36,13 +43,19 @@ def start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any],
 
 
 def start_planned(plan: Plan, kernel: Any, arguments: dict[str, Any]) -> None:
-    """Start the plan's launch of a kernel, with all programs that are planned. arguments: as of ``start``."""
+    """Start the plan's launch of a kernel, with the planned number of programs.
+
+    arguments: as for ``start``.
+    """
     launch = plan.launch(kernel.fn.__name__)
     start(launch, kernel, launch.grid[0], arguments)
 
 
 def with_shared(kernel: Any, arguments: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, and those of the shared values that the kernel takes."""
+    """Return the arguments together with the shared values for which the kernel has a parameter.
+
+    A parameter that is a constexpr gets no shared value. Raises TypeError if a name is in both.
+    """
     together = {name: shared[name] for name in _varying(kernel.fn) if name in shared}
     different = len(together) + len(arguments)
     together.update(arguments)
@@ -61,7 +74,10 @@ def _start(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]
 
 
 def begin(known: Kernel, programs: int, values: tuple[Any, ...], num_warps: int, num_stages: int) -> None:
-    """Start a kernel now. values: of all its parameters, in their order."""
+    """Start a kernel now, even if starts of this thread are held back.
+
+    values: the arguments of all parameters of the kernel, in their order.
+    """
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -73,9 +89,9 @@ def begin(known: Kernel, programs: int, values: tuple[Any, ...], num_warps: int,
 
 
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments and the launch's tile in the order of the kernel's parameters.
+    """Return the arguments and the launch's tile sizes in the order of the kernel's parameters.
 
-    Raises TypeError if they are not exactly those parameters, each of them once.
+    Raises TypeError unless they name each parameter of the kernel exactly once, and nothing else.
     """
     given = arguments.copy()
     given.update(launch.tile)
@@ -84,7 +100,7 @@ def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[An
         if len(values) == len(arguments) + len(launch.tile):
             return values
     except KeyError:
-        pass  # said below, with what else is wrong
+        pass  # the error below names the missing parameter and all other faults
     names, own = set(given), set(_parameters(kernel.fn))
     twice = set(arguments) & set(dict(launch.tile))
     wrong = [(own - names, "missing"), (names - own, "unknown"), (twice, "of the tile")]
@@ -99,27 +115,31 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 @cache
 def _varying(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters that are no constexprs."""
+    """Return the names of a kernel's parameters that are not constexprs."""
     kinds = function.__annotations__
     return tuple(name for name in _parameters(function) if "constexpr" not in str(kinds.get(name)))
 
 
 @cache
 def _reader(function: Callable[..., Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Takes a kernel's arguments out of a dict. Made once for a kernel: every call of an op needs it."""
+    """Return the function that reads a kernel's arguments from a dict, in the order of its parameters.
+
+    It is cached for each kernel, because every call of an op needs it.
+    """
     return itemgetter(*_parameters(function))
 
 
 _starter: Starter = _start
-replaced = False  # True while another function sees every start
+replaced = False  # True while a function given to replace_starter receives every start
 
 
 class _Notes(threading.local):
-    """Notes about the starts of a thread that are not replaced.
+    """Settings of one thread that change or record its starts of kernels.
 
-    starts: a list to which each start is added, as (compiled kernel or None if Triton found it, programs,
-    arguments in their order). held: a function that is called with the arguments of ``begin``, in its place.
-    coming: a function that waits for states that enter.
+    starts: a list to which each start is appended as (compiled kernel, programs, arguments in their order).
+        The compiled kernel is None if the kernel was started by ``JITFunction.run``.
+    held: a function that is called with the arguments of ``begin``, instead of ``begin``.
+    coming: a function that waits until the initial states of this call have arrived.
     """
     starts: list[Any] | None = None
     held: Callable[..., None] | None = None
@@ -131,7 +151,7 @@ _notes = _Notes()
 
 @contextmanager
 def noting(**notes: Any) -> Iterator[None]:
-    """Set these notes of this thread for the length of a block."""
+    """Set fields of this thread's ``_Notes`` for the length of a ``with`` block."""
     vars(_notes).update(notes)
     try:
         yield
@@ -142,26 +162,34 @@ def noting(**notes: Any) -> Iterator[None]:
 
 @contextmanager
 def entering(wait: Callable[[], None]) -> Iterator[None]:
-    """In the block, the states that enter are not there before ``wait``, which the first ``enter`` of this
-    thread calls; if there is none, the end does."""
+    """Call ``wait`` before this thread first reads the initial states, within a ``with`` block.
+
+    The initial states arrive from another rank during the block. The first call of ``enter`` calls ``wait``.
+    If the block has no such call, its end calls ``wait``.
+    """
     with noting(coming=wait):
         yield
         enter()
 
 
 def enter() -> None:
-    """Host code calls it before it starts what reads the states that enter. Noted like a start, as itself: a
-    run that is made again has to wait, too, even if the one that was watched had not."""
+    """Wait for the initial states, if they have not arrived yet.
+
+    Host code calls this before it starts a kernel that reads the initial states. The call is recorded like a
+    start, because a replay also has to wait, even if the recorded run did not have to.
+    """
     if _notes.starts is not None:
         _notes.starts.append(enter)
     coming, _notes.coming = _notes.coming, None
     if coming is not None:
-        with torch._C._DisableTorchDispatch():  # who watches the run sees that it waits, not how
+        with torch._C._DisableTorchDispatch():  # the torch ops of the wait itself are not recorded
             coming()
 
 
 def replace_starter(starter: Starter | None) -> None:
-    """Let ``starter`` see every start instead of the GPU (how launches are recorded on machines without one);
-    None puts it back."""
+    """Call ``starter`` for every start instead of starting the kernel; None starts kernels again.
+
+    This records launches on machines without a GPU.
+    """
     global _starter, replaced
     _starter, replaced = starter or _start, starter is not None

@@ -1,16 +1,25 @@
-"""Compiled kernels, started without a look at every argument in Python.
+"""Direct starts: call the launcher of a compiled kernel without Triton's ``JITFunction.run``.
 
-Triton's own launch binds, specialises and prints all arguments of every call to find the compiled kernel,
-which takes several times as long as starting it. Here the first start of its kind goes Triton's way,
-``kernel[grid](...)``, and what that returns is kept under all that decided which compiled kernel it was: the
-types and dtypes of the arguments, which pointers and integers are multiples of 16, which integers are 1 or
-need 64 bits, constexprs, warps and stages, debug and instrumentation, the device. Later starts of this kind
-call the compiled kernel's launcher at once. How kernels are compiled is none of this file's business.
+``JITFunction.run`` binds, specialises and formats all arguments of every call to find the compiled kernel.
+That takes several times as long as the start itself. Here the first start uses ``kernel[grid](...)``, and the
+compiled kernel that it returns is cached. Later starts with the same cache key call its launcher directly.
 
-What is not plain goes Triton's way each time: launches that hooks watch, arguments of other types than
-``PLAIN`` (subclasses of tensors), kernels that read global values, unless these are constants of
-flashlin.kernels, which never change, the interpreter's, and releases of which ``Release.direct`` does not say
-that both ways have been compared.
+The cache key contains everything that selects the compiled kernel:
+
+- the types and dtypes of the arguments;
+- which pointers and integers are multiples of 16, and which integers are 1 or need 64 bits;
+- the constexprs, warps and stages;
+- the device, and Triton's settings for debug and instrumentation.
+
+These starts use ``JITFunction.run`` every time:
+
+- launches that hooks watch;
+- arguments of types other than ``PLAIN``, such as subclasses of tensors;
+- kernels that read global values, unless these are constants of flashlin.kernels, which never change;
+- all kernels in Triton's interpreter;
+- all kernels on Triton releases without ``Release.direct``, on which direct starts are not tested.
+
+This module does not change how kernels are compiled.
 """
 from __future__ import annotations
 
@@ -31,17 +40,23 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (*TENSORS, int, float, bool, type(None))
 CONSTANTS = (int, float, bool, str, type(None))
 I32, I64 = 2**31, 2**63
-KNOWN = 5  # what a launcher takes of a compiled kernel, behind the grid and the stream
+KNOWN = 5  # arguments of a launcher that describe the compiled kernel; they follow the grid and the stream
 
 Values = tuple[Any, ...]
 _dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel on a device. run: Triton's launcher of it. known: what that takes before the kernel's
-    own arguments: its handle, its metadata, and no hooks. of: the jitted function. caches: Triton's of that,
-    where it was found; who changes a source empties them. debug, switches: the function's and Triton's
-    settings at that time."""
+    """A kernel that is compiled and loaded on one device.
+
+    run: Triton's launcher of the compiled kernel.
+    known: the launcher's arguments before the kernel's own: its handle, its metadata, and None for the hooks.
+    of: the jitted function.
+    caches: Triton's caches of the function, as they were when the kernel was compiled. Triton replaces them
+        when the source of the function changes.
+    debug: the function's ``debug`` flag at that time.
+    switches: Triton's settings at that time, see ``_switches``.
+    """
     run: Callable[..., None]
     known: tuple[Any, ...]
     of: Any
@@ -51,9 +66,16 @@ class Compiled(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Starts with arguments of the same types. The first four take out of the arguments the tensors, the
-    constexprs, the integers that are specialised, and those of which only the width counts; floats, bools and
-    None are told by their types. compiled: by everything else that tells compiled kernels apart."""
+    """All starts of one kernel whose arguments have the same types.
+
+    tensors: function that picks the tensors from the arguments.
+    constants: function that picks the constexprs.
+    integers: function that picks the integers for whose values Triton specialises the kernel.
+    unspecialised: function that picks the other integers, of which only the width (32 or 64 bits) matters.
+    compiled: the compiled kernels by the rest of the cache key.
+
+    Floats, bools and None need no such function, because their types alone select the compiled kernel.
+    """
     tensors: Callable[[Values], Values]
     constants: Callable[[Values], Values]
     integers: Callable[[Values], Values]
@@ -62,14 +84,14 @@ class Kind(NamedTuple):
 
 
 # A thread holds this lock while Triton may load a launcher. All launchers are extension modules with the same
-# name. When Python loads a launcher for the second time, it fills the module object that had this name last. So
-# if two threads load at the same time, a kernel may get the launcher of another kernel, with other arguments.
+# name. When Python loads a launcher for the second time, it fills the module object that had this name last.
+# If two threads load at the same time, a kernel may get the launcher of another kernel, with other arguments.
 LOADING = ThreadLock()
 
 
 @cache
 def _build_without_lock() -> None:
-    """Let Triton run its C compiler without LOADING, so that threads build launchers at the same time.
+    """Let Triton run its C compiler without the lock LOADING, so that threads build launchers in parallel.
 
     Triton up to 3.7 builds a launcher for each kernel signature. Later releases build none.
     """
@@ -92,17 +114,25 @@ def _without_lock(build: Callable[..., str]) -> Callable[..., str]:
 
 
 class Kernel:
-    """A jitted function, and what has been compiled of it."""
+    """A jitted function with its compiled kernels."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.kinds = kernel, dict[tuple[type, ...], "Kind | None"]()
         self.described = kernel if type(kernel) is Described else None
-        self.plain = possible() and (self.described is not None or type(kernel) is triton_module().JITFunction)
+        self.plain = possible() and (self.described is not None or type(kernel) is
+        triton_module().JITFunction)
 
     def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Compiled | None:
-        """``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``; values: of all
-        parameters, in their order. Returns what the next start of this kind will use, None if it will go
-        Triton's way."""
+        """Start the kernel, directly if possible.
+
+        The start has the effect of
+        ``kernel[(programs,)](*values, num_warps=num_warps, num_stages=num_stages)``.
+
+        values: the arguments of all parameters, in their order.
+
+        Returns the compiled kernel that the next start with the same cache key will use directly. Returns
+        None if that start will use ``JITFunction.run``.
+        """
         kind = self._kind(values) if self.plain else None
         if kind is None or watched():
             self._start_by_triton(programs, values, num_warps, num_stages)
@@ -115,7 +145,8 @@ class Kernel:
             found.run(programs, 1, 1, driver.get_current_stream(device), *found.known, *values)
             return found
         kernel, made = self.kernel, self._start_by_triton(programs, values, num_warps, num_stages)
-        # made is None where a hook of the compiler's declined; values that may change are compared each time
+        # A compilation hook of Triton may have cancelled the launch: made is then None. Triton compares
+        # global values that may change at each launch, so kernels that read such values are not cached.
         if (type(made) is not triton_module().compiler.CompiledKernel or _reads_changing_values(kernel)
                 or made.metadata.target.backend != "cuda"):
             return None
@@ -130,8 +161,10 @@ class Kernel:
                                             **_unchecked())
 
     def _launcher(self, made: Any) -> Callable[..., None]:
-        """Triton's launcher of what has been compiled, with tensors or addresses where that has
-        descriptors."""
+        """Return Triton's launcher of a compiled kernel.
+
+        For a kernel with descriptors, the returned launcher accepts tensors or addresses in their place.
+        """
         run: Callable[..., None] = made.run
         described, before = self.described, 4 + KNOWN
         if described is None:
@@ -142,8 +175,11 @@ class Kernel:
         return lending
 
     def lacks(self, values: Values, num_warps: int, num_stages: int, device: int) -> Any:
-        """What tells the compiled kernel from others that ``start`` would use, if there is none yet; None if
-        there is, or if that start goes Triton's way."""
+        """Return a key of the compiled kernel that ``start`` would need, if it is not compiled yet.
+
+        Returns None if it is compiled, or if that start would use ``JITFunction.run``. Two starts that need
+        the same compiled kernel have equal keys.
+        """
         kind = self._kind(values) if self.plain else None
         if kind is None:
             return None
@@ -152,13 +188,15 @@ class Kernel:
         return None if key in kind.compiled else (id(self.kernel), *types, key)
 
     def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
-        """Compile as ``start`` would.
+        """Compile the kernel that ``start`` would compile, without starting it.
 
-        load: also load the kernel to the card, and its launcher. It is False if the program may go on before
-        this ends: then another thread may load launchers of other kernels without the lock."""
+        load: True to also load the kernel onto the GPU, and its launcher into the process. False is required
+            if the program may continue before this returns. Another thread may then load launchers of other
+            kernels without the lock LOADING.
+        """
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
                                   **_unchecked())
-        if load and made is not None:  # None where a hook of the compiler's declined
+        if load and made is not None:  # None if a compilation hook cancelled it
             _build_without_lock()
             with LOADING:
                 _ = made.run
@@ -172,7 +210,7 @@ class Kernel:
             return kind
 
     def _new_kind(self, types: tuple[type, ...]) -> Kind | None:
-        """None for types that go Triton's way."""
+        """Return the Kind for these types of arguments; None if starts with them use ``JITFunction.run``."""
         there = list(zip(self.kernel.params, types, strict=True))
         if not all(kind in (CONSTANTS if parameter.is_constexpr else PLAIN) for parameter, kind in there):
             return None
@@ -187,8 +225,11 @@ class Kernel:
 
 
 def _unchecked() -> dict[str, bool]:
-    """More options of a start with TRITON_DEBUG=1: integers may run over, as sums of turns do on purpose
-    (kernels/rotation), which Triton would call an error then. The option came with tl.add, in 3.2."""
+    """Return the launch options that turn off Triton's overflow checks under TRITON_DEBUG=1.
+
+    The kernels of kernels/rotation let sums of angles wrap around on purpose. Under TRITON_DEBUG=1 Triton
+    treats integer overflow as an error. Triton has the option since 3.2, where tl.add was also added.
+    """
     triton = triton_module()
     debug = triton.knobs.runtime.debug if hasattr(triton, "knobs") else os.environ.get("TRITON_DEBUG") == "1"
     checked = debug and not interpreting() and hasattr(triton.language, "add")
@@ -196,7 +237,7 @@ def _unchecked() -> dict[str, bool]:
 
 
 def current(compiled: Iterable[Compiled], device: int) -> bool:
-    """Whether Triton's launch would still find these on the device, and nothing more would happen."""
+    """Return True if ``JITFunction.run`` would still use these compiled kernels and call no hook."""
     switches = _switches()
     for one in compiled:
         kernel = one.of
@@ -207,35 +248,36 @@ def current(compiled: Iterable[Compiled], device: int) -> bool:
 
 
 def _switches() -> tuple[Any, ...]:
-    """Settings of Triton's that decide on each launch how it would be compiled."""
+    """Return Triton's settings that select the compiled kernel at each launch: debug and instrumentation."""
     knobs = triton_module().knobs
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode
 
 
 def _reads_changing_values(kernel: Any) -> bool:
-    """Return True if a kernel reads global values, other than those of flashlin.kernels, which never change."""
+    """Return True if a kernel reads global values outside flashlin.kernels, whose own values never change."""
     return any(not home.get("__name__", "").startswith("flashlin.kernels.")
                for _, home in kernel.used_global_vals.values())
 
 
 def watched() -> bool:
-    """Whether somebody wants to see every launch, or changes what they compile to."""
+    """Return True if a hook of Triton watches every launch or changes the compiled code."""
     runtime = triton_module().knobs.runtime
-    # a chain of hooks is always there, and mostly empty
+    # launch_enter_hook is a chain of hooks, usually empty; in older releases it is one function or None
     return bool(runtime.add_stages_inspection_hook is not None
                 or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
                 or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook))
 
 
 def _wide(n: int) -> str:
-    """The type of an integer that 32 bits do not hold."""
+    """Return the Triton type of an integer that does not fit in 32 bits: ``i64`` or ``u64``."""
     return "i64" if n < I64 else "u64"
 
 
 def _key(kind: Kind, values: Values, device: int, num_warps: int, num_stages: int) -> Values:
-    """What tells apart what is compiled of a kind."""
+    """Return the cache key of a start, without the types of the arguments, which the Kind has."""
     tensors = kind.tensors(values)
-    apart = reduce(or_, map(_address_of, tensors), 0) % 16  # 0 where all are aligned, as nearly always
+    # 0 if all addresses are multiples of 16, the usual case
+    apart = reduce(or_, map(_address_of, tensors), 0) % 16
     return (device, num_warps, num_stages, *map(_dtype_of, tensors), kind.constants(values),
             *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],
             *[-I32 <= n < I32 or _wide(n) for n in kind.unspecialised(values)],
@@ -243,7 +285,7 @@ def _key(kind: Kind, values: Values, device: int, num_warps: int, num_stages: in
 
 
 def _taking(places: Iterable[int]) -> Callable[[Values], Values]:
-    """Takes these places out of a tuple."""
+    """Return a function that picks the items at these positions from a tuple, as a tuple."""
     at = tuple(places)
     if len(at) > 1:
         return itemgetter(*at)

@@ -1,8 +1,8 @@
-"""Public names that are loaded when first used, so that importing a package loads next to nothing (PEP 562);
-also under the module paths that fla has for them.
+"""Load public names on first use (PEP 562), so that importing a package is fast.
 
-A package says where its names are, and the types that a checker needs of them stand in a stub beside it,
-which is generated from the same table: ``python -m tools.stubs``.
+A package lists the module of each of its public names in a table. Type checkers read a stub next to the
+package instead, which ``python -m tools.stubs`` generates from the same table. The names are also available
+under the module paths that fla uses for them.
 """
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = ("layers", "models", "utils")  # packages of fla that flashlin does not have
-# Where a replacement of ``fla.`` leads to.
+# Module paths that a program uses after its author has replaced ``fla.`` by ``flashlin.``.
 OF_FLA = re.compile(rf"flashlin\.((ops|modules)\.[^_]|({'|'.join(ABSENT)})\b)")
 
 
 def lacking(name: str) -> str:
-    """What to do about a name that a program written for fla looks for."""
+    """Return the advice for a name of fla that flashlin does not have."""
     name = name.removeprefix("flashlin.")
     return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/MIGRATION.md lists what flashlin "
             "has)")
 
 
 class Lacking:
-    """Last in ``sys.meta_path``: tells an import that fails what to do. Who only asks whether a module is
-    there, as ``importlib.util.find_spec`` does, has the usual answer: None."""
+    """The last finder of ``sys.meta_path``, which adds advice to failed imports of names of fla.
+
+    It raises only for an import statement. For a search such as ``importlib.util.find_spec`` it returns None,
+    as for any missing module.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        # told by who called the caller; where Python has another name for that, its usual error comes
+        """Raise ModuleNotFoundError with advice if an import statement needs a missing module of fla."""
+        # The caller's caller tells an import from a search. If another Python names that function
+        # differently, its usual error is raised.
         asks = sys._getframe(1).f_back if OF_FLA.match(name) else None
         if asks is not None and asks.f_code.co_name == "_find_and_load_unlocked":
-            raise ModuleNotFoundError(lacking(name))  # without the name, by which `from` passes it over
+            # without name=, because `from flashlin import x` ignores a ModuleNotFoundError with that name
+            raise ModuleNotFoundError(lacking(name))
 
 
 sys.meta_path.append(Lacking)
@@ -44,12 +50,13 @@ sys.meta_path.append(Lacking)
 def attach(
     package: str, where: Callable[[], Mapping[str, str]], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the ``__getattr__`` and the ``__dir__`` of a package.
+    """Return the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:
+        package: name of the package.
         where: returns the module of each public name, as ``module:name`` if the name differs there. It is
             called when a name is first used.
-        submodules: modules of the package that are attributes, too. ``__all__`` does not have them.
+        submodules: modules of the package that are also attributes of it. ``__all__`` does not list them.
     """
     def names() -> list[str]:
         return sorted([*where(), *(["__version__"] if "__version__" in vars(sys.modules[package]) else [])])
@@ -58,7 +65,7 @@ def attach(
         if name == "__all__":
             return names()
         if name in submodules:
-            return import_module(f"{package}.{name}")  # which also sets the attribute
+            return import_module(f"{package}.{name}")  # the import also sets the attribute
         place = where().get(name)
         if place is None:
             raise _no_attribute(package, name, [*names(), *submodules])
@@ -72,14 +79,17 @@ def attach(
 def _no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
     asked = f"{module}.{name}"
     said = lacking(asked) if OF_FLA.match(asked) else f"module {module!r} has no attribute {name!r}"
-    if not name.startswith("_") and name not in ABSENT:  # tools ask for many names that begin with _
-        from flashlin.compat.suggestions import did_you_mean  # not when flashlin is imported
+    if not name.startswith("_") and name not in ABSENT:  # tools look up many names that begin with _
+        from flashlin.compat.suggestions import did_you_mean  # here, so that importing flashlin stays fast
         said += did_you_mean(name, known)
-    return AttributeError(said, name=name)  # given a name, Python adds no suggestion of its own
+    return AttributeError(said, name=name)  # with a name but no object, Python adds no suggestion of its own
 
 
 def public_of(module: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` by which a module has all public names of flashlin."""
+    """Return a ``__getattr__`` that gives a module all public names of flashlin.
+
+    module: name of the module, for its errors.
+    """
     def get(name: str) -> Any:
         flashlin = import_module("flashlin")
         if name.startswith("_") or name not in flashlin.__all__:
@@ -89,13 +99,18 @@ def public_of(module: str) -> Callable[[str], Any]:
 
 
 def stand_in(package: str, paths: Iterable[str]) -> None:
-    """Modules below ``package`` without files, at which programs that were written for fla look for public
-    names: ``from flashlin.modules.l2norm import l2norm``."""
+    """Create modules without files below a package, at the module paths that fla uses.
+
+    Programs that were written for fla then find the public names there. An example is ``from
+    flashlin.modules.l2norm import l2norm``.
+
+    paths: the module paths, relative to ``package``.
+    """
     for path in paths:
         name = f"{package}.{path}"
         module = ModuleType(name, "Public names of flashlin, where fla has them.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__, module.__file__ = [], sys.modules[package].__file__  # who looks for it finds this
+        module.__path__, module.__file__ = [], sys.modules[package].__file__  # a file that exists, for tools
         module.__getattr__ = public_of(name)  # type: ignore[method-assign]
         sys.modules[name] = module
         if "." not in path:

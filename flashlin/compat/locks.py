@@ -1,4 +1,4 @@
-"""Locks: ``locked`` between processes, ``ThreadLock`` between the threads of one process."""
+"""Locks: ``locked`` between processes, and ``ThreadLock`` between the threads of one process."""
 from __future__ import annotations
 
 import errno
@@ -12,14 +12,18 @@ from pathlib import Path
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # a module elsewhere
+    fcntl = None  # type: ignore[assignment]  # on other systems it is a module
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold ``path``, which is made if need be, against other processes. Its content is left alone, and a link
-    is not followed: the folder may be one that others write to. Raises OSError where it cannot be opened, or
-    where the system has no such locks."""
+    """Lock a file against other processes for the length of a ``with`` block.
+
+    path: the file. It is created if it is missing, and its content never changes. A symbolic link is not
+        followed, because other users may be able to write to the folder.
+
+    Raises OSError if the file cannot be opened, or if the system has no file locks.
+    """
     if fcntl is None:
         raise OSError(errno.ENOLCK, "no file locks on this system", str(path))
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -36,14 +40,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class ThreadLock:
-    """A reentrant lock that a forked child finds free.
+    """A reentrant lock that is free in a forked child.
 
     A fork copies only the thread that calls it. A plain lock that another thread holds at that moment stays
-    locked in the child forever. This one is replaced there.
+    locked in the child forever. This lock is replaced in the child.
 
     wait: seconds that a fork waits for the thread that holds the lock, so that the child sees no half-made
-    change. After that time the fork goes on, so a deadlock is impossible. Set it only for a lock that lives
-    as long as the process.
+        change. After that time the fork continues, so a deadlock is impossible. Set it only for a lock that
+        lives as long as the process.
     """
 
     def __init__(self, wait: float = 0.0) -> None:
