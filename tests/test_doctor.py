@@ -447,11 +447,11 @@ def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatc
 # --- the command line ---
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["doctor", "--op", "chunk_nothing"], 2, "there are; did you mean "),
+    (["doctor", "--op", "chunk_nothing"], 2, "known names; did you mean "),
     (["doctor", "--target", "cuda"], 2, "got the card 'cuda', need one of V100, T4"),
     (["doctor", "--target", "H1000"], 2, "did you mean H100?"), (["explain", "chunk_glaa"], 2, "mean chunk_gla?"),
     (["doctor", "--run", "--target", H200], 2, "only this machine"),
-    (["explain", "chunk_nothing"], 2, "there are; did you mean "),
+    (["explain", "chunk_nothing"], 2, "known names; did you mean "),
     (["explain", "chunk_simple_gla", "--mode", "auto"], 2, "need 'chunk'"),
     (["explain", "chunk_simple_gla", "-K", "0"], 2, "need 1 or more"), (["doctor", "--target", H200], 0, "")])
 def test_exit_codes_and_errors(arguments: list[str], code: int, said: str,

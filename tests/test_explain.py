@@ -194,8 +194,8 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
 
 
 @pytest.mark.parametrize(("given", "error", "said"), [
-    (dict(problem="chunk_glaa"), ValueError, "op: got 'chunk_glaa', need one of the "),
-    (dict(problem="CHUNK_GLA"), ValueError, "there are; did you mean chunk_gla?"),
+    (dict(problem="chunk_glaa"), ValueError, "op: got 'chunk_glaa', need one of "),
+    (dict(problem="CHUNK_GLA"), ValueError, "known names; did you mean chunk_gla?"),
     (dict(problem="softmax_of_all"), ValueError, "need one of chunk_simple_gla, fused_recurrent_simple_gla, "),
     (dict(problem=3), ValueError, "op: got 3, need one of chunk_simple_gla"),
     (dict(problem="chunk_gla", target="H1000"), ValueError, "did you mean H100?"),

@@ -1,9 +1,10 @@
-"""Child processes: the only place where flashlin starts, watches and ends other programs.
+"""Start, watch and end child processes. No other module of flashlin does this.
 
 ``Process`` runs a command in a process group of its own, reads its output and applies a time limit.
-``run_to_end`` does so in one call. ``forked`` runs functions in forks of this process. All of them answer
-with ``Ended``, which has one sentence for each way in which a child can fail. ``python`` makes the command of
-a Python child, which answers in JSON lines: ``channel`` writes them, ``Ended.messages`` reads them.
+``run_to_end`` does so in one call. ``forked`` runs functions in forks of this process. All of them return an
+``Ended``, which describes each kind of failure in one sentence. ``python`` makes the command of a Python
+child. Such a child sends JSON lines to its parent: ``channel`` writes them, and ``Ended.messages`` reads
+them.
 """
 from __future__ import annotations
 
@@ -27,24 +28,29 @@ from typing import IO, Any, NamedTuple
 from flashlin.compat import failure_kind
 
 ROOT = str(Path(__file__).resolve().parents[2])  # the folder that holds flashlin
-MOST = 1 << 25  # bytes of each output that are kept: the last ones
-GENTLE = 5.0  # seconds between asking a child to end and killing it
-GONE = 30.0  # seconds for a killed child to be gone; one that waits for a device may stay longer
-BUSY, PATIENCE = 0.5, 4  # of a fork's time limit: the work that makes it a timeout, and the longest wait
-# A line of stderr that tells more than the last one.
+MOST = 1 << 25  # bytes of stdout and of stderr that are kept, from the end of each
+GENTLE = 5.0  # seconds from SIGTERM to SIGKILL
+GONE = 30.0  # seconds to wait for a killed child to end; a child that waits for a device may take longer
+# Factors of a fork's time limit. BUSY: CPU time above which a missed limit is a timeout. PATIENCE: longest
+# wait.
+BUSY, PATIENCE = 0.5, 4
+# Matches the lines of stderr that name an error, which say more than the last line.
 TELLING = re.compile(r"rror|ssert|UNREACHABLE|terminate called")
-# ``python -m`` would look into the current directory first, where a json.py may lie that has nothing to do
-# with us. (-P is new in Python 3.11.)
+# The command is not ``python -m``, because that searches the current directory first, which may contain an
+# unrelated json.py. The option -P, which prevents this, needs Python 3.11.
 _BEGIN = ("import sys; n = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:n]; del sys.argv[1:n]; "
           "from runpy import run_module; run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)")
 
 
 def python(module: str, *arguments: str, first: str = "") -> list[str]:
-    """Return the command that runs ``module`` as ``python -m`` does, but with the import path of this
-    process. An empty entry of that path, which means the current directory, is left out: an interactive
-    Python and ``python -c`` have one. The folder of flashlin comes last if it is not there.
+    """Return the command that runs a module as ``python -m`` does, but with the import path of this process.
 
-    first: folders to search before, joined as in PYTHONPATH.
+    The command leaves out an empty entry of the import path, which means the current directory. An
+    interactive Python and ``python -c`` have such an entry. If the path lacks the folder of flashlin, it is
+    added at the end.
+
+    arguments: arguments of the module.
+    first: folders to search before all others, joined as in PYTHONPATH.
     """
     folders = [*filter(None, first.split(os.pathsep)), *filter(None, map(str, sys.path))]
     folders += [ROOT] if ROOT not in folders else []
@@ -52,9 +58,11 @@ def python(module: str, *arguments: str, first: str = "") -> list[str]:
 
 
 def channel() -> Callable[..., None]:
-    """In a child: return a function that sends its keywords to the parent, as one JSON line on stdout. From
-    now on, everything else that is printed to stdout goes to stderr, so that it does not mix with these
-    lines."""
+    """Return a function that sends its keyword arguments to the parent process, as one JSON line on stdout.
+
+    A child process calls this once. Afterwards, all other output to stdout goes to stderr, so that it does
+    not mix with these lines.
+    """
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -66,11 +74,11 @@ def channel() -> Callable[..., None]:
 class Ended(NamedTuple):
     """The end of a child process.
 
-    code: its exit status, minus the number of the signal that ended it, or None if it did not end by itself.
+    code: its exit status, or minus the number of the signal that ended it. None if it did not end by itself.
     stdout, stderr: its output, at most the last MOST bytes of each.
-    why: where code is None, what happened instead.
-    timed_out: True if it was ended because its time was up.
-    seconds: from its start to its end.
+    why: the reason why ``code`` is None.
+    timed_out: True if it was ended because of its time limit.
+    seconds: time from its start to its end.
     """
     code: int | None
     stdout: str = ""
@@ -81,21 +89,21 @@ class Ended(NamedTuple):
 
     @property
     def how(self) -> str:
-        """``SIGABRT``, ``exit code 3``, ``no answer in 60 s``, ``cannot be started: ...``"""
+        """Return the end in short, such as ``SIGABRT``, ``exit code 3`` or ``no answer in 60 s``."""
         if self.code is None:
             return self.why
         return failure_kind.signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
 
     @property
     def line(self) -> str:
-        """The line of stderr that says most: the last one that names an error, or else the last one."""
+        """Return the last line of stderr that names an error, or else the last line."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         telling = list(filter(TELLING.search, lines)) or lines
         return telling[-1][:300] if telling else ""
 
     @property
     def ending(self) -> str:
-        """The end as a sentence without its subject: ``ended by SIGABRT: Assertion failed``."""
+        """Return the end as a sentence without a subject: ``ended by SIGABRT: Assertion failed``."""
         if self.code is None:
             return f"gave {self.why} and was ended" if self.timed_out else self.why
         said = f"ended {'by' if self.code < 0 else 'with'} {self.how}"
@@ -103,12 +111,12 @@ class Ended(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """``ending``, or ``""`` if the child ended as it should."""
+        """Return ``ending`` if the child failed, or ``""`` if its exit status is 0."""
         return "" if self.code == 0 else self.ending
 
     @property
     def kind(self) -> failure_kind.Kind:
-        """The cause of the failure: the kernel that ran, a lack of memory, or another lack of the machine."""
+        """Return the cause of the failure: the kernel, a lack of memory, or another fault of the machine."""
         if self.code is not None:
             return failure_kind.of_exit(self.code, self.stderr)
         if self.timed_out:
@@ -117,7 +125,7 @@ class Ended(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The JSON objects that the child has printed, one a line. Lines that were cut off are skipped."""
+        """Return the JSON objects that the child has printed, one per line. Truncated lines are skipped."""
         found = []
         for line in self.stdout.splitlines():
             with suppress(ValueError):
@@ -127,7 +135,7 @@ class Ended(NamedTuple):
 
 
 class _Output:
-    """A pipe that a thread reads to its end, so that the child never waits for its reader."""
+    """A pipe from a child that a thread reads to its end, so that the child never blocks on a full pipe."""
 
     def __init__(self, pipe: IO[bytes] | None) -> None:
         assert pipe
@@ -150,7 +158,10 @@ class _Output:
             self._more.notify_all()
 
     def line(self, within: float | None) -> str:
-        """Take the next line; ``""`` at the end. Raises TimeoutError if none comes in that time."""
+        """Remove and return the next line; ``""`` at the end of the pipe.
+
+        Raises TimeoutError if no line arrives within so many seconds.
+        """
         with self._more:
             if not self._more.wait_for(lambda: b"\n" in self._kept or not self._open, within):
                 raise TimeoutError
@@ -160,18 +171,26 @@ class _Output:
             return line
 
     def text(self) -> str:
-        """Wait a little for the end of the pipe, which another process may hold open, and return the rest."""
+        """Return the rest of the output, after waiting up to GENTLE seconds for the end of the pipe.
+
+        Another process may keep the pipe open.
+        """
         with self._more:
             self._more.wait_for(lambda: not self._open, GENTLE)
             return self._kept.decode(errors="replace")
 
 
 class Process:
-    """A child process and its output. It has a process group of its own, which is ended with it, at the
-    latest at the end of a ``with`` block. A command that cannot be started raises nothing: ``wait`` says so.
+    """A child process and its output.
 
-    environment: variables to add to those of this process. limit: seconds from start to end. interactive:
-    there is a standard input, to which ``send`` writes.
+    The child has a process group of its own. The whole group is ended with the child, at the latest at the
+    end of a ``with`` block. A command that cannot be started raises no exception. ``wait`` then returns an
+    ``Ended`` with the reason.
+
+    command: the program and its arguments.
+    environment: variables to add to those of this process.
+    limit: seconds from start to end; None for no limit.
+    interactive: True to give the child a standard input, to which ``send`` writes.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, *,
@@ -199,9 +218,14 @@ class Process:
         self.end()
 
     def send(self, text: str, *, close: bool = False) -> None:
-        """Write to the child's standard input, from a thread, since a child that hangs does not read."""
+        """Write to the child's standard input.
+
+        A thread writes, because a child that hangs does not read and would block the writer.
+
+        close: True to close the input after the text.
+        """
         def write(pipe: IO[bytes]) -> None:
-            with suppress(OSError):  # the child has ended; ``wait`` says how
+            with suppress(OSError):  # the child has ended; the result of ``wait`` describes that
                 pipe.write(text.encode())
                 pipe.flush()
                 if close:
@@ -213,8 +237,10 @@ class Process:
                 self.end(f"got no input: {error}")
 
     def lines(self, limit: float | None = None) -> Iterator[str]:
-        """Yield the lines of standard output as they come. The child has timed out if none comes for
-        ``limit`` seconds."""
+        """Yield the lines of the child's standard output as they arrive.
+
+        If no line arrives for ``limit`` seconds, the child is ended as timed out.
+        """
         try:
             while self._ended is None and (line := self._stdout.line(limit)):
                 yield line
@@ -222,7 +248,7 @@ class Process:
             self.end(f"no answer in {limit:g} s", timed_out=True)
 
     def finished(self, within: float | None = None) -> bool:
-        """Wait until the child has ended, and return whether it has."""
+        """Wait for the child's end, at most ``within`` seconds, and return True if it has ended."""
         if self._ended is None:
             try:
                 self._process.wait(within)
@@ -231,7 +257,7 @@ class Process:
         return True
 
     def wait(self) -> Ended:
-        """Wait for the child, end it when its time is up, and return how it ended."""
+        """Wait for the child, end it at its time limit, and return the description of its end."""
         limit = self._limit
         if limit is None:
             self.finished()
@@ -240,10 +266,14 @@ class Process:
         return self.end(f"no answer in {limit:g} s", timed_out=True)
 
     def end(self, why: str = "was ended", *, timed_out: bool = False) -> Ended:
-        """End the child if it still runs, for this reason, and all that is left of its process group."""
+        """End the child and its process group, and return the description of its end.
+
+        why: the reason to report if the child still runs.
+        timed_out: True if the reason is a time limit.
+        """
         if self._ended is None:
             code = self._process.poll()
-            if code is None:  # it may have put processes into other groups, which only it can end
+            if code is None:  # SIGTERM lets the child end its own children in other process groups
                 self._signal("SIGTERM", GENTLE)
             self._signal("SIGKILL", GONE)
             if self._process.stdin:
@@ -266,7 +296,11 @@ class Process:
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str] | None = None, *,
                limit: float | None = None, given: str = "") -> Ended:
-    """Run a command to its end. given: its standard input. See ``Process`` for the rest."""
+    """Run a command and return the description of its end.
+
+    given: text for its standard input.
+    command, environment, limit: as for ``Process``.
+    """
     with Process(command, environment, limit=limit, interactive=bool(given)) as process:
         if given:
             process.send(given, close=True)
@@ -275,12 +309,16 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str] | None = N
 
 def forked(works: Sequence[Callable[[Path], str]], at_once: int,
            timeout: float) -> Iterator[tuple[int, Ended]]:
-    """Call each function in a fork of this process, which must not use a GPU, and yield (number, end) in the
-    order in which they end. The function gets a folder of its own; the text it returns is the ``stdout`` of
-    its end, and what it prints is the ``stderr``.
+    """Call each function in a fork of this process, and yield (number, Ended) in the order of their ends.
 
-    timeout: seconds for each. A fork that has worked for less than half of them, because others keep this
-    machine busy, gets more time, and at last ``why`` says so.
+    This process must not use a GPU. The number is the position of the function in ``works``. Each function
+    gets a temporary folder of its own. The text that it returns is ``Ended.stdout``, and its output is
+    ``Ended.stderr``.
+
+    at_once: the largest number of forks at a time.
+    timeout: seconds for each fork. A fork whose CPU time is less than half of that gets more time, because
+        other programs keep this machine busy. A fork that fails in this way is no timeout, and ``Ended.why``
+        says so.
     """
     room = Path(tempfile.mkdtemp(prefix="flashlin-forked-"))
     waiting = list(enumerate(works))[::-1]
@@ -294,7 +332,7 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
                 child = os.fork()
                 if child == 0:
                     _in_fork(work, folder)
-                with suppress(OSError):  # the child does it too: whoever comes first
+                with suppress(OSError):  # the child makes the same call; the first of the two succeeds
                     os.setpgid(child, child)
                 running[child] = (number, folder, time.monotonic(), timeout)
             for child, (number, folder, began, limit) in list(running.items()):
@@ -333,12 +371,15 @@ def _kill_fork(child: int) -> None:
 
 
 def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
-    """Never returns. Output goes to a file, because from Triton 3.3 on only stderr says which assertion
-    failed. An error of the work (no room for its result, say) also goes there, with an exit status of its
-    own."""
+    """Run the function in this fork and exit. This function never returns.
+
+    All output goes to a file, because since Triton 3.3 only stderr names an assertion that failed. An error
+    of the function, such as a full disk, is also written to that file, and the exit status is then
+    EX_TEMPFAIL.
+    """
     try:
         os.setpgid(0, 0)
-        faulthandler.disable()  # it would report an abort to the stderr of the parent, which it has kept
+        faulthandler.disable()  # it has kept the parent's stderr, and would report an abort there
         output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -354,14 +395,17 @@ def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
 
 
 def no_core_dump() -> None:
-    """Let this process write no core dump: an abort may be a result, and gigabytes of dumps fill the disk."""
+    """Turn off core dumps of this process.
+
+    An abort may be a valid result of a trial, and core dumps of gigabytes would fill the disk.
+    """
     with suppress(ImportError, OSError, ValueError):
         import resource  # not on Windows
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _worked(group: int) -> float:
-    """Return the seconds that a core has worked for a process group; infinity if the system counts none."""
+    """Return the CPU time of a process group in seconds; infinity if the system does not report it."""
     total, ticks = 0, os.sysconf("SC_CLK_TCK")
     if not os.path.exists("/proc/self/stat"):
         return math.inf

@@ -1,4 +1,4 @@
-"""Suggestions in errors about an unknown name: at most five known names that resemble it."""
+"""Suggestions for error messages about an unknown name: at most five known names that resemble it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -12,10 +12,12 @@ Returned = TypeVar("Returned")
 
 
 def similar(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return at most five of the known names, the closest first.
+    """Return at most five of the known names that resemble ``given``, the closest first.
 
-    Names that contain ``given`` come alone, those that begin with it first. Otherwise the result is the names
-    whose spelling is closest, where their similarity (0 to 1) reaches ``cutoff``.
+    If some names contain ``given``, only these are returned, and names that begin with it come first.
+    Otherwise the names with the closest spelling are returned.
+
+    cutoff: the least similarity of a spelling, from 0 to 1.
     """
     asked, names = given.lower(), {name.lower(): name for name in known}
     close = [name for name in names if len(asked) > 2 and asked in name]
@@ -29,7 +31,7 @@ def similar(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def either(names: list[str]) -> str:
-    """Return ``"a, b or c"``."""
+    """Return the names as a list in words: ``"a, b or c"``."""
     return " or ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
 
 
@@ -40,12 +42,12 @@ def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.6, most: in
 
 
 def need_one_of(given: object, known: Iterable[str]) -> str:
-    """Return the part of an error that says which names are accepted in place of ``given``."""
+    """Return the part of an error message that lists the accepted names and suggests similar ones."""
     names = list(known)
     meant = did_you_mean(str(given), names)
     if len(names) <= MOST:
         return f"need one of {', '.join(names)}{meant}"
-    return (f"need one of the {len(names)} there are{meant}" if meant else
+    return (f"need one of {len(names)} known names{meant}" if meant else
             f"need one of {', '.join(names[:MOST])} or {len(names) - MOST} others")
 
 
@@ -56,7 +58,7 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def suggests_keywords(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Decorate a public function so that a TypeError about an unknown keyword names the similar ones."""
+    """Decorate a function so that its TypeError for an unknown keyword suggests similar keywords."""
     known = keywords_of(function)
 
     @wraps(function)

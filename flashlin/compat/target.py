@@ -1,5 +1,8 @@
-"""Target: the machine a call would run on, as facts. ``probe`` asks per tensor's device; ``parse`` builds one
-by hand."""
+"""The class Target, which describes a machine by plain facts, and functions that make targets.
+
+``probe`` describes the device of a tensor. ``parse`` reads a target from a text such as
+``H100,triton=3.2.0``.
+"""
 from __future__ import annotations
 
 import os
@@ -19,26 +22,33 @@ from flashlin.compat.versions import release
 if TYPE_CHECKING:
     import torch
 
-# Shared memory one block can have, in bytes, by compute capability (CUDA C++ programming guide, technical
-# specifications).
+# Largest shared memory of a thread block, in bytes, by compute capability. Source: CUDA C++ programming
+# guide, technical specifications.
 SHARED_PER_BLOCK = {(7, 0): 98304, (7, 2): 98304, (7, 5): 65536, (8, 0): 166912, (8, 6): 101376,
                     (8, 7): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448,
                     (11, 0): 232448, (12, 0): 101376, (12, 1): 101376}
-# Multiprocessors of the card most people mean by a capability, for targets that are named rather than probed.
+# The most common GPU of each compute capability, with its multiprocessors, for targets that are given by
+# name.
 USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (8, 6): ("RTX 3090", 82),
               (8, 7): ("Orin", 16), (8, 9): ("RTX 4090", 128), (9, 0): ("H100", 132),
               (10, 0): ("B200", 148), (10, 3): ("B300", 148), (11, 0): ("Thor", 20),
               (12, 0): ("RTX 5090", 170), (12, 1): ("GB10", 48)}
-# The same of AMD, by architecture: compute units. What its architectures have in common: bytes of shared
-# memory that a block can have (CDNA 4, gfx950, has more), and stages of a loop, of which compilers fail with
-# more (amd-stages-36).
+# The most common AMD GPU of each architecture, with its compute units.
 USUAL_AMD = {"gfx90a": ("MI250", 104), "gfx942": ("MI300X", 304), "gfx950": ("MI355X", 256),
              "gfx1100": ("RX 7900", 96), "gfx1201": ("RX 9070", 64)}
+# The same for all AMD architectures: bytes of shared memory of a thread block (CDNA 4, gfx950, has more), and
+# the most stages of a loop. With more stages compilers fail (amd-stages-36).
 SHARED_ON_AMD, STAGES_ON_AMD = 65536, 2
 
 
 class Card(NamedTuple):
-    """capability: NVIDIA's, arch: AMD's."""
+    """A GPU model.
+
+    capability: compute capability (major, minor) of an NVIDIA GPU; (0, 0) for others.
+    sms: number of multiprocessors, or of compute units on AMD.
+    backend: one of BACKENDS.
+    arch: architecture of an AMD GPU, such as ``gfx942``; ``""`` for others.
+    """
     capability: tuple[int, int]
     sms: int
     backend: str = "cuda"
@@ -46,11 +56,12 @@ class Card(NamedTuple):
 
     @property
     def sm(self) -> str:
+        """Return the digits of the compute capability, such as ``90``."""
         return f"{self.capability[0]}{self.capability[1]}"
 
 
-# Others by the names people type, each with its multiprocessors, by capability (NVIDIA's list of CUDA GPUs and
-# its data sheets) or AMD's architecture.
+# Other GPUs, by the names that people type, each with its multiprocessors or compute units. The keys are
+# compute capabilities, or AMD architectures. Source: NVIDIA's list of CUDA GPUs and data sheets.
 OTHERS = {
     (6, 0): "P100 56", (6, 1): "P40 30, P4 20, GTX 1080 20, GTX 1080 Ti 28", (7, 0): "Titan V 80",
     (7, 5): "RTX 2060 30, RTX 2070 36, RTX 2080 46, RTX 2080 Ti 68, Titan RTX 72, Quadro RTX 5000 48, "
@@ -76,22 +87,29 @@ CARDS: dict[str, Card] = {
     **{name: Card((0, 0), units, "hip", arch) for arch, (name, units) in USUAL_AMD.items()},
     **{name: Card((0, 0), int(units), "hip", arch) for arch, names in OTHERS_OF_AMD.items()
        for name, units in _named(names)}}
-# Backends that are a GPU. On the last two plain torch serves.
+# The backends that are a GPU. On the last two, every op runs in plain torch.
 GPUS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "xpu": "an Intel GPU", "mps": "an Apple GPU"}
 BACKENDS = (*GPUS, "interpreter", "cpu")
-# The backend that a torch is built for, and its name, by the prefix of its local version (2.13.0+cu130).
+# The backend for which a torch is built, with its name, by the prefix of torch's local version
+# (2.13.0+cu130).
 BUILDS = {"cpu": ("cpu", "CPUs"), "cu": ("cuda", "NVIDIA GPUs"), "rocm": ("hip", "AMD GPUs"),
           "xpu": ("xpu", "Intel GPUs")}
-BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # which Triton has no code for
+BEFORE_VOLTA = ((5, 0), (5, 2), (6, 0), (6, 1))  # Triton does not support these compute capabilities
 OLDEST_TRITON = release(RELEASES[0].version)[:2]
 
 
 class Target(NamedTuple):
-    """A machine. Hashable, and buildable by hand for a machine one does not own.
+    """A machine as plain, hashable facts: its GPU and its releases of Triton, ptxas and torch.
 
-    triton, ptxas, torch: versions, ``""`` where not installed or not usable. backend: one of ``BACKENDS``,
-    ``interpreter`` is Triton's on the CPU. capability: NVIDIA's (major, minor), elsewhere
-    (0, 0). shared: bytes of shared memory per block. sms: multiprocessors. arch: AMD's, ``gfx942``.
+    A target can also describe a machine that is not present.
+
+    triton, ptxas, torch: versions; ``""`` if it is not installed or cannot be used.
+    backend: one of BACKENDS; ``interpreter`` is Triton's interpreter on the CPU.
+    capability: compute capability (major, minor) of an NVIDIA GPU; (0, 0) for others.
+    name: name of the GPU.
+    shared: largest shared memory of a thread block, in bytes.
+    sms: number of multiprocessors, or of compute units on AMD.
+    arch: architecture of an AMD GPU, such as ``gfx942``; ``""`` for others.
     """
     triton: str
     ptxas: str
@@ -105,20 +123,23 @@ class Target(NamedTuple):
 
     @property
     def sm(self) -> str:
+        """Return the architecture in short: ``sm90``, ``gfx942``, or the backend of other machines."""
         return (f"sm{self.capability[0]}{self.capability[1]}" if self.backend == "cuda"
                 else self.arch or self.backend)
 
     @property
     def other_build(self) -> str:
-        """Return which machines this torch is built for, such as ``AMD GPUs``, if it cannot use this GPU.
-        Return ``""`` if it can, or if its version does not say (``2.13.0``)."""
+        """Return the machines that this torch is built for, such as ``AMD GPUs``, if it cannot use this GPU.
+
+        Return ``""`` if it can use the GPU, or if its version has no local part (``2.13.0``).
+        """
         local = re.match(r"cpu|cu(?=\d)|rocm|xpu", self.torch.partition("+")[2].lower())
         backend, what = BUILDS[local[0]] if local else (self.backend, "")
         return what if self.backend in GPUS and self.backend != backend else ""
 
     @property
     def stages(self) -> int:
-        """The most stages that a recipe may ask for."""
+        """Return the largest number of stages of a loop that a recipe may use on this machine."""
         return STAGES_ON_AMD if self.backend == "hip" else 3
 
     def __str__(self) -> str:
@@ -132,14 +153,17 @@ class Target(NamedTuple):
 
 @lru_cache(maxsize=1)
 def triton_state() -> tuple[str, str]:
-    """(version, what is wrong). Either may be empty: no Triton at all is ``("", "not installed")``."""
+    """Return (version, fault) of the installed Triton.
+
+    Both are ``""`` if they do not apply. A missing Triton is ``("", "not installed")``.
+    """
     try:
         import triton
         import triton.language
         version = str(triton.__version__)
     except ModuleNotFoundError as error:
         return "", "not installed" if error.name == "triton" else f"import fails: {error}"
-    # whatever a broken build raises is a fact to report, not a reason to fail
+    # a broken build of Triton may raise anything; that is reported, and must not end this process
     except (Exception, SystemExit) as error:
         return "", f"import fails: {type(error).__name__}: {error}"
     if release(version)[:2] < OLDEST_TRITON:
@@ -148,22 +172,26 @@ def triton_state() -> tuple[str, str]:
 
 
 def ptxas_variable(triton: str, capability: tuple[int, int]) -> str:
-    """The variable that names the assembler which Triton calls for a card: of a release that has two, each
-    has its own. ``""`` where none does."""
+    """Return the environment variable that selects the ptxas which Triton runs for a GPU.
+
+    Some releases have two ptxas, each with a variable of its own. Returns ``""`` if no variable selects it.
+    """
     known = nearest(triton)
     second = bool(known.blackwell) and capability >= known.blackwell_from
     return known.blackwell_path if second else "TRITON_PTXAS_PATH"
 
 
 def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
-    """The assembler Triton will call: the environment's, or the one in the wheel. ``""`` where there is
-    none."""
+    """Return the path of the ptxas that Triton will run for a GPU; ``""`` if there is no such file.
+
+    The environment variable of ``ptxas_variable`` wins over the ptxas in Triton's wheel.
+    """
     named = os.environ.get(ptxas_variable(triton, capability))
     if named:
         return named
     try:
         import triton as module
-    except (Exception, SystemExit):  # triton_state says why; here there is just no assembler
+    except (Exception, SystemExit):  # triton_state reports the reason; without Triton there is no ptxas
         return ""
     folder = Path(module.__file__ or "").parent / "backends" / "nvidia" / "bin"
     modern = capability >= nearest(triton).blackwell_from
@@ -173,8 +201,10 @@ def ptxas_path(triton: str, capability: tuple[int, int]) -> str:
 
 @lru_cache(maxsize=16)
 def ptxas_version(path: str) -> str:
-    """``12.8.93`` read from the binary itself (environment variables and vendor builds replace it); ``""`` if
-    it cannot be run."""
+    """Return the version that a ptxas prints, such as ``12.8.93``; ``""`` if it cannot be run.
+
+    The binary is run because environment variables and vendor builds may replace the one in Triton's wheel.
+    """
     if not path:
         return ""
     text = run_to_end([path, "--version"], limit=20).stdout
@@ -183,7 +213,7 @@ def ptxas_version(path: str) -> str:
 
 
 def bundled_ptxas(triton: str, capability: tuple[int, int]) -> str:
-    """What the wheel of that release carries for that card; ``""`` for releases nobody has looked at."""
+    """Return the version of ptxas in a Triton release's wheel for a GPU; ``""`` for an unknown release."""
     known = nearest(triton)
     if release(known.version)[:2] != release(triton)[:2]:
         return ""
@@ -191,18 +221,21 @@ def bundled_ptxas(triton: str, capability: tuple[int, int]) -> str:
 
 
 def lanes(arch: str) -> int:
-    """Of a warp on an AMD architecture: 64 on CDNA (gfx9), 32 on RDNA, as everywhere on NVIDIA."""
+    """Return the number of threads of a warp: 64 on AMD CDNA (gfx9), 32 on AMD RDNA and on NVIDIA."""
     return 64 if arch.startswith("gfx9") else 32
 
 
 def shared_per_block(capability: tuple[int, int]) -> int:
-    """Bytes; an unknown card gets the smallest amount known for its generation."""
+    """Return the largest shared memory of a thread block, in bytes.
+
+    An unknown capability gets the smallest value that is known for its major version, or else 48 KB.
+    """
     known = [size for (major, _), size in SHARED_PER_BLOCK.items() if major == capability[0]]
     return SHARED_PER_BLOCK.get(capability, min(known, default=49152))
 
 
 class _Probed(dict["torch.device", Target]):
-    """The Targets of devices, each asked once, when it is needed."""
+    """The targets of devices. A device is queried once, at the first look-up of its target."""
 
     def __missing__(self, device: torch.device) -> Target:
         target = self[device] = _ask(device) if _pretended is None else _pretended
@@ -211,19 +244,20 @@ class _Probed(dict["torch.device", Target]):
 
 _probed = _Probed()
 _pretended: Target | None = None
-# Returns the Target of a tensor's device. It asks only that device, never device 0 in its place, and asks no
+# Returns the Target of a tensor's device. It queries only that device, never device 0 instead, and queries no
 # device at import.
 probe: Callable[[torch.device], Target] = _probed.__getitem__
 
 
 def pretend(target: Target | None) -> None:
-    """Plan every call as if it ran on ``target`` (for recording launches without the card); None ends it."""
+    """Plan every call as if it ran on ``target``; None ends this. It records launches without the GPU."""
     global _pretended
     _probed.clear()
     _pretended = target
 
 
 def pretending() -> bool:
+    """Return True if ``pretend`` has set a target."""
     return _pretended is not None
 
 
@@ -252,23 +286,27 @@ def _ask(device: torch.device) -> Target:
 
 
 def parse(text: str, *, torch_version: str = "") -> Target:
-    """``"H100"``, ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"``, ``"triton=3.2.0,sm=90"`` -> Target.
+    """Return the Target that a text describes, such as ``H100``, ``t4,torch=2.6`` or ``triton=3.2.0,sm=90``.
 
-    A card is needed: its name (``CARDS``), its sm (75, 90, 103 ...), AMD's gfx942 or a backend. Other keys
-    are triton, torch, ptxas, shared (bytes), sms and name. A triton of two numbers is its newest patch;
-    without one it is the one that the torch was made with, else this machine's. A torch whose local version
-    names another kind of machine (``2.13.0+cpu`` with an A100) cannot use the card: see ``other_build``.
+    The text needs a GPU: a name of CARDS, a compute capability (``sm=90``), an AMD architecture (``gfx942``)
+    or a backend. Other keys are triton, torch, ptxas, shared (bytes), sms and name.
 
-    Raises ValueError that names what is wrong, and what was probably meant.
+    A triton of two numbers means the newest patch release of it. Without triton, the target has the Triton
+    that its torch requires, or else the Triton of this machine. A torch whose local version names another
+    kind of machine (``2.13.0+cpu`` with an A100) cannot use the GPU: see ``other_build``.
+
+    torch_version: torch of the target, if the text has none.
+
+    Raises ValueError with the wrong part of the text, and with a suggestion.
     """
     pairs: dict[str, str] = {}
-    # as people type it: with spaces in place of commas, and with pip's two signs
+    # people also type spaces instead of commas, and "==" as for pip
     for part in filter(None, (one.strip() for one in re.split(r",|(?<!\s)\s+(?=\w+\s*=)", text))):
         key, is_pair, value = part.partition("=")
         key, value = (key.strip().lower(), value.strip("= ")) if is_pair else ("card", part)
         bare = re.search(r"(?<![\w.])v?(\d+(?:\.\d+)+)", value) if key == "card" else None
         if bare:
-            raise ValueError(f"target: got {bare[1]} and not of what, need triton={bare[1]} or "
+            raise ValueError(f"target: got the version {bare[1]} without a name, need triton={bare[1]} or "
                              f"torch={bare[1]}; for example H100,triton=3.2.0")
         if key not in KEYS or not value:
             raise ValueError(f"target: got {part!r}, need key=value pairs out of {', '.join(KEYS)}, or the "
@@ -277,7 +315,7 @@ def parse(text: str, *, torch_version: str = "") -> Target:
             raise ValueError(f"target: got {key} twice, {pairs[key]} and {value}, need it once")
         pairs[key] = value
     if not pairs.keys() & {"card", "sm", "backend"}:
-        raise ValueError(f"target: got {text!r}, need a card, too: its name, or sm=90; for example "
+        raise ValueError(f"target: got {text!r}, need a card: its name, or sm=90; for example "
                          "H100,triton=3.2.0")
     for key in ("triton", "torch", "ptxas"):
         if pairs.get(key, "none") != "none" and not release(pairs[key]):
@@ -292,9 +330,9 @@ def parse(text: str, *, torch_version: str = "") -> Target:
     said = pairs.get("triton") or triton_for(torch)
     if "torch" in pairs and not said:
         first, *_, last = torch_pairs()
-        raise ValueError(f"target: got torch={torch}, whose Triton is not known here, need triton, too; "
+        raise ValueError(f"target: got torch={torch}, whose Triton is not known here, need also triton=...; "
                          f"known are torch {first.torch} to {last.torch}")
-    newest = nearest(f"{said}.99").version  # of a minor release its last patch
+    newest = nearest(f"{said}.99").version  # the last patch release of a minor version
     triton = newest if newest.startswith(f"{said}.") else said or triton_state()[0]
     triton = "" if triton == "none" else triton
     ptxas = pairs.get("ptxas", bundled_ptxas(triton, card.capability) if card.backend == "cuda" else "")
@@ -307,9 +345,12 @@ KEYS = ("card", "sm", "triton", "torch", "ptxas", "shared", "sms", "name", "back
 
 
 def card_named(name: str) -> tuple[str, Card] | None:
-    """The card of that name as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
+    """Return (name, card) of the GPU that a text names; None if it names no known GPU.
+
+    The text may be as people and drivers write it: ``h100``, ``NVIDIA H100 80GB HBM3`` or ``4090``.
+    """
     said = name.lower()
-    # with or without what is before the number, and a space or hyphen before digits
+    # the prefix GTX or RTX may be missing, and a space or hyphen may stand before digits
     written = {card: re.sub(r" |(?<=[a-z])(?=\d)", "[ _-]*", re.sub("^[gr]tx ", "([gr]tx )?", card.lower()))
                for card in CARDS}
     known = [card for card in CARDS if re.search(rf"(?<![a-z0-9]){written[card]}(?!\d)", said)]
@@ -318,7 +359,10 @@ def card_named(name: str) -> tuple[str, Card] | None:
 
 
 def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
-    """The card that these facts name, and what it is called."""
+    """Return (name, card) of the GPU that the keys card, sm and backend describe.
+
+    Raises ValueError if they describe no GPU, or contradict each other.
+    """
     backend, digits = pairs.get("backend", ""), pairs.get("sm", "").removeprefix("sm").strip("_")
     given = pairs.get("card", "")
     if re.fullmatch(r"sm_?[0-9]+", given.lower()) and not digits:

@@ -15,9 +15,11 @@ import torch
 
 
 def _reader(of: Any) -> Callable[[], str]:
-    """Return a function that reads the setting of ``of``, the torch module; it returns "tf32" if TF32 is
-    allowed."""
-    # torch.backends.cuda.matmul.fp32_precision calls this getter; a direct call takes a sixth of the time
+    """Return a function that reads the TF32 setting of the torch module ``of``.
+
+    The returned function returns "tf32" if TF32 is allowed.
+    """
+    # torch.backends.cuda.matmul.fp32_precision calls this getter; a direct call needs a sixth of the time
     getter = getattr(of._C, "_get_fp32_precision_getter", None)
     if getter is not None:
         return partial(getter, "cuda", "matmul")

@@ -1,7 +1,7 @@
-"""Traits: facts of a launch that known issues look for. Each is defined in one row of TRAITS.
+"""Traits: properties of a kernel's source, operands or tile that known issues test. TRAITS defines each one.
 
-``trait_set("dot", "bf16")`` makes a set of traits and refuses a name that has no row. Known issues, recipes
-and the reader of sources make their sets with it.
+``trait_set("dot", "bf16")`` makes a set of traits, and raises ValueError for a name that TRAITS lacks. Known
+issues, recipes and the code that reads kernels' sources make their sets with it.
 """
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from flashlin.compat.suggestions import need_one_of
 
 HALVES = frozenset({"float16", "bfloat16"})
 
-# The ways in which a launch gets a trait.
-SOURCE = "source"  # kernels/shield/source.py reads it from a kernel's text; recipes declare it for ours
-CALL = "call"  # the kernel calls the function of triton.language of that name, which some release lacks
-OPERANDS = "operands"  # a rule derives it from the other traits, the types of the operands and the tile
-TILE = "tile"  # a rule derives it from BT, BK and BV; recipes have candidates of another tile without it
-DECLARED = "declared"  # whoever makes the launch declares it
+# The sources of a trait.
+# SOURCE: kernels/shield/source.py reads it from a kernel's source; recipes declare it for flashlin's kernels.
+SOURCE = "source"
+# CALL: the kernel calls the function of that name in triton.language, which some Triton release lacks.
+CALL = "call"
+# OPERANDS: a rule derives it from the other traits, the dtypes of the operands and the tile.
+OPERANDS = "operands"
+# TILE: a rule derives it from BT, BK and BV; recipes also have candidates with a tile that lacks the trait.
+TILE = "tile"
+# DECLARED: the code that makes the launch declares it.
+DECLARED = "declared"
 
 
 class Kernel(NamedTuple):
-    """The facts from which traits of OPERANDS follow. traits: the others; dtypes: torch's names of the
-    tensors' types; half: its products have 16-bit operands; tallest: the largest size in its tile."""
+    """The properties of a kernel from which the traits of the source OPERANDS are derived.
+
+    traits: all other traits of the kernel.
+    dtypes: torch names of the tensors' dtypes, such as ``bfloat16``.
+    half: True if its matrix products have 16-bit operands.
+    tallest: the largest size of its tile.
+    """
     traits: frozenset[str]
     dtypes: frozenset[str]
     half: bool
@@ -31,8 +41,14 @@ class Kernel(NamedTuple):
 
 
 class Trait(NamedTuple):
-    """meaning: completes the sentence "the launch ...". rule: of OPERANDS a function of a Kernel, of TILE a
-    function of BT, BK and BV."""
+    """The definition of one trait.
+
+    name: name of the trait.
+    found: its source: SOURCE, CALL, OPERANDS, TILE or DECLARED.
+    meaning: completes the sentence "the launch ...".
+    rule: returns True if a kernel has the trait. It is called with a Kernel for OPERANDS, and with BT, BK and
+        BV for TILE. None for the other sources.
+    """
     name: str
     found: str
     meaning: str
@@ -43,10 +59,10 @@ TRAITS = {trait.name: trait for trait in (
     Trait("dot", SOURCE, "multiplies matrices"),
     Trait("any_precision", SOURCE, "has a product that may use tf32"),
     Trait("rmw_acc", SOURCE, "scales a value in a loop and multiplies by it, as a recurrence does"),
-    Trait("fresh_acc", SOURCE, "adds a product in a loop to what the same turn has made"),
+    Trait("fresh_acc", SOURCE, "adds a product in a loop to a value that the same iteration has made"),
     Trait("chained_acc", SOURCE, "adds two products in a loop to one accumulator"),
     Trait("row_sums", SOURCE, "accumulates sums or maxima of a loaded tile's rows in a loop"),
-    Trait("read_row_sums", SOURCE, "has row_sums and reads them in the loop, too"),
+    Trait("read_row_sums", SOURCE, "has row_sums and also reads them in the loop"),
     Trait("atomic_add", CALL, "adds to memory atomically"),
     Trait("gather", CALL, "picks elements of a tile by index"),
     Trait("make_block_ptr", CALL, "has block pointers"),
@@ -59,20 +75,20 @@ TRAITS = {trait.name: trait for trait in (
           lambda kernel: "dot" in kernel.traits and not kernel.half),
     Trait("tf32_dot", OPERANDS, "multiplies fp32 operands and may use tf32",
           lambda kernel: "any_precision" in kernel.traits and not kernel.half),
-    Trait("tall_state", OPERANDS, "has a state taller than its chunks; recipes declare it from 64 rows on",
+    Trait("tall_state", OPERANDS, "has a state taller than its chunks (recipes: of 64 rows or more)",
           lambda kernel: "rmw_acc" in kernel.traits and kernel.tallest >= 256),
     Trait("narrow_state", TILE, "has chunks of 64 tokens and fewer than 64 rows or columns of a state",
           lambda BT, BK, BV: BT >= 64 > min(BK, BV)),
     Trait("narrow_scores", TILE, "has chunks of 64 tokens and multiplies fewer than 64 channels at a time",
           lambda BT, BK, BV: BT >= 64 > BK),
-    Trait("narrow_grads", TILE, "has chunks of 64 tokens and takes few channels at a time for gradients",
+    Trait("narrow_grads", TILE, "has chunks of 64 tokens and few channels at a time for gradients",
           lambda BT, BK, BV: BT >= 64 and (BK < 32 or (BK < 64 and BV > 32))),
     Trait("mixed_sum", DECLARED, "adds up products, one of them of transposed operands"),
     Trait("v_first", DECLARED, "has a state that is stored [V, K]"),
     Trait("before", DECLARED, "reads the state before a token updates it"),
-    Trait("overlapped", DECLARED, "runs loads, products and stores beside each other, in Gluon"),
-    Trait("foreign", DECLARED, "is of a kernel of other people, whose configurations we have not run"),
-    Trait("autotuned", DECLARED, "is tuned; no launch has it, since tuning comes before the launch"),
+    Trait("overlapped", DECLARED, "runs loads, products and stores at the same time, in Gluon"),
+    Trait("foreign", DECLARED, "is of a kernel outside flashlin, whose configurations we have not run"),
+    Trait("autotuned", DECLARED, "is tuned; no launch has it, because tuning comes before the launch"),
 )}
 
 
@@ -86,7 +102,7 @@ OVERLAPPED = "overlapped"
 
 @lru_cache(maxsize=256)
 def trait_set(*names: str) -> frozenset[str]:
-    """The set of these traits. Raises ValueError for a name without a row."""
+    """Return a set of traits. Raises ValueError for a name that TRAITS does not define."""
     if unknown := sorted({*names} - {*TRAITS}):
         raise ValueError(f"trait: got {', '.join(unknown)}, {need_one_of(unknown[0], sorted(TRAITS))}")
     return frozenset(names)
@@ -95,8 +111,12 @@ def trait_set(*names: str) -> frozenset[str]:
 @lru_cache(maxsize=1024)
 def with_operands(traits: frozenset[str], dtypes: frozenset[str], half: bool = False,
                   tile: tuple[tuple[str, int], ...] = ()) -> frozenset[str]:
-    """``traits`` with those of OPERANDS that these operands and this tile have, and no others. half: products
-    have 16-bit operands also where no tensor has."""
+    """Return ``traits`` with the traits of the source OPERANDS replaced by those of these operands.
+
+    dtypes: torch names of the tensors' dtypes.
+    half: True if matrix products have 16-bit operands although no tensor has such a dtype.
+    tile: (name, size) of each size of the tile.
+    """
     others = traits - _found(OPERANDS)
     kernel = Kernel(others, dtypes, half or bool(dtypes & HALVES), max((size for _, size in tile), default=0))
     return others | {trait.name for trait in TRAITS.values()
@@ -104,6 +124,9 @@ def with_operands(traits: frozenset[str], dtypes: frozenset[str], half: bool = F
 
 
 def of_tile(name: str, BT: int, BK: int, BV: int = 0) -> frozenset[str]:
-    """The trait of TILE with that name, if a tile of this size has it."""
+    """Return a set with the named trait of the source TILE if a tile has it, or else an empty set.
+
+    BT: tokens of a chunk. BK, BV: rows and columns of the state in the tile.
+    """
     traits, rule = trait_set(name), TRAITS[name].rule
     return traits if rule is not None and rule(BT, BK, BV) else frozenset()

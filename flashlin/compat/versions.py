@@ -1,9 +1,9 @@
-"""Release comparisons that mean the same for every release of ``packaging``.
+"""Compare versions with ranges of releases, with the same result for every release of ``packaging``.
 
-``SpecifierSet`` treats nightlies and release candidates differently from one packaging release to the next,
-so ranges are two plain bounds instead: a version is compared by its release number alone, and an unreleased
-build (dev, rc, ``+git``) of the release that carries a fix counts as affected, because nobody can say whether
-the fix is in it.
+``SpecifierSet`` treats nightlies and release candidates differently from one release of packaging to the
+next. A range therefore has two plain bounds here, and a version is compared by its release number alone. An
+unreleased build (dev, rc, ``+git``) of the release that contains a fix counts as affected, because its number
+does not tell whether the build contains the fix.
 """
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from packaging.version import Version
 
 @lru_cache(maxsize=256)
 def release(version: str) -> tuple[int, ...]:
-    """``"3.7.1+gitabc"`` -> ``(3, 7, 1)``; an unreadable or empty version -> ``()``, which is older than
-    everything."""
+    """Return the release number of a version: ``(3, 7, 1)`` for ``"3.7.1+gitabc"``.
+
+    A text that is no version gives ``()``, which compares as older than every release.
+    """
     try:
         return Version(version).release
-    except ValueError:  # no version, or a number of more digits than Python reads
+    except ValueError:  # not a version, or a number with more digits than Python converts
         return ()
 
 
 @lru_cache(maxsize=256)
 def is_unreleased(version: str) -> bool:
-    """True for nightlies, release candidates and builds from git."""
+    """Return True for nightlies, release candidates and builds from git."""
     try:
         parsed = Version(version)
-    except ValueError:  # no version, or a number of more digits than Python reads
+    except ValueError:  # not a version, or a number with more digits than Python converts
         return bool(version)
     return parsed.is_prerelease or (parsed.local or "").startswith("git")
 
 
 @lru_cache(maxsize=4096)
 def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
-    """Whether ``version`` lies in ``since .. fixed_in`` (fixed_in itself excluded; None leaves that side
-    open).
+    """Return True if a version is ``since`` or newer, and older than ``fixed_in``.
 
-    An empty ``version`` (the part is not installed) is never affected.
+    None leaves that side of the range open. An unreleased build of ``fixed_in`` counts as older. An empty
+    ``version`` means that the package is not installed, and is never affected.
     """
     here = _padded(version)
     if not version or (since is not None and here < _padded(since)):
@@ -47,7 +49,10 @@ def affected(version: str, since: str | None, fixed_in: str | None) -> bool:
 
 
 def between(what: str, since: str | None, fixed_in: str | None) -> str:
-    """The same range in words, ``what`` being a program: "Triton 3.2.0 and newer, before 3.3.0"."""
+    """Return a range of releases in words: "Triton 3.2.0 and newer, before 3.3.0".
+
+    what: name of the program. since, fixed_in: as for ``affected``.
+    """
     if fixed_in is None:
         return f"{what} {since} and newer" if since else f"any {what}"
     return f"{what} {since} and newer, before {fixed_in}" if since else f"{what} before {fixed_in}"

@@ -45,7 +45,7 @@ def test_an_unknown_id_is_an_error_that_names_the_similar_ones(ignore: Callable[
         ignore("gather-32, gather-31")
     text = str(error.value)
     assert text.lower().removeprefix("flashlin_").startswith(
-        f"ignore: got 'gather-31' as ids of known issues, need one of the {len(KNOWN_ISSUES)} there are; "
+        f"ignore: got 'gather-31' as ids of known issues, need one of {len(KNOWN_ISSUES)} known names; "
         "did you mean gather-32")
     assert sum(issue.id in text for issue in KNOWN_ISSUES) <= 5 and current() == Policy()
 
@@ -73,7 +73,7 @@ def test_a_wrong_variable_is_an_error_that_lists_the_choices(variable: str, got:
     (dict(path=None), "path: got None, need one of auto, triton, torch"),
     (dict(tokens=1), "tokens: got 1, need one of async, sync, off"),
     (dict(debug="yes"), "debug: got 'yes', need one of 0, 1"),
-    (dict(paths="torch"), "settings: got paths, need one of the 8 there are; did you mean path?"),
+    (dict(paths="torch"), "settings: got paths, need one of 8 known names; did you mean path?"),
     (dict(zeal=1, amount=2), "settings: got amount, zeal, need one of policy, path, ignore, tokens, "
                              "canary or 3 others")])
 def test_a_wrong_setting_is_an_error_that_changes_nothing(changes: dict[str, Any], message: str) -> None:

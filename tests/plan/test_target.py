@@ -161,14 +161,14 @@ def test_a_torch_of_another_build_launches_nothing(text: str, built_for: str) ->
     ("rtx 6000", "did you mean RTX 6000 Ada or Quadro RTX 6000?"),
     ("RTX 5095", "did you mean RTX 5090 or RTX 5050?"),
     ("h100,3.2.0",
-    "got 3.2.0 and not of what, need triton=3.2.0 or torch=3.2.0; for example H100,triton=3.2.0"),
-    ("h100 v3.2", "got 3.2 and not of what, need triton=3.2"), ("h100 with Triton 3.2.0",
+    "got the version 3.2.0 without a name, need triton=3.2.0 or torch=3.2.0; for example H100,triton=3.2.0"),
+    ("h100 v3.2", "got the version 3.2 without a name, need triton=3.2"), ("h100 with Triton 3.2.0",
     "need triton=3.2.0 or"),
-    ("2.6", "got 2.6 and not of what"), ("h100,torch=2.3",
+    ("2.6", "got the version 2.6 without a name"), ("h100,torch=2.3",
     "got torch=2.3, whose Triton is not known here, need "
-                                         "triton, too; known are torch 2.4.0 to 2.15.0"),
-    ("triton=3.2.0", "got 'triton=3.2.0', need a card, too: its name, or sm=90"),
-    ("", "got '', need a card, too"), ("sm=90,sm=80", "got sm twice, 90 and 80, need it once"),
+                                         "also triton=...; known are torch 2.4.0 to 2.15.0"),
+    ("triton=3.2.0", "got 'triton=3.2.0', need a card: its name, or sm=90"),
+    ("", "got '', need a card"), ("sm=90,sm=80", "got sm twice, 90 and 80, need it once"),
     ("H100,A100", "got card twice, H100 and A100, need it once"),
     ("H100,sm=80", "got H100 and sm=80, need one of them: H100 is sm=90"),
     ("MI300,sm=90", "need one of them: MI300 is gfx942 of AMD"),
@@ -187,7 +187,7 @@ def test_a_torch_of_another_build_launches_nothing(text: str, built_for: str) ->
     ("gfx٩42", "got the card 'gfx٩42'"), ("H100,sms=0", "got sms=0, need a whole number above 0"),
     ("H100,sms=" + "9" * 5000, "need a whole number above 0"),
     ("H100,triton=" + "9" * 5000, "need a version such as"),
-    ("backend=cud", "got backend=cud, need one of the 6 there are; did you mean cuda?")])
+    ("backend=cud", "got backend=cud, need one of 6 known names; did you mean cuda?")])
 def test_what_cannot_be_parsed_is_an_error_that_says_what_is_needed(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text)
