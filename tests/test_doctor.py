@@ -411,7 +411,7 @@ def test_a_triton_that_never_was_is_told_with_the_nearest() -> None:
 
 def test_a_cause_is_told_in_words_beside_its_id() -> None:
     assert flashlin.doctor(target="P100,triton=3.6.0").verdict.endswith(
-        "not by kernels on this P100: before-volta (Triton has no code generator for this card).")
+        "not by kernels on this P100: before-volta (Triton has no code generator for this GPU).")
 
 
 def test_a_triton_that_is_too_old_is_said_to_be() -> None:

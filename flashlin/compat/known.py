@@ -17,7 +17,7 @@ from flashlin.compat.versions import affected, between
 PRE_VOLTA, END = (0, 0), (99, 0)  # bounds of compute capabilities
 FLA = "https://github.com/fla-org/flash-linear-attention/issues/"
 TRITON = "https://github.com/triton-lang/triton/issues/"
-EVERYWHERE = "every card, every Triton"
+EVERYWHERE = "every GPU, every Triton"
 ILLEGAL = "an illegal memory access was encountered"
 CONFIDENCE = {"compiled": "compiled in our tests, where it fails like this", "ran": "seen in our own runs",
               "thread": "reported in the thread; we have not run it", "documented": "documented"}
@@ -131,8 +131,8 @@ class KnownIssue(Known):
         cards = ", ".join(f"{name} (sm{major}{minor})" for (major, minor), (name, _) in USUAL_CARD.items()
                           if low <= (major, minor) < high) or f"sm{low[0]}{low[1]}"
         words = (f"AMD's {', '.join(self.amd)}" if self.amd else
-                 "any NVIDIA card" if (low, high) == (PRE_VOLTA, END) else
-                 "cards before sm70" if low == PRE_VOLTA else cards, self.releases,
+                 "any NVIDIA GPU" if (low, high) == (PRE_VOLTA, END) else
+                 "GPUs before sm70" if low == PRE_VOLTA else cards, self.releases,
                  self.ptxas_since is self.ptxas_fixed_in is None or between("ptxas", self.ptxas_since,
                                                                             self.ptxas_fixed_in),
                  self.min_warps > 1 and f"{self.min_warps} warps or more",
@@ -223,7 +223,7 @@ class Flaw(Known):
                  *(f"without {name}" for name in self.without),
                  f"one of {', '.join(self.broken)} does not import" if self.broken else "",
                  f"models: {', '.join(self.models)}" if self.models else "",
-                 cards.get(self.card, f"where {self.card} is"))
+                 cards.get(self.card, f"where {self.card} occurs"))
         return "; ".join(filter(None, words))
 
     def hits(self, stack: Stack) -> tuple[str, ...]:

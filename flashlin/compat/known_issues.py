@@ -1,11 +1,12 @@
-"""Known issues as data. Adding one is one ``KnownIssue(...)`` literal in KNOWN_ISSUES, or ``_Compiled(...)``
-if a test compiles its proof. Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read
-that tuple.
+"""The table of known issues, KNOWN_ISSUES: failures of Triton, ptxas and kernels.
 
-Matched on what a launch is (traits, warps, stages), where it runs (capability, Triton, ptxas) and bounds on
-the problem, never on an op's name. An issue without ``remedies`` is reported by doctor and changes no plan.
-An issue with a trait of TILE_FACTS objects to one tile of several. Its first remedy is then ``other_tile``,
-which is not announced.
+Add an issue as one ``KnownIssue(...)`` literal, or as ``_Compiled(...)`` if a test compiles its proof.
+Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read the table.
+
+An issue is matched with the traits, warps and stages of a launch, and with the GPU, Triton and ptxas of its
+target. It is never matched with the name of an op. An issue without ``remedies`` is reported by doctor and
+changes no plan. An issue with a trait of TILE_FACTS rejects one tile of several. Its first remedy is then
+``other_tile``, for which planning prints no message.
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ PRE_AMPERE, ON_HOPPER, ON_BLACKWELL = (VOLTA, AMPERE), (HOPPER, BLACKWELL), (BLA
 
 @lru_cache(maxsize=64)
 def issues_here(target: Target) -> tuple[KnownIssue, ...]:
+    """Return the known issues that affect a target, in the order of the table."""
     return tuple(issue for issue in KNOWN_ISSUES if issue.here(target))
 
 
@@ -30,13 +32,13 @@ _PROVEN_HERE_ONLY = _PROVEN + "; no public thread known"
 _NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
 _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
-_TUNED = trait_set("autotuned")  # of no launch: tuning comes before it
+_TUNED = trait_set("autotuned")  # no launch has this trait, because tuning comes before the launch
 _DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
-# of other packages' kernels only
+# traits of kernels of other packages only
 _FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
-# Issues that have facts in common: of which a test compiles the proof, of Triton's autotuner, and of tiles
-# that are too narrow for Hopper.
+# Shared fields: of issues whose proof a test compiles, of issues of Triton's autotuner, and of issues of
+# tiles that are too narrow on Hopper.
 _Compiled = partial(KnownIssue, proof=_PROVEN, confidence="compiled")
 _OfTuner = partial(KnownIssue, traits=_TUNED, proof=_TUNING, confidence="ran")
 _Narrow = partial(
@@ -45,9 +47,9 @@ _Narrow = partial(
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
-        id="before-volta", effect="Triton has no code generator for this card",
+        id="before-volta", effect="Triton has no code generator for this GPU",
         symptoms=("which is too old to be supported by the triton GPU compiler",),
-        capabilities=(PRE_VOLTA, VOLTA), need="a card of compute capability 7.0 or newer, or the torch path",
+        capabilities=(PRE_VOLTA, VOLTA), need="a GPU of compute capability 7.0 or newer, or the torch path",
         remedies=("torch_path",), url="https://github.com/triton-lang/triton#compatibility",
         proof="Triton's readme", confidence="documented"),
     _Compiled(
@@ -59,7 +61,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         fixed_in="3.3.0", capabilities=PRE_AMPERE, traits=trait_set("bf16"),
         need="no bf16 tensor in a kernel, or Triton 3.4", remedies=("via_fp32", "torch_path"),
         url="https://github.com/Lightning-AI/pytorch-lightning/issues/18070",
-        proof=_PROVEN + ", which also sees that sm_70 would multiply the bits of bf16 as fp16"),
+        proof=_PROVEN + ", which also shows that sm_70 would multiply bf16 bits as if they were fp16"),
     _Compiled(
         id="half-dot-volta-32",
         effect="the compiler aborts: Failed to compute parent layout for slice layout",
@@ -91,9 +93,9 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="half-dot-34-pre-ampere",
         effect="no tensor cores: dots on 16-bit operands become scalar code that spills tens of kilobytes "
-               "a thread",
+               "per thread",
         since="3.4.0", capabilities=PRE_AMPERE, traits=_HALF_DOT,
-        spared=_FOREIGN,  # what its own author has asked for runs, if slowly
+        spared=_FOREIGN,  # a kernel outside flashlin runs as its author wrote it, even if slowly
         need="fp32 operands, which spill a tenth of that", remedies=("via_fp32",), url=TRITON + "6698",
         proof=_PROVEN, confidence="compiled"),
     _Compiled(
@@ -101,7 +103,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="IndexError: map::at while compiling a dot on fp32 operands with tf32 products",
         symptoms=("IndexError: map::at",),
         fixed_in="3.3.0", capabilities=(TURING, AMPERE), traits=trait_set("tf32_dot"),
-        need="input_precision='ieee', as flashlin's own kernels have it, or Triton 3.4",
+        need="input_precision='ieee', as in flashlin's own kernels, or Triton 3.4",
         remedies=("torch_path",), url=FLA + "75"),
     _Compiled(
         id="mma-to-mma-31",
@@ -128,13 +130,13 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
         fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("tall_state", "half_dot"), min_warps=4,
-        need="at most 2 warps for a state of 64 rows or more beside shorter chunks, or Triton 3.3",
+        need="at most 2 warps for a state of 64 rows or more with shorter chunks, or Triton 3.3",
         remedies=("limit_num_warps", "torch_path"), proof=_PROVEN + ", and an H200; no public thread known"),
     _Compiled(
         id="narrow-state-32",
-        effect="the compiler aborts: chunks of 64 beside a state of fewer than 64 rows ('Failed to emit "
+        effect="the compiler aborts: chunks of 64 tokens with a state of fewer than 64 rows ('Failed to emit "
                "transfer from register to shared' in 3.2, UNREACHABLE or a segmentation fault in 3.0 and "
-               "3.1); beside fewer columns it compiles, and nobody has run it",
+               "3.1); with fewer than 64 columns the kernel compiles, but has not been run",
         symptoms=("LLVM ERROR: Failed to emit transfer from register to shared",
                   "UNREACHABLE executed at ...Conversion/TritonGPUToLLVM/Utility.h"),
         fixed_in="3.3.0", capabilities=ON_HOPPER, traits=trait_set("half_dot", "narrow_state"), min_warps=4,
@@ -142,26 +144,28 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         proof=_PROVEN_HERE_ONLY),
     _Narrow(
         id="hopper-narrow-state",
-        effect="illegal access or silently wrong results: chunks of 64 beside a state of fewer than 64 "
-               "columns, with one stage, or rows, with two; or columns with any, where a tensor does not "
-               "begin at a multiple of 16 bytes, since nothing is on its way then (the chunk ops copy these)",
+        effect="illegal access or silently wrong results: chunks of 64 tokens with a state of fewer than 64 "
+               "columns (with one stage) or fewer than 64 rows (with two stages); also fewer columns with "
+               "any number of stages, if a tensor does not begin at a multiple of 16 bytes, because its "
+               "loads do not overlap then (the chunk ops copy such tensors)",
         traits=trait_set("half_dot", "narrow_state"),
-        need="chunks of 32 tokens (in 3.6.0 few columns are right with two stages, too, and few rows with "
-             "one, but not with two; nobody has run another release)"),
+        need="chunks of 32 tokens (in 3.6.0 fewer columns are also right with two stages, and fewer rows "
+             "with one stage but not with two; other releases have not been run)"),
     _Narrow(
         id="hopper-narrow-scores",
-        effect="illegal access, with 8 warps results that vary: scores of chunks of 64, fewer than 64 "
-               "channels at a time",
+        effect="illegal access, or with 8 warps results that vary: scores of chunks of 64 tokens, from fewer "
+               "than 64 channels at a time",
         traits=trait_set("half_dot", "narrow_scores"),
         need="64 channels at a time, or chunks of 32 tokens"),
     _Narrow(
         id="hopper-narrow-grads",
-        effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64, with fewer than 32 "
-               "channels at a time, or fewer than 64 beside more than 32 columns",
+        effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64 tokens, with fewer "
+               "than 32 channels at a time, or with fewer than 64 channels and more than 32 columns",
         traits=trait_set("half_dot", "narrow_grads"),
-        need="64 channels, 32 beside 32 columns, or chunks of 32 tokens (in 3.6.0 8 warps are right, too)"),
+        need="64 channels at a time, or 32 channels with 32 columns, or chunks of 32 tokens (in 3.6.0, 8 "
+             "warps are also right)"),
     _Compiled(
-        id="blackwell-unknown-32", effect="the compiler aborts: the architecture is unknown to it",
+        id="blackwell-unknown-32", effect="the compiler aborts: it does not support the architecture",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',
                   *(f"Value '{sm}' is not defined for option 'gpu-name'"
                     for sm in ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"))),
@@ -182,48 +186,53 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05.wait.st",),
         since="3.5.0", fixed_in="3.5.1", capabilities=(GB300, SM11), traits=_DOT, need="Triton 3.6",
         remedies=("torch_path",), url=TRITON + "8473",
-        proof="the thread; seen once with the product of matrix/proofs, and no test has 3.5.0"),
+        proof="the thread; seen once with the product of matrix/proofs, but no test runs 3.5.0"),
     _Compiled(
-        id="sm103-ptxas", effect="ptxas does not know sm_103",
+        id="sm103-ptxas", effect="ptxas does not support sm_103",
         symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
-        need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        need="Triton 3.6, or Triton 3.4 and newer with ptxas 12.9 (TRITON_PTXAS_PATH)",
+        remedies=("torch_path",),
         url=TRITON + "8473"),
     _Compiled(
-        id="sm110-ptxas", effect="ptxas does not know sm_110",
+        id="sm110-ptxas", effect="ptxas does not support sm_110",
         symptoms=("Value 'sm_110a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="13.0", capabilities=(SM11, SM12),
-        need="Triton 3.7, or from 3.5 on a ptxas 13.0 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        need="Triton 3.7, or Triton 3.5 and newer with ptxas 13.0 (TRITON_PTXAS_PATH)",
+        remedies=("torch_path",),
         proof=_PROVEN_HERE_ONLY),
     _Compiled(
-        id="sm121-ptxas", effect="ptxas does not know sm_121",
+        id="sm121-ptxas", effect="ptxas does not support sm_121",
         symptoms=("Value 'sm_121a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
-        need="Triton 3.6, or from 3.4 on a ptxas 12.9 (TRITON_PTXAS_PATH)", remedies=("torch_path",),
+        need="Triton 3.6, or Triton 3.4 and newer with ptxas 12.9 (TRITON_PTXAS_PATH)",
+        remedies=("torch_path",),
         url=TRITON + "10331"),
     _Compiled(
         id="ptxas-127-32",
-        effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: it cannot use an "
-               "assembler newer than 12.6",
+        effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: this Triton cannot use a "
+               "ptxas newer than 12.6",
         symptoms=("Unsupported .version", "Triton only support CUDA 10.0 or higher"),
         fixed_in="3.3.0", ptxas_since="12.7",
-        need="TRITON_PTXAS_PATH unset or at a ptxas 12.6, or Triton 3.3", remedies=("torch_path",),
+        need="TRITON_PTXAS_PATH unset, or set to a ptxas 12.6, or Triton 3.3", remedies=("torch_path",),
         proof=_PROVEN_HERE_ONLY),
     _Compiled(
         id="ptxas-13-34",
-        effect="Triton only support CUDA 10.0 or higher: it refuses an assembler of CUDA 13",
+        effect="Triton only support CUDA 10.0 or higher: this Triton rejects a ptxas of CUDA 13",
         symptoms=("Triton only support CUDA 10.0 or higher",),
-        fixed_in="3.5.0", ptxas_since="13.0", need="TRITON_PTXAS_PATH unset or at a ptxas 12, or Triton 3.5",
-        remedies=("torch_path",), proof=_PROVEN_HERE_ONLY),
+        fixed_in="3.5.0", ptxas_since="13.0",
+        need="TRITON_PTXAS_PATH unset, or set to a ptxas 12, or Triton 3.5", remedies=("torch_path",),
+        proof=_PROVEN_HERE_ONLY),
     _Compiled(
         id="hoist-tmem-34",
-        effect="Failed to hoist tmem_store: a state that takes the difference of two products",
+        effect="Failed to hoist tmem_store: a state to which the difference of two products is added",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL, traits=trait_set("half_dot", "rmw_acc"),
         min_warps=4, need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps", "torch_path"),
-        url=FLA + "607", proof=_PROVEN + "; the reverse scan of our own delta rule has it, too"),
+        url=FLA + "607", proof=_PROVEN + "; the reverse scan of flashlin's delta rule also fails"),
     _Compiled(
-        id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as hoist-tmem-34, with tf32 products",
+        id="hoist-tmem-34-tf32", effect="Failed to hoist tmem_store: as for hoist-tmem-34, but with tf32 "
+                                        "products",
         symptoms=("UNREACHABLE executed at ...HoistTMEMAlloc.cpp", "Failed to hoist tmem_store"),
         since="3.4.0", fixed_in="3.5.0", capabilities=ON_BLACKWELL, traits=trait_set("tf32_dot", "rmw_acc"),
         min_warps=4, need="at most 2 warps, or Triton 3.5", remedies=("limit_num_warps",), url=FLA + "607"),
@@ -232,69 +241,73 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="PassManager::run failed in TritonGPUAssignLatencies: a state in a loop of tf32 products",
         symptoms=("Pipeline failed while executing [`TritonGPUAssignLatencies`",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL, traits=trait_set("tf32_dot", "rmw_acc"),
-        min_warps=4, min_stages=2, need="at most 2 warps, one stage, or Triton 3.6",
+        min_warps=4, min_stages=2, need="at most 2 warps, or one stage, or Triton 3.6",
         remedies=("limit_num_warps",), proof=_PROVEN_HERE_ONLY),
     _Compiled(
         id="dominance-35",
-        effect="operand #2 does not dominate this use: a product is added to what the same turn of a short "
-               "loop has made",
+        effect="operand #2 does not dominate this use: a product is added to a value that the same iteration "
+               "of a short loop has made",
         symptoms=("operand #2 does not dominate this use",),
         since="3.5.0", fixed_in="3.6.0", capabilities=ON_BLACKWELL, traits=trait_set("dot", "fresh_acc"),
-        min_warps=4, min_stages=2, need="at most 2 warps, one stage, or Triton 3.6",
+        min_warps=4, min_stages=2, need="at most 2 warps, or one stage, or Triton 3.6",
         remedies=("limit_num_warps", "torch_path"), url=FLA + "638"),
     KnownIssue(
         id="blackwell-chained-acc",
-        effect="silently wrong results: two products a turn into one accumulator, which also take a third "
-               "buffer",
+        effect="silently wrong results: a loop that adds two products per iteration to one accumulator, "
+               "where the products use a third buffer",
         since="3.4.0", fixed_in="3.9.0", capabilities=(BLACKWELL, SM12),
         traits=trait_set("dot", "chained_acc"), min_warps=4, min_stages=2,
-        need="at most 2 warps, an accumulator for each, or Triton 3.9", remedies=("limit_num_warps",),
+        need="at most 2 warps, or an accumulator for each product, or Triton 3.9",
+        remedies=("limit_num_warps",),
         url=TRITON + "10821",
-        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " sees the same buffers in 3.4 and 3.5"),
+        proof="the thread, for 3.6 to 3.8; " + _PROVEN + " shows the same buffers in 3.4 and 3.5"),
     KnownIssue(
         id="blackwell-tcgen05-state",
         effect="silently wrong or varying results: a state that is decayed and read by a dot in one loop",
         since="3.3.0", capabilities=(BLACKWELL, SM12), traits=trait_set("dot", "rmw_acc"), min_warps=4,
         min_stages=2, need="at most 2 warps, which keeps the loop off tcgen05", remedies=("limit_num_warps",),
         url=TRITON + "10993",
-        proof="issue threads (also #9871, #10590, #10821 and fla #607); no hardware at hand"),
+        proof="issue threads (also #9871, #10590, #10821 and fla #607); not run on such a GPU"),
     KnownIssue(
         id="wgmma-register-hazard",
-        effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands still being read",
+        effect="sporadic wrong values: ptxas before 13.3 may overwrite wgmma operands that are still being "
+               "read",
         fixed_in="3.9.0", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_DOT, min_warps=4,
         min_stages=2,
-        need="ptxas 13.3 (TRITON_PTXAS_PATH) or Triton 3.9 for certainty; our own configurations were run",
+        need="ptxas 13.3 (TRITON_PTXAS_PATH), or Triton 3.9, to exclude it; the configurations of flashlin "
+             "have been run",
         url=TRITON + "9433", proof="matrix/results: launches repeated bitwise on an H200"),
     KnownIssue(
         id="blackwell-eight-warps", effect="results vary from run to run: products of products with 8 warps",
         since="3.3.0", fixed_in="3.8.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=8,
-        min_stages=2, need="at most 4 warps for a kernel that shows it, or Triton 3.8", url=FLA + "1228",
+        min_stages=2, need="at most 4 warps for an affected kernel, or Triton 3.8", url=FLA + "1228",
         proof="the thread, also #1229, #1327"),
     KnownIssue(
         id="blackwell-backward-913",
-        effect="illegal access, NaN or a hang: backward kernels of other packages with 4 warps and more",
+        effect="illegal access, NaN or a hang: backward kernels of other packages with 4 or more warps",
         symptoms=("Triton Error [CUDA]: misaligned address", ILLEGAL),
         since="3.3.0", capabilities=ON_BLACKWELL, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for a kernel that shows it", url=FLA + "913", proof="threads, also #727 and #1000"),
+        need="2 warps for an affected kernel", url=FLA + "913", proof="threads, also #727 and #1000"),
     KnownIssue(
-        id="ptxas-131-bits", effect="now and then results differ in bits from run to run",
+        id="ptxas-131-bits", effect="results sometimes differ bitwise from run to run",
         ptxas_since="13.0", ptxas_fixed_in="13.3", capabilities=ON_BLACKWELL, traits=_DOT,
         need="another ptxas (TRITON_PTXAS_BLACKWELL_PATH)",
         url="https://github.com/pytorch/pytorch/issues/181248",
-        proof="the thread; that 13.3 is free of it is not stated"),
+        proof="the thread, which does not state that 13.3 is free of it"),
     KnownIssue(
         id="hopper-gated-backward-640",
         effect="silently wrong gradients of q, k and gate: a gated backward with tiles of 64 columns",
         since="3.4.0", fixed_in="3.7.1", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
         need="tiles of 32 or 128 columns, or Triton 3.7.1; flashlin's own backward was compared on an H200",
-        url=FLA + "640", proof="the thread; fla itself refuses this backward there"),
+        url=FLA + "640", proof="the thread; fla itself refuses to run this backward there"),
     KnownIssue(
         id="hopper-wy-backward-984",
-        effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps, 64 "
-               "tokens",
+        effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps and "
+               "chunks of 64 tokens",
         symptoms=(ILLEGAL,),
         since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for that kernel; nobody has tried 3.8 and 3.9", url=FLA + "984", proof="the thread"),
+        need="2 warps for that kernel; 3.8 and 3.9 have not been tried", url=FLA + "984",
+        proof="the thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
@@ -309,14 +322,14 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         traits=trait_set("foreign", "dot"), min_warps=4, need="at most 2 warps, or another Triton",
         url=TRITON + "6124", proof="the thread"),
     KnownIssue(
-        id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles of an odd number of columns",
+        id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles with an odd number of columns",
         symptoms=(ILLEGAL,),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
-        traits=_FOREIGN_DOT, need="an even number of columns, as flashlin pads them, or ptxas 13.0",
+        traits=_FOREIGN_DOT, need="an even number of columns (flashlin pads its tiles), or ptxas 13.0",
         url=FLA + "1262", proof="the thread"),
     KnownIssue(
         id="hopper-unit-scale-1262",
-        effect="writes out of range: an integer scale of 1, which Triton makes a constant",
+        effect="writes out of bounds: an integer argument scale=1, which Triton turns into a constant",
         symptoms=("Invalid __shared__ write", ILLEGAL),
         since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.1", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="scale=1.0, or ptxas 13.1", url=FLA + "1262", proof="the thread"),
@@ -325,8 +338,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
         ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
         traits=_FOREIGN,
-        need="ptxas 13.3 (3.8.0 carries it as ptxas-blackwell: TRITON_PTXAS_PATH), or Triton 3.9",
-        url=TRITON + "11581", proof="the thread, which knows 12.9.86 and 13.3.33"),
+        need="ptxas 13.3 (ptxas-blackwell in the wheel of Triton 3.8.0, by TRITON_PTXAS_PATH), or Triton 3.9",
+        url=TRITON + "11581", proof="the thread, which reports on 12.9.86 and 13.3.33"),
     _Compiled(
         id="both-halves-39",
         effect="ptxas: Feature '.bf16' requires .target sm_80 or higher: fp16 values cast to bf16",
@@ -335,36 +348,35 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         need="a cast through fp32, or Triton 3.8", remedies=("via_fp32",), proof=_PROVEN_HERE_ONLY),
     _Compiled(
         id="row-sums-read-twice",
-        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that adds up the "
-               "sums, or maxima, of a tile's rows, as the tile was loaded, where what it ends with is not "
-               "read exactly once",
+        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that accumulates "
+               "the sums or maxima of the rows of a loaded tile, whose result is not read exactly once",
         symptoms=("Assertion `loopResult.hasOneUse()' failed",),
         fixed_in="3.8.0", traits=trait_set("foreign", "row_sums"),
-        need="tiles that are added up in the loop and summed after it, or Triton 3.8",
+        need="a loop that accumulates the tiles, whose rows are summed after the loop, or Triton 3.8",
         url="https://github.com/triton-lang/triton/pull/11682"),
     KnownIssue(
         id="row-sums-read-inside",
-        effect="silently wrong values: a loop that adds up the sums, or maxima, of a tile's rows, as the "
-               "tile was loaded, and reads them in between, which gives what it began with",
+        effect="silently wrong values: a loop that accumulates the sums or maxima of the rows of a loaded "
+               "tile, and also reads the accumulator, which then has its initial value",
         fixed_in="3.9.0", traits=trait_set("foreign", "read_row_sums"),
-        need="tiles that are added up in the loop and summed wherever that is read, or Triton 3.9",
+        need="a loop that accumulates the tiles, whose rows are summed at each read, or Triton 3.9",
         remedies=("torch_path",), url=TRITON + "11836",
         proof="the thread; compiled with 3.0 to 3.8, such a loop stores a constant"),
     KnownIssue(
         id="row-sums-joined",
-        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that hands on the "
-               "sums of a tile's rows, as the tile was loaded, joined with something else than what the turn "
-               "before left (total + x + sum) or, before 3.9, with nothing (their negative)",
+        effect="the compiler aborts (3.2 and before), or 'PassManager::run failed': a loop that carries the "
+               "sums of the rows of a loaded tile, added to another value than the accumulator of the "
+               "previous iteration (total + x + sum) or, before 3.9, to nothing (their negative)",
         symptoms=("Assertion `isa<BlockArgument>(accumOperand)' failed",
                   "Assertion `oldUpdate->getNumOperands() == 2' failed"),
-        traits=_FOREIGN, need="sums of something that is computed of the tile",
+        traits=_FOREIGN, need="sums of a value that is computed from the tile, not of the loaded tile itself",
         url=TRITON + "11631",
         proof="the thread; compiled with 3.0 to 3.9"),
     _Compiled(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
         since="3.9.0", traits=trait_set("make_block_ptr"), need="pointers and masks, or Triton 3.8",
-        url=TRITON + "10833", proof=_PROVEN + "; builds of main call themselves 3.8.0 and refuse them too"),
+        url=TRITON + "10833", proof=_PROVEN + "; builds of main report version 3.8.0 and also reject them"),
     _Compiled(
         id="gather-32", effect="AttributeError: triton.language has no gather",
         symptoms=("module 'triton.language' has no attribute 'gather'",),
@@ -393,11 +405,11 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url=TRITON + "9815", proof="the thread (gfx942), and vllm #44973 (gfx90a)"),
     KnownIssue(
         id="amd-stages-hang-36",
-        effect="the compiler does not come to an end: a kernel of several products with 3 stages and more",
+        effect="the compiler never finishes: a kernel of several products with 3 or more stages",
         symptoms=("No available shared memory broadcast block found",),
         since="3.6.0", amd=("gfx12",), traits=_FOREIGN_DOT, min_stages=3, need="at most 2 stages",
         url="https://github.com/vllm-project/vllm/issues/45929",
-        proof="the thread (gfx1201; the message is that of vllm, which waits)"),
+        proof="the thread (gfx1201; vllm prints the message while it waits)"),
     KnownIssue(
         id="amd-block-pointers",
         effect="illegal access, an aperture violation or a hang: a pipelined loop over block pointers",
@@ -406,43 +418,43 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.5.0", fixed_in="3.9.0", amd=("gfx942", "gfx950"), traits=trait_set("make_block_ptr"),
         min_stages=2, need="one stage, or pointers and masks",
         url="https://github.com/ROCm/triton/issues/937",
-        proof="the thread, of chunk_delta_h as vllm has it; 3.9 has no block pointers"),
+        proof="the thread, about chunk_delta_h in vllm; 3.9 has no block pointers"),
     KnownIssue(
         id="amd-pingpong",
         effect="silently wrong results: products of large fp32 tiles with 8 warps, whose loads race",
         amd=("gfx942",), traits=trait_set("dot", "foreign"), min_warps=8, min_stages=2,
-        need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (mended in Triton on 2026-09-14)",
+        need="TRITON_HIP_USE_BLOCK_PINGPONG=0, or fewer warps (fixed in Triton on 2026-09-14)",
         url=TRITON + "11696", proof="the thread"),
     KnownIssue(
         id="amd-scratch-38",
-        effect="results vary: what a kernel writes to scratch memory and reads again is read too early",
+        effect="results vary: a kernel reads values from scratch memory before it has written them",
         since="3.8.0", fixed_in="3.9.0", amd=("gfx11", "gfx12"),
-        need="a Triton of AMD's that has triton-lang/triton#10906",
+        need="a Triton build from AMD that contains triton-lang/triton#10906",
         url="https://github.com/ROCm/triton/pull/967",
-        proof="the thread (gfx1151), which says it of AMD's wheels of 3.8"),
+        proof="the thread (gfx1151), which reports it for AMD's wheels of 3.8"),
     KnownIssue(
         id="amd-loop-37",
-        effect="silently wrong results, with 2 warps or more illegal accesses: a loop that sums and stores "
-               "scalars",
+        effect="silently wrong results, or with 2 or more warps illegal accesses: a loop that sums and "
+               "stores scalars",
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
-        need="tl.static_range, or a Triton that has triton-lang/triton#10496",
+        need="tl.static_range, or a Triton that contains triton-lang/triton#10496",
         url=TRITON + "11378",
-        proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which say it of AMD's wheels of "
-              "3.7; whether 3.8 has the change, nobody says"),
+        proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which report it for AMD's "
+              "wheels of 3.7; they do not say whether 3.8 contains the change"),
     KnownIssue(
         id="amd-loop-counts",
-        effect="silently wrong results: a branch on what a loop has counted (whether an epilogue is due, "
-               "say) is decided by the compiler, for fewer turns than the loop may take",
+        effect="silently wrong results: the compiler decides a branch on a counter of a loop (such as the "
+               "test for an epilogue) for fewer iterations than the loop may have",
         since="3.4.0", fixed_in="3.9.0", amd=("gfx9", "gfx11", "gfx12"), traits=_FOREIGN,
-        need="Triton 3.9, or a comparison with what is computed without the loop",
+        need="Triton 3.9, or a comparison with a value that is computed without the loop",
         url="https://github.com/triton-lang/triton/pull/11429",
-        proof=_PROVEN + ", of each card: a loop in a loop (3.5, 3.6), one of up to 8 turns (3.8)",
+        proof=_PROVEN + ", for each GPU: a nested loop (3.5, 3.6), a loop of up to 8 iterations (3.8)",
         confidence="ran"),
     KnownIssue(
         id="amd-race-38",
-        effect="results vary: products of 16-bit tiles of 16 x 16 x 256, as aiter's gemm_a16w16 has them",
+        effect="results vary: products of 16-bit tiles of 16 x 16 x 256, as in aiter's gemm_a16w16",
         since="3.8.0", amd=("gfx950",), traits=_FOREIGN_DOT, min_warps=8, min_stages=2,
-        need="another tile, as aiter took", url="https://github.com/ROCm/aiter/pull/5428",
+        need="another tile, as in aiter's fix", url="https://github.com/ROCm/aiter/pull/5428",
         proof="the thread"),
     KnownIssue(
         id="amd-conv-backward-1156",
@@ -454,13 +466,13 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
     _OfTuner(
         id="autotune-keys-31",
-        effect="IndexError, or silently tuned for the wrong key: a key behind an argument that "
-               "configurations give",
+        effect="IndexError, or silently tuned for the wrong key: a key of the autotuner that comes after an "
+               "argument that the configurations set",
         symptoms=("IndexError: list index out of range",),
         seen_in=_TUNER + "run",
         fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354"),
     _OfTuner(
-        id="autotune-unknown-keys-31", effect="ValueError at import: a key is not in list",
+        id="autotune-unknown-keys-31", effect="ValueError at import: a key of the autotuner is not in list",
         symptoms=("ValueError: '...' is not in list",),
         seen_in=_TUNER + "__init__",
         fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2"),
@@ -471,7 +483,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.9.0", need=_OUR_TUNER + ", or fla-core 0.6.0", url=TRITON + "11602"),
     _OfTuner(
         id="autotune-driver-33",
-        effect="RuntimeError: 0 active drivers, where a module with a tuned kernel is imported without a GPU",
+        effect="RuntimeError: 0 active drivers, when a module with a tuned kernel is imported without a GPU",
         symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
         seen_in=_TUNER + "__init__",
         since="3.2.0", fixed_in="3.4.0", need=_OUR_TUNER + ", or Triton 3.4"),
