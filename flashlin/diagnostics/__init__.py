@@ -1,2 +1,4 @@
-"""What works on this machine, and what one call would do: doctor and explain, their probes, checks, typical
-calls and report."""
+"""The doctor and explain functions, with their probes, checks, typical calls and report.
+
+``doctor`` says what works on this machine. ``explain`` says how one call would run.
+"""

@@ -1,9 +1,10 @@
-"""The one advice of a report: the command that repairs a machine, and what it would change.
+"""The advice of a doctor report: one command that repairs the machine, and the reason for it.
 
-Which torch and Triton to have is planned, not listed: each pair of ``compat/releases.py`` that this machine
-can have is planned on its cards, and the best one is named. torch's wheels ask for one Triton, so another
-Triton comes by way of another torch. What the checks want set or unset is part of the same command, so one
-step does it all. Pure: asks no machine.
+The best pair of torch and Triton is planned, not listed. Each pair of ``compat/releases.py`` that this
+machine can install is planned on its GPUs, and the best pair is named. A torch wheel requires one Triton
+release, so a different Triton means a different torch. The command also sets or unsets the variables that
+checks report, so one step repairs everything. The functions are pure: they read a ``Machine`` and examine
+nothing themselves.
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from flashlin.diagnostics.report import Advice, Check
 from flashlin.diagnostics.typical_plans import WAYS, price, typical, way_of
 from flashlin.policy import Policy
 
-# What ops do better that no longer run in a way, the worst way first.
+# For each way to run, worst first: the improvement for an op that no longer runs in this way.
 MENDED = {"cannot run": "run", "plain torch": "run as Triton kernels", "fp32 copies": "run without fp32 copies",
           "batch in parts": "run their batch at once", "fewer warps": "run with their usual number of warps"}
 NO_CODE = "its wheels have no code for"
@@ -32,7 +33,7 @@ INDEX = "https://download.pytorch.org/whl/"
 
 
 def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check]) -> Advice | None:
-    """None where nothing is to be done."""
+    """Return the advice for a machine, or None if nothing needs to be done."""
     steps = [check.fix for check in checks if check.fix and check.status in ("problem", "degraded")]
     install, why = _install(machine, tuple(ops))
     steps = list(dict.fromkeys([*steps, *install]))
@@ -40,28 +41,35 @@ def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check]) -> Adv
 
 
 class Judged(NamedTuple):
-    """How a pair would do on these cards. prices: of each op, how far its calls are from the plain way.
-    strange: whether torch was made with another Triton. steps: how far from the torch that is there."""
+    """The rating of one pair of torch and Triton on the GPUs of this machine.
+
+    prices: for each op, the sum of its calls' distances from running the kernels unchanged; 0 is best.
+    strange: True if torch was built with another Triton release.
+    steps: number of releases between this torch and the installed torch.
+    """
     prices: tuple[int, ...]
     strange: bool
     steps: int
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Less is better."""
+        """Return the sort key of this rating; less is better."""
         return sum(self.prices), self.strange, self.steps
 
     def no_worse(self, other: Judged) -> bool:
-        """A better sum that some op has to pay for is not better."""
+        """Return True if no op has a higher price than in ``other``.
+
+        A lower sum is no improvement if some op gets slower.
+        """
         return all(mine <= its for mine, its in zip(self.prices, other.prices, strict=True))
 
 
 def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
-    """The commands that install what is best, and what that changes."""
+    """Return the commands that install the best pair, and a text that says what they change."""
     if machine.triton_error and machine.foreign:
         return [], f"{machine.triton_state}; it comes from {machine.foreign}, take that off the path"
     if shadowed(machine) or any(target.backend == "hip" for target in machine.targets.values()):
-        return [], ""  # pip mends no search path, and on AMD no pair runs kernels
+        return [], ""  # pip cannot repair a search path, and on AMD no pair runs kernels
     cards, here = machine.known_cards, Pair(machine.torch_version, machine.triton)
     broken = _broken(machine, bool(cards))
     stay = _judge(here, here, cards, machine.policy, ops)
@@ -70,7 +78,7 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     against = {pair: _against(pair, machine, cards) for pair in _candidates(here, machine)}
     judge = partial(_judge, here=here, cards=cards, policy=machine.policy, ops=ops)
     reachable = sorted((pair for pair in against if not against[pair]), key=lambda pair: _steps(pair, here))
-    # the smallest repair, from which it may go on to a better pair in the same step
+    # start from the smallest repair; the same step may install a better pair
     start = stay if not broken or not reachable else judge(reachable[0])
     best = _best(reachable, judge, start)
     if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
@@ -78,14 +86,14 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     before = None if broken else here
     gain = "" if best is None else _gain(before, best, cards, machine.policy, ops)
     if not (gain or broken or stay.strange):
-        best = None  # some calls would run better, and no op as a whole
+        best = None  # some calls would run better, but no op as a whole
     now = best or before
     words: list[str] = []
     if best is not None:
         strange = (f"torch {here.torch} was made with Triton {releases.triton_for(here.torch)}, not "
                    f"{here.triton}")
         words.append(f"this makes {gain}" if gain else "" if broken else strange)
-    # what would be better still, and what is in its way
+    # also name a better pair that this machine cannot install, with the obstacles
     limit = stay if now is None else judge(now)
     blocked = [pair for pair, no in against.items() if no and not any(one.startswith(NO_CODE) for one in no)]
     held = _best(blocked, judge, limit) if any(limit.prices) or (cards and now is None) else None
@@ -98,19 +106,22 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
 
 
 def _best(pairs: Iterable[Pair], judge: Callable[[Pair], Judged], start: Judged) -> Pair | None:
-    """The best of those that no op has to pay for, the nearest of equals."""
+    """Return the best pair that makes no op worse than ``start``; among equal pairs, the nearest."""
     best: tuple[Judged, Pair] | None = None
     for pair in pairs:
         its = judge(pair)
         if its.no_worse(start) and (best is None or its.order < best[0].order):
             best = its, pair
         if best is not None and not any(best[0].order[:2]):
-            break  # planning a pair takes a second, and they come nearest first
+            break  # planning a pair takes a second, and the pairs are sorted by distance
     return best and best[1]
 
 
 def _broken(machine: Machine, gpu: bool) -> bool:
-    """Whether torch or Triton cannot be used, so that staying is no choice; the checks say why."""
+    """Return True if torch or Triton cannot be used, so that the present pair is not an option.
+
+    The checks report the reason.
+    """
     return bool(machine.torch is None or machine.mixed or machine.uncovered or machine.other_build
                 or (machine.triton_error and (gpu or machine.triton_error != "not installed"))
                 or (machine.unseen and (machine.driver_too_old
@@ -118,8 +129,12 @@ def _broken(machine: Machine, gpu: bool) -> bool:
 
 
 def _candidates(here: Pair, machine: Machine) -> list[Pair]:
-    """The last patch release of each minor version of torch, the torch that is there with its Triton, and
-    with a torch that nobody has looked at the Triton that pip says is there."""
+    """Return the pairs of torch and Triton to compare.
+
+    They are the last patch release of each minor version of torch, and the installed torch with its Triton.
+    For an installed torch that is not in the table, the Triton is the release that pip reports, or else the
+    newest one.
+    """
     known = releases.pairs()
     last = {release(pair.torch)[:2]: pair for pair in known}
     mine = [pair for pair in known if release(pair.torch) == (*release(here.torch), 0)[:3]]
@@ -148,10 +163,13 @@ def _with(card: Target, pair: Pair) -> Target:
 
 
 def _steps(pair: Pair, here: Pair) -> int:
-    """How many releases of torch lie between; older ones are farther than all newer ones."""
+    """Return the number of torch releases between a pair and the installed torch.
+
+    Every older release counts as farther than all newer releases.
+    """
     order = [release(one.torch) for one in releases.pairs()]
     mine = (*release(here.torch), 0)[:3]
-    if not here.torch:  # none is there: the one for the Triton that is, else the newest
+    if not here.torch:  # without torch, count from the release for the installed Triton, else the newest
         mine = next((release(one.torch) for one in reversed(releases.pairs())
                      if release(one.triton) == release(here.triton)), order[-1])
     place, its = bisect_left(order, mine), bisect_left(order, release(pair.torch)[:3])
@@ -164,7 +182,7 @@ def _prices(target: Target, policy: Policy, ops: tuple[str, ...]) -> tuple[int, 
 
 
 def _against(pair: Pair, machine: Machine, cards: Sequence[Target]) -> list[str]:
-    """Why this machine cannot have a pair."""
+    """Return the reasons that prevent this machine from installing a pair."""
     here = release(pair.torch) == (*release(machine.torch_version), 0)[:3] and machine.torch is not None
     made = releases.wheels(pair.torch)
     said = []
@@ -197,8 +215,11 @@ def _violated(need: str, pair: Pair) -> bool:
 
 def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy, ops: tuple[str, ...],
           would: str = "") -> str:
-    """``24 of 66 ops run without fp32 copies``, or ``would run``. here: None where nothing runs kernels
-    now."""
+    """Return the improvement as text, such as ``24 of 66 ops run without fp32 copies``.
+
+    here: the present pair; None if no kernels run now.
+    would: ``"would "`` for a pair that cannot be installed.
+    """
     better: Counter[str] = Counter()
     for op in ops:
         before = ["plain torch" if here is None else way_of(typical(op, _with(card, here), policy))
@@ -227,7 +248,7 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
     if machine.other_build:
         how["index"], left = _index(pair), broken
     elif machine.torch is None and release(pair.torch) == release(here.torch):
-        # what it cannot load is one of its own files, or one of the packages that it comes with
+        # torch cannot load one of its own files, or a file of a package that it installs
         missing = "cannot open shared object file" in machine.torch_error
         local = here.torch.partition("+")[2]
         other = local == "cpu" and bool(machine.known_cards)  # another build
@@ -237,17 +258,18 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
                           and bool(installed or machine.known_cards))
     else:
         how["again"] = machine.torch is None and bool(here.torch)
-        left = broken and releases.is_that(installed, wanted)  # pip sees nothing to do
+        # pip would keep a broken Triton of the wanted version
+        left = broken and releases.is_that(installed, wanted)
     return [*commands, install(f"torch=={pair.torch}", **how), *[again] * left]
 
 
 def _index(pair: Pair) -> str:
-    """Return the index that has the build of a torch for its CUDA."""
+    """Return the URL of the package index with the torch build for the CUDA release of this pair."""
     return INDEX + "cu" + "".join(map(str, release(releases.wheels(pair.torch).cuda)[:2]))
 
 
 def _installing(machine: Machine, what: str, again: bool = False, alone: bool = False, index: str = "") -> str:
-    """Return the command that installs a package, with the tool that has installed torch or Triton."""
+    """Return the command that installs a package with the tool that installed torch or Triton."""
     tools = {one.installer for one in machine.dists if one.name in ("torch", *TRITON_NAMES)}
     if "conda" in tools:
         flag = " --force-reinstall" if again else ""

@@ -1,6 +1,6 @@
-"""A call in words, as ``explain`` is asked about it, and the Problem that it makes.
+"""Convert the keywords of ``explain`` (op, sizes, dtype, mode) to the Problem that planning takes.
 
-Plain Python: no tensor, no torch, no triton.
+Plain Python: no tensors, and no import of torch or Triton.
 """
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from flashlin.kernels.families import PUBLIC, family_of, op_of, typical
 
 
 def known(op: str) -> str:
-    """Return the op that this name or short name is planned as. Raise a ValueError that names similar ops if
-    there is none."""
+    """Return the op that is planned for an op's name or short name.
+
+    Raises ValueError if there is no such op. The message names similar ops.
+    """
     if callable(op) and (name := getattr(op, "__name__", "")) in PUBLIC:
         raise ValueError(f"op: got the function {name}, need its name, {name!r}")
     name = op_of(op)
@@ -29,9 +31,14 @@ def is_count(given: object) -> bool:
 
 def problem_of(op: str, given: Mapping[str, int | None], dtype: str, mode: str, *, needs_grad: bool,
                varlen: bool = False) -> Problem:
-    """Return the problem that a call makes, see ``doctor.explain``. given: the sizes B, T, H, K, V and N; what
-    is missing or None is what typical calls have. What an op has no use for is left out, as the op itself
-    does. Raises ValueError for a size below 1, or for packed sequences of an op that knows none."""
+    """Return the problem of a call that ``explain`` describes.
+
+    given: the sizes B, T, H, K, V and N; a missing size or None means the size of the op's typical calls.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``.
+
+    Sizes that the op does not use are dropped, as the op itself drops them. Raises ValueError for a size
+    below 1, and for packed sequences if the op does not support them.
+    """
     for name, size in given.items():
         if (size is not None or name == "B") and not is_count(size):
             raise ValueError(f"{name}: got {size!r}, need 1 or more")

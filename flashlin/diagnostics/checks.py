@@ -1,7 +1,8 @@
-"""Doctor's checks of this machine. An exception in a check is a line of the report and does not end it.
+"""The checks of ``doctor``: each yields lines of the report about one part of this machine.
 
-Offline and read-only: whether a folder can be written is asked of the system, not tried. A new check is a
-function that is named in ``CHECKS``, or with what Triton needs around it in ``environment.py``.
+The checks work offline and write nothing: they ask the system if a folder can be written. An exception in a
+check becomes a line of the report. A new check is a function listed in ``CHECKS``, or in ``ENVIRONMENT`` of
+``environment.py`` if it concerns what Triton needs to compile.
 """
 from __future__ import annotations
 
@@ -28,23 +29,26 @@ PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 
 def check_python(machine: Machine) -> Iterator[Check]:
+    """Report the versions of flashlin and Python, and the platform."""
     yield line("flashlin", "ok",
                f"{flashlin.__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:
+    """Report torch, the GPUs that it has no code for, and the devices that could not be read."""
     if machine.torch is None:
         yield line("torch", "problem", f"cannot be used: {machine.torch_error}")
         return
     yield line("torch", "ok", f"{machine.torch.__version__}, {machine.build}")
     if machine.uncovered:
         cards = ", ".join(machine.uncovered)
-        yield line("torch", "problem", f"has no code for {cards}: all but Triton's kernels fails")
+        yield line("torch", "problem", f"has no code for {cards}: everything except Triton kernels fails")
     for name, error in machine.lost.items():
         yield line(name, "problem", f"cannot be used: {error}")
 
 
 def check_triton(machine: Machine) -> Iterator[Check]:
+    """Report Triton, and if torch was built with the same release."""
     if machine.triton_error:
         gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
         where = f"not by kernels on your {machine.card_names}: " if gpu else ""
@@ -57,11 +61,11 @@ def check_triton(machine: Machine) -> Iterator[Check]:
         yield line("pair", "ok", pair)
     elif wanted:
         yield line("pair", "worked around",
-                   f"{pair}, loaded is {machine.triton}: flashlin runs on either, torch.compile may not")
+                   f"{pair}, but {machine.triton} is loaded: flashlin runs on both, torch.compile may not")
 
 
 def check_copies(machine: Machine) -> Iterator[Check]:
-    """Two Tritons on the path, and a loaded one that is not the installed one."""
+    """Report several Tritons on the path, or a loaded Triton that is not the installed one."""
     copies = sorted({(one.name, one.version, one.folder) for one in machine.dists
                      if one.name in TRITON_NAMES})
     if len(copies) > 1:
@@ -72,19 +76,20 @@ def check_copies(machine: Machine) -> Iterator[Check]:
     elif shadowed(machine):
         [(_, version, folder)] = copies
         yield line("loaded Triton", "worked around",
-                   f"loaded is {machine.triton} from {_folder_of('triton')}, installed is {version} in {folder}: "
-                   "another folder shadows it (PYTHONPATH?), or it was replaced while this process ran")
+                   f"{machine.triton} is loaded from {_folder_of('triton')}, but {version} is installed in "
+                   f"{folder}: another folder shadows it (PYTHONPATH?), or it was replaced while this process ran")
 
 
 def check_ptxas(machine: Machine) -> Iterator[Check]:
+    """Report the ptxas of each GPU, and ptxas variables that have no effect or name no program."""
     cards = machine.known_cards
     asked = {ptxas_variable(target.triton, target.capability) for target in cards}
     for variable in filter(os.environ.get, PTXAS_VARIABLES):
         path = os.environ[variable]
         if not (Path(path).is_file() and os.access(path, os.X_OK)):
             yield line("ptxas", "problem" if variable in asked else "worked around",
-                       f"{variable}={path} cannot be executed: Triton fails on it or, from 3.4 on, takes its own "
-                       "ptxas instead", unset(variable))
+                       f"{variable}={path} cannot be executed: Triton fails, or since 3.4 uses its own ptxas "
+                       "instead", unset(variable))
         if cards and variable not in asked:
             yield line("ptxas", "worked around",
                        f"{variable} has no effect on {machine.card_names} under triton {machine.triton or 'none'}",
@@ -99,7 +104,7 @@ def check_ptxas(machine: Machine) -> Iterator[Check]:
 
 
 def check_driver(machine: Machine) -> Iterator[Check]:
-    """A card that torch does not see is found by its driver."""
+    """Report the driver, and why torch does not see a GPU that the driver has."""
     driver = machine.driver
     if not driver.cards:
         yield line("driver", "could not check" if machine.on_gpu else "ok", driver.failed or "no NVIDIA driver")
@@ -111,21 +116,22 @@ def check_driver(machine: Machine) -> Iterator[Check]:
                    unset("CUDA_VISIBLE_DEVICES"))
         return
     if not machine.unseen:
-        old = (f"; CUDA {built} asks for {releases.oldest_driver(built)} or newer" if machine.driver_too_old
+        old = (f"; CUDA {built} needs {releases.oldest_driver(built)} or newer" if machine.driver_too_old
                else "")
         yield line("driver", "could not check" if old else "ok", f"{driver}{old}")
         return
     why = (f"is a {machine.build.removesuffix(' build')} build" if not built
-           else f"(CUDA {built}) is told not to see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
+           else f"(CUDA {built}) does not see it: CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
            else f"(CUDA {built}) needs driver {releases.oldest_driver(built)} or newer"
            if machine.driver_too_old
-           else f"(CUDA {built}) finds none: the driver does not let this user or container in")
+           else f"(CUDA {built}) finds no GPU: the driver gives this user or container no access")
     yield line("driver", "degraded",
                f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
                f"{machine.torch.__version__} {why}", "" if hidden is None else unset("CUDA_VISIBLE_DEVICES"))
 
 
 def check_policy(machine: Machine) -> Iterator[Check]:
+    """Report the settings in force, and FLASHLIN_ variables that do not exist."""
     if machine.policy_error:
         named = re.search(r"FLASHLIN_[A-Z]+", machine.policy_error)
         yield line("policy", "problem", machine.policy_error, unset(named[0]) if named else "")
@@ -140,11 +146,12 @@ def check_policy(machine: Machine) -> Iterator[Check]:
         if bare in valid:
             continue
         close = [valid[name] for name in similar(bare, valid)]
-        instead = f"{either(close)} does" if close else need_one_of(bare, valid.values())
-        yield line("policy", "worked around", f"{given} means nothing; {instead}", unset(given))
+        instead = f"{either(close)} is" if close else need_one_of(bare, valid.values())
+        yield line("policy", "worked around", f"{given} is not a setting; {instead}", unset(given))
 
 
 def check_interpreter(machine: Machine) -> Iterator[Check]:
+    """Report that kernels run in Triton's interpreter."""
     if interpreting():
         yield line("interpreter", "worked around",
                    "TRITON_INTERPRET is set: Triton's kernels run on the CPU, thousands of times slower",
@@ -152,12 +159,12 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
-    """Check the folders in which flashlin keeps files."""
+    """Report if the folders for flashlin's own files can be written."""
     home, why = local_results.place(warn=False)
     cache, unsafe = environments.place()
     for variable, folder, no_folder, what, without in (
-            ("FLASHLIN_HOME", home, why, "what flashlin warmup and the first calls find out here",
-             "each process finds it out anew"),
+            ("FLASHLIN_HOME", home, why, "the results of flashlin warmup and of first calls",
+             "each process repeats their trials"),
             ("FLASHLIN_CACHE", cache, unsafe, "releases of Triton for the version matrix",
              "no other release can be fetched")):
         if folder is not None and can_write(folder):
@@ -165,23 +172,23 @@ def check_folders(machine: Machine) -> Iterator[Check]:
         else:
             yield line(variable, "worked around",
                        f"{f'{folder} cannot be written' if folder else no_folder}: {what}; {without}",
-                       f"set {variable} to a folder that you can write")
+                       f"set {variable} to a folder that you can write to")
 
 
 def check_tried(machine: Machine) -> Iterator[Check]:
-    """List the results of trials of kernels on this machine, with their dates."""
+    """Report the results of kernel trials on this machine, with their dates."""
     for target, names in machine.names.items():
         if target.backend not in ("cuda", "hip"):
             continue
         where, here = names[-1], local_results.local(target)
         ran = sorted(one.date for one in here.kernels.values() if one.word == "ran")
-        when = f", {ran[0]} to {ran[-1]}" if ran else " in trials of this machine's own"
+        when = f", {ran[0]} to {ran[-1]}" if ran else " in trials on this machine"
         yield line("tried here", "ok", f"{where}: {len(ran)} configurations of kernels ran{when}")
         for config, one in here.kernels.items():
             if one.word in local_results.BAD:
                 yield line("tried here", "worked around",
-                           f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); it is planned "
-                           "otherwise", f"flashlin warmup --forget --op {one.op}")
+                           f"{where}: {config}: {one.word} on {one.date} ({one.said or one.trial}); another "
+                           "configuration is planned", f"flashlin warmup --forget --op {one.op}")
         for trial, one in here.trials.items():
             if one.word == "not tried":
                 yield line("tried here", "could not check",
@@ -189,7 +196,10 @@ def check_tried(machine: Machine) -> Iterator[Check]:
 
 
 def check_modules(machine: Machine) -> Iterator[Check]:
-    """Check that all public names can be imported. Without torch none can, and ``check_torch`` says so."""
+    """Report public names that cannot be imported.
+
+    Without torch no name can be imported. Then ``check_torch`` reports that, and this check reports nothing.
+    """
     if machine.torch is None:
         return
     errors: dict[str, list[str]] = {}
@@ -208,7 +218,7 @@ CHECKS: tuple[Callable[[Machine], Iterator[Check]], ...] = (
 
 
 def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Check]]]) -> list[Check]:
-    """Run the checks and return their lines. A check that raises gets a line ``could not check``."""
+    """Run the checks and return their lines. A check that raises gives a line ``could not check``."""
     said: list[Check] = []
     for check in checks:
         lines, error = attempt(lambda check=check: list(check(machine)))
@@ -217,6 +227,7 @@ def checkup(machine: Machine, checks: Iterable[Callable[[Machine], Iterator[Chec
 
 
 def unchecked(name: str, error: str) -> Check:
+    """Return the line for a check that raised an error."""
     return line(name, "could not check", f"could not check: {error}")
 
 

@@ -1,9 +1,11 @@
-"""doctor: what works on this machine, what is worked around, what does not work, and the command that repairs
-it. explain: one call's plan.
+"""The functions ``doctor``, ``plan`` and ``explain``.
 
-What doctor says is what happens: its lines are dispatch's own plans. Works with torch and Triton broken or
-missing. How it is made: ``machine`` asks this machine, ``typical_plans`` plans typical calls,
-``self_test`` really runs some, ``report`` shows it.
+``doctor`` reports what works on this machine, what is worked around, what does not work, and the command that
+repairs it. ``explain`` reports the plan of one call. Both use the plans of dispatch, so they describe what
+really runs. Both work if torch or Triton is broken or missing.
+
+The work is divided as follows: ``machine`` examines this machine, ``typical_plans`` plans typical calls,
+``self_test`` runs cases, and ``report`` formats the result.
 """
 from __future__ import annotations
 
@@ -44,28 +46,33 @@ def doctor(
     target: str | Target | None = None,
     op: str | None = None,
 ) -> Report:
-    """Examine this machine and say what every op does on it, and what the packages beside flashlin do, as far
-    as they are installed. Offline and read-only, unless ``run``.
+    """Examine this machine and report what every op does on it.
+
+    The report also covers the installed packages that flashlin can patch. Offline and read-only, unless
+    ``run``.
 
     Args:
-        model: also say of each of its layers which functions it calls, whose they are, and what flashlin
-            plans for them on the device of its weights. Nothing of it is run or changed.
-        run: also run small cases of every op, forward and backward, against the float64 reference, in a child
-            process.
+        model: also report, for each of its layers, which functions the layer calls, which package they are
+            from, and what flashlin plans for them on the device of the weights. The model is not run or changed.
+        run: also run small cases of every op, forward and backward, in a child process, and compare them with
+            the float64 reference.
         target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.
-            What is installed there beside torch and Triton is not known.
-        op: only this op, and no packages.
+            Only its GPU, torch and Triton are known, so other packages are not reported.
+        op: report only this op, and no packages.
 
-    Raises ValueError for an unknown op or target, for ``run`` with a target, or for a model that is none.
+    Raises ValueError for an unknown op or target, for ``run`` with a target, or if ``model`` is not an
+    nn.Module.
     """
     return diagnose(model, run, target, op)
 
 
 def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
              import_all: bool = False) -> Report:
-    """``doctor``; import_all: also try, in child processes, whether packages that are not loaded can be
-    imported, as the command line does."""
-    # imported late: only a caller with a model is sure to have torch
+    """Return the report of ``doctor``, with one more option.
+
+    import_all: also import, in child processes, the packages that are not loaded. The command line does this.
+    """
+    # imported late: torch is certain to be installed only if there is a model
     layers = None if model is None else import_module("flashlin.diagnostics.layers")
     if layers:
         layers.check(model)
@@ -77,7 +84,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
     named = None if target is None else _named(target)
     machine = examine() if named is None else described(named)
     checks = checkup(machine, CHECKS if target is None else (check_policy,))
-    # a machine that cannot be asked is planned for as if it had no GPU
+    # a machine whose devices cannot be read is planned as if it had no GPU
     devices = {", ".join(names): card for card, names in machine.names.items()} or {
         "this machine": Target(machine.triton, "", "", "cpu", (0, 0), "cpu", 0, 1)}
     kernels = machine.on_gpu and not machine.triton_error
@@ -111,7 +118,7 @@ def diagnose(model: Any, run: bool, target: str | Target | None, op: str | None,
 
 
 def described(target: Target) -> Machine:
-    """A machine that is planned for without being asked."""
+    """Return the facts of a target as a Machine, without examining anything."""
     policy, error = attempt(in_force)
     comes = next((pair.torch for pair in releases.pairs() if pair.triton == target.triton), "")
     torch = target.torch or comes
@@ -128,7 +135,7 @@ def _named(target: str | Target) -> Target:
 
 
 def _load(op: str, kernels: bool) -> None:
-    """Import the op and, since it does so as late as it can, the kernels of its family."""
+    """Import an op and the kernels of its family, which the op itself imports as late as possible."""
     getattr(flashlin, op)
     if not kernels:
         return
@@ -139,7 +146,7 @@ def _load(op: str, kernels: bool) -> None:
 
 
 def _merged(rows: list[OpPlan]) -> tuple[OpPlan, ...]:
-    """What holds for several devices alike is one line; the lines of an op stand together."""
+    """Merge rows that are equal on several devices into one, and sort the rows by op."""
     where: dict[OpPlan, list[str]] = {}
     for row in sorted(rows, key=lambda row: list(OPS).index(row.op)):
         where.setdefault(row.model_copy(update={"where": ""}), []).append(row.where)
@@ -164,16 +171,27 @@ def plan(
     mode: str | None = None,
     ranks: int = 1,
 ) -> Plan:
-    """How one call would run, as a value: ``dispatch.plan`` of a Problem, or of an op with the words of
-    ``explain``.
+    """Return the plan of one call, of a Problem or of an op with the keywords of ``explain``.
 
     Args:
-        problem: a Problem, which says all about the call, or an op; then the rest is as in ``explain``.
-        target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        policy: None is the one in force for an op, and the defaults for a Problem.
+        problem: a Problem, which describes the whole call; or an op, described by the other arguments.
+        target: a machine as for ``doctor``; None is this machine (its first GPU, or its CPU).
+        policy: None is the policy in force for an op, and the default policy for a Problem.
+        B: batch size. This and all further arguments are described in ``explain``.
+        T: tokens.
+        H: heads.
+        K: size of a key.
+        V: size of a value.
+        N: packed sequences.
+        dtype: dtype of the inputs.
+        varlen: True for packed sequences.
+        needs_grad: True for a call with gradients.
+        mode: ``auto``, ``chunk`` or ``fused_recurrent``.
+        ranks: ranks that share each sequence.
 
-    Raises ValueError as ``explain`` does, and TypeError for a Problem with sizes beside it, RuntimeError
-    where this machine cannot be asked. A call that is refused is a Plan, too: ``Plan.refused``.
+    A refused call also has a Plan, with its reasons in ``Plan.refused``. Raises ValueError as ``explain``
+    does, TypeError for a Problem together with sizes, and RuntimeError if this machine's devices cannot be
+    read.
     """
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy: got {policy!r}, need a Policy, such as Policy(path='torch')")
@@ -183,8 +201,8 @@ def plan(
             ("dtype", dtype, "bfloat16"), ("varlen", varlen, False), ("needs_grad", needs_grad, True),
             ("mode", mode, None), ("ranks", ranks, 1)) if given != usual]
         if beside:
-            raise TypeError(f"{beside[0]}: got it beside a Problem, which has its own; need the name of an "
-                            "op")
+            raise TypeError(f"{beside[0]}: got it together with a Problem, which has its own; need the name "
+                            "of an op")
         return dispatch.plan(problem, _machine_of(target), Policy() if policy is None else policy)
     op = calls.known(problem)
     own = OPS[op][1]
@@ -218,25 +236,36 @@ def explain(
     ranks: int = 1,
     policy: Policy | None = None,
 ) -> str:
-    """How one call would run, and why: the decision trail of dispatch, then in words.
+    """Return a text that says how one call would run, and why.
+
+    The text has the decision trail of dispatch, and then the same in words. A size that is None is the size
+    of the op's typical calls. The sizes mean what they mean in the op:
+
+    - A norm or a cross entropy has B * T * H rows of K. A norm of groups has B * T rows of H groups of K.
+    - A convolution has K channels and V taps. HGRN has K channels.
+    - A selective scan has V channels of K states in H groups.
+    - A state update has H heads of V with K states.
+    - An elementwise op has B * T rows of H heads of K. A rotary embedding has V pairs; None means K // 2.
 
     Args:
-        op: a public op, such as ``chunk_simple_gla``, or a short name, such as ``gdn`` or ``mamba2`` (the
-            table is in ``kernels/families.py``). The text then says which op the name stands for.
-        target: a machine as for ``doctor``; None is this one (its first GPU, or its CPU).
-        B, T, H, K, V: the sizes, as in the ops; None is what the op's typical calls have (2048 tokens, one
-            where it only decodes; 16 heads of 128 for most). A norm or a cross entropy has B * T * H rows of
-            K (a norm of groups B * T rows of H groups of K), a convolution K channels and V taps, HGRN K
-            channels, a selective scan V channels of K states in H groups, a state update H heads of V with K
-            states, an elementwise op B * T rows of H heads of K, a rotary embedding V pairs, K // 2 if None.
-        N: number of packed sequences, B if None, with varlen: then their B * T tokens are one row.
-        dtype: a torch.dtype, its name or a short one, such as ``bf16``. mode: of an op that has the choice
-            (``simple_gla``): ``auto``, ``chunk`` or ``fused_recurrent``.
-        ranks: how many share each sequence, of which each has T tokens (``process_group``).
-        policy: None is the one in force.
+        op: a public op, such as ``chunk_simple_gla``, or a short name, such as ``gdn`` or ``mamba2``. The table
+            of short names is in ``kernels/families.py``. For a short name, the text names the op.
+        target: a machine as for ``doctor``; None is this machine (its first GPU, or its CPU).
+        B: batch size.
+        T: tokens; typically 2048, or 1 for an op that only decodes.
+        H: heads; typically 16.
+        K: size of a key; typically 128.
+        V: size of a value; typically 128.
+        N: number of packed sequences, with ``varlen``; None means B. Their B * T tokens form one row.
+        dtype: a torch.dtype, its name, or a short name such as ``bf16``.
+        varlen: True for packed sequences.
+        needs_grad: True for a call with gradients.
+        mode: ``auto``, ``chunk`` or ``fused_recurrent``, for an op that has a choice (``simple_gla``).
+        ranks: number of ranks that share each sequence, with T tokens on each rank (``process_group``).
+        policy: None is the policy in force.
 
-    Raises ValueError for an unknown op, dtype, mode or target, or sizes that the op cannot have, RuntimeError
-    where this machine cannot be asked.
+    Raises ValueError for an unknown op, dtype, mode or target, and for sizes that the op does not support.
+    Raises RuntimeError if this machine's devices cannot be read.
     """
     policy = in_force() if policy is None else policy
     made = plan(op, target, policy, B=B, T=T, H=H, K=K, V=V, N=N, dtype=dtype, varlen=varlen,
@@ -249,7 +278,7 @@ def explain(
     lines.append(f"Policy {policy.policy}, path {policy.path}, ignoring {ignored}.")
     for reason, remedy in made.steps:
         how = ("the usual way" if not reason.forced else "exact" if REMEDIES[remedy].exact
-               else "other arithmetic: equal up to rounding, another speed")
+               else "other arithmetic: equal up to rounding, with a different speed")
         lines.append(f"{reason.code}: {'needs' if reason.forced else 'takes'} {reason.need}; so it "
                      f"{REMEDIES[remedy].means} ({how}).")
     if made.refused:
@@ -258,8 +287,8 @@ def explain(
               for issue in typical_plans.unguarded(made)]
     with_gradients = PUBLIC[op].in_place
     if needs_grad and with_gradients:
-        lines.append(f"That is a call without gradients; one with them is {with_gradients}, and copies the "
-                     "state.")
+        lines.append(f"This is a call without gradients. With gradients, {with_gradients} runs instead and "
+                     "copies the state.")
     if not made.refused:
         starts = (f": {len(made.launches)} launches{', backward included' if made.asked.needs_grad else ''}"
                   if made.launches else "")
@@ -276,6 +305,6 @@ def _machine_of(target: str | Target | None) -> Target:
     machine = examine()
     if not machine.targets:
         why = machine.torch_error or "; ".join(f"{name}: {error}" for name, error in machine.lost.items())
-        raise RuntimeError(f"target: this machine cannot be asked ({why}); name one, for example "
+        raise RuntimeError(f"target: this machine's devices cannot be read ({why}); name a target, for example "
                            "H100,triton=3.2.0")
     return next(iter(machine.targets.values()))

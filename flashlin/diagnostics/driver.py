@@ -1,7 +1,7 @@
-"""The NVIDIA driver and its cards, found without torch: so a card is known that torch does not see.
+"""The NVIDIA driver and its GPUs, found without torch, so that a GPU that torch cannot see is found as well.
 
-Cheap, and nothing here can hang: nvidia-smi has seconds, and what it does not tell is read from
-/proc/driver/nvidia. libcuda itself is not called, since its start may wait for a card that has gone.
+The queries are cheap and cannot hang. nvidia-smi has a time limit of seconds, and /proc/driver/nvidia gives
+the facts that nvidia-smi does not. libcuda is never called, since its start may wait for a GPU that is lost.
 """
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import NamedTuple
 from flashlin.compat.subprocesses import run_to_end
 from flashlin.compat.target import card_named
 
-LIMIT = 10.0  # seconds; a driver that is not kept loaded takes two or three for each card
+LIMIT = 10.0  # seconds; a driver that is not kept loaded needs two or three for each GPU
 FIELDS = ("name", "driver_version", "compute_cap", "memory.free", "memory.total", "compute_mode")
 PROC = Path("/proc/driver/nvidia")
 
 
 class Seen(NamedTuple):
-    """A card. capability: (0, 0) where nobody knows it; free, total: MiB of memory, -1 likewise. mode: the
-    compute mode, ``Default`` for most."""
+    """One GPU as the driver reports it.
+
+    capability: compute capability; (0, 0) if it is unknown.
+    free, total: MiB of memory; -1 if unknown.
+    mode: compute mode of the driver, usually ``Default``.
+    """
     name: str
     capability: tuple[int, int] = (0, 0)
     free: int = -1
@@ -29,7 +33,11 @@ class Seen(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """version: ``""`` where there is none. failed: why nvidia-smi did not answer, if it is there."""
+    """The installed NVIDIA driver.
+
+    version: the driver's version; ``""`` if there is no driver.
+    failed: reason that nvidia-smi gave no answer; ``""`` if it gave one.
+    """
     version: str = ""
     cards: tuple[Seen, ...] = ()
     failed: str = ""
@@ -41,11 +49,11 @@ class Driver(NamedTuple):
 
 
 def ask() -> Driver:
-    """Ask nvidia-smi, and where it is missing or fails, the driver's own files."""
+    """Return the driver and its GPUs from nvidia-smi, or from the driver's own files if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
-    failed = "nvidia-smi is not there"
+    failed = "nvidia-smi is missing"
     if program is not None:
-        # an older driver refuses all for one field that it does not know
+        # an older nvidia-smi refuses the whole query if it does not have one of the fields
         for fields in (FIELDS, FIELDS[:2]):
             found, failed = _asked(program, fields)
             if found.cards:
@@ -80,7 +88,10 @@ def _by_name(name: str) -> tuple[int, int]:
 
 
 def _proc() -> Driver:
-    """What the kernel's module tells; nothing in a container that has only the devices."""
+    """Return the driver and its GPUs from /proc/driver/nvidia.
+
+    A container that has only the device files finds nothing there.
+    """
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _text(PROC / "version"))
     names = [found[1].strip() for file in sorted(PROC.glob("gpus/*/information"))
              if (found := re.search(r"Model:(.*)", _text(file)))]

@@ -1,8 +1,8 @@
-"""Doctor's checks of what Triton needs around it, before it compiles anything: a C compiler, Python's
-headers, libcuda, a cache, variables that mean well, room on the card.
+"""Doctor's checks of what Triton needs to compile and run kernels.
 
-What Triton does is read off its ``runtime/build.py`` and ``backends/nvidia/driver.py``. A check that cannot
-be made says so (``checks.checkup``): a tool that is missing, forbidden or slow is no verdict.
+They cover a C compiler, Python's headers, libcuda, the cache, environment variables and free GPU memory.
+Triton's needs are taken from its ``runtime/build.py`` and ``backends/nvidia/driver.py``. A check that cannot
+be made says so (``checks.checkup``): a tool that is missing, forbidden or slow gives no verdict.
 """
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ from flashlin.compat.subprocesses import run_to_end
 from flashlin.diagnostics.machine import Machine
 from flashlin.diagnostics.report import Check, Status, line
 
-LDCONFIG = "/sbin/ldconfig"  # by this path only, as Triton calls it
+LDCONFIG = "/sbin/ldconfig"  # Triton calls it by this path only
 LIMIT = 10.0
-# Where installations put the driver's library, if ldconfig has not been told.
+# Folders in which installations put libcuda, for a system where ldconfig does not list it.
 LIBCUDA = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
            "/usr/local/nvidia/lib64", "/run/opengl-driver/lib", "/usr/local/cuda/compat")
-ROOM = 200  # MiB that kernels of one model may take in the cache
-# How systems install a compiler and Python's headers.
+ROOM = 200  # MiB that kernels of one model may need in the cache
+# Commands of package managers that install a compiler, and Python's headers.
 MANAGERS = {"apt-get": ("apt-get install -y gcc libc6-dev", "apt-get install -y python3-dev"),
             "dnf": ("dnf install -y gcc", "dnf install -y python3-devel"),
             "apk": ("apk add gcc musl-dev", "apk add python3-dev")}
 
 
-# How shells take a variable away.
+# Commands of shells that unset a variable.
 UNSET = {**dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), "unset {}"), "fish": "set -e {}",
          **dict.fromkeys(("csh", "tcsh"), "unsetenv {}"),
          **dict.fromkeys(("pwsh", "powershell"), "Remove-Item Env:{}")}
 
 
 class Variable(NamedTuple):
-    """What a variable does that is set. unless: the values that do nothing."""
+    """The effect of an environment variable that is set.
+
+    effect: the text for the report.
+    status: the status of the line in the report.
+    unless: values that have no effect.
+    """
     effect: str
     status: Status = "worked around"
     unless: tuple[str, ...] = ("", "0", "false", "off")
@@ -47,76 +52,85 @@ class Variable(NamedTuple):
 VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": Variable("each launch waits for the one before"),
     "TRITON_ALWAYS_COMPILE": Variable("every process compiles every kernel again"),
-    "TRITON_KERNEL_OVERRIDE": Variable("kernels are taken from a folder in place of what is compiled",
+    "TRITON_KERNEL_OVERRIDE": Variable("files from a folder replace the compiled kernels",
                                        "could not check"),
     "TRITON_DEBUG": Variable("kernels check their assertions, which is slower"),
-    "TRITON_DEFAULT_FP_FUSION": Variable("no multiply-add is fused: slower, and rounded otherwise",
+    "TRITON_DEFAULT_FP_FUSION": Variable("multiply-adds are not fused: slower, and rounded differently",
                                          unless=("", "1", "true", "on")),
     "DISABLE_PTXAS_OPT": Variable("ptxas does not optimise: kernels are many times slower"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Variable("the driver allocates each tensor, and waits for the GPU"),
     "PYTORCH_JIT": Variable("torch.jit is switched off", "ok", unless=("", "1")),
-    "CUDA_VISIBLE_DEVICES": Variable("torch and Triton see these cards only", "ok", unless=())}
+    "CUDA_VISIBLE_DEVICES": Variable("torch and Triton see only these GPUs", "ok", unless=())}
 SHOWN = ("TRITON_", "PYTORCH_", "CUDA_", "NVIDIA_VISIBLE_DEVICES", "DISABLE_PTXAS_OPT")
 
 
 def _gravity(machine: Machine) -> Status:
-    """Return the status of a lack that stops compilers: without an NVIDIA card nothing is compiled here."""
+    """Return the status for something missing that Triton needs to compile.
+
+    Without an NVIDIA GPU it is ``ok``, since nothing is compiled here.
+    """
     return "problem" if machine.known_cards else "ok"
 
 
 def shell() -> str:
-    """The shell in which a command would be typed: the one that started this process, else the user's."""
+    """Return the name of the user's shell: the parent process if it is a shell, else the login shell."""
     starter = Path(f"/proc/{os.getppid()}/comm")
     names = (starter.read_text().strip() if starter.is_file() else "", Path(os.environ.get("SHELL", "")).name)
     return next((name for name in names if name in UNSET), "pwsh" if os.name == "nt" else "sh")
 
 
 def unset(variable: str) -> str:
-    """The command that takes a variable away."""
+    """Return the command that unsets a variable in the user's shell."""
     return UNSET[shell()].format(variable)
 
 
 def check_compiler(machine: Machine) -> Iterator[Check]:
-    """Triton compiles a launcher for each kernel in C."""
+    """Check for a C compiler, with which Triton compiles a launcher for each kernel."""
     named = os.environ.get("CC")
     found = (shutil.which(shlex.split(named)[0]) if named
              else shutil.which("gcc") or shutil.which("clang"))
     if found:
         yield line("C compiler", "ok", f"{found}{', by CC' if named else ''}")
     elif named:
-        yield line("C compiler", _gravity(machine), f"CC={named} is not there, and Triton calls nothing else",
-                   unset("CC"))
+        yield line("C compiler", _gravity(machine),
+                   f"CC={named} does not exist, and Triton calls no other compiler", unset("CC"))
     else:
         yield line("C compiler", _gravity(machine),
-                   "no gcc and no clang on PATH; without CC Triton compiles nothing", _install(0))
+                   "neither gcc nor clang is on PATH; without CC Triton cannot compile", _install(0))
 
 
 def check_headers(machine: Machine) -> Iterator[Check]:
-    """What the launchers include."""
+    """Check for Python.h, which the launchers of kernels include."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     if header.is_file():
         yield line("Python.h", "ok", str(header))
     else:
-        yield line("Python.h", _gravity(machine), f"{header} is not there, and launchers of kernels include it",
-                   _install(1))
+        yield line("Python.h", _gravity(machine),
+                   f"{header} does not exist, and the launchers of kernels include it", _install(1))
 
 
 def _install(which: int) -> str:
-    """The command of this system's package manager."""
+    """Return the install command of this system's package manager, or ``""`` if it is not a known one.
+
+    which: 0 for a compiler, 1 for Python's headers.
+    """
     first = next((commands[which] for name, commands in MANAGERS.items() if shutil.which(name)), "")
     return f"sudo {first}" if first and os.geteuid() else first
 
 
 def check_libcuda(machine: Machine) -> Iterator[Check]:
-    """Triton links its launchers with the driver's library, which it asks ldconfig for."""
+    """Check for libcuda, the driver's library.
+
+    Triton asks ldconfig for its folder, and links launchers with it.
+    """
     if not machine.known_cards or sys.platform != "linux":
         return
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     if named:
         there = (Path(named) / "libcuda.so.1").exists() or (Path(named) / "libcuda.so").exists()
         yield (line("libcuda", "ok", f"{named}, by TRITON_LIBCUDA_PATH") if there else
-               line("libcuda", "problem", f"{named}, by TRITON_LIBCUDA_PATH: libcuda.so.1 is not there",
+               line("libcuda", "problem", f"{named}, by TRITON_LIBCUDA_PATH: it has no libcuda.so.1",
                     unset("TRITON_LIBCUDA_PATH")))
         return
     said = run_to_end([LDCONFIG, "-p"], limit=LIMIT)
@@ -135,16 +149,16 @@ def check_libcuda(machine: Machine) -> Iterator[Check]:
     where = next((folder for folder in [*real, *LIBCUDA] if (Path(folder) / "libcuda.so.1").exists()), "")
     container = ("" if where else
                  ": a container needs --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility")
-    why = (f"ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH{container}" if not folders
+    why = (f"neither ldconfig nor LD_LIBRARY_PATH has libcuda.so.1{container}" if not folders
            else f"{', '.join(folders)}: a stub, which is for linking only" if any(
                "stubs" in Path(folder).parts for folder in folders)
-           else f"{', '.join(folders)}: ldconfig names a file that is not there")
+           else f"{', '.join(folders)}: ldconfig names a file that does not exist")
     yield line("libcuda", "problem", f"{why}{f'; the library is in {where}' if where else ''}",
                f"export TRITON_LIBCUDA_PATH={shlex.quote(where)}" if where else "")
 
 
 def check_cache(machine: Machine) -> Iterator[Check]:
-    """Where Triton keeps what it has compiled, and loads libraries from."""
+    """Check the folder in which Triton stores compiled kernels, and from which it loads libraries."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
     near = existing(folder)
@@ -156,34 +170,36 @@ def check_cache(machine: Machine) -> Iterator[Check]:
     if not wrong:
         yield line("cache", "ok", f"{folder} can be written")
     elif machine.known_cards:
-        yield line("cache", "problem", f"{folder} {wrong}, and Triton compiles into it", elsewhere())
+        yield line("cache", "problem", f"{folder} {wrong}, and Triton stores kernels in it", elsewhere())
     else:
         yield line("cache", "worked around", f"{folder} {wrong}, which matters once Triton compiles", elsewhere())
 
 
 def elsewhere() -> str:
-    """Return the command that gives Triton a new cache. It works in any shell (also fish) and contains no
-    user name. The folder's name is new each time: Triton loads libraries from it, and another user could
-    create a folder with a known name first."""
+    """Return the command that gives Triton a new cache, for any shell (also fish), without a user name in it.
+
+    The folder's name is new each time. Triton loads libraries from the folder, and another user could create
+    a folder with a known name first.
+    """
     return 'export TRITON_CACHE_DIR="$(mktemp -d)"'
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it where there is none yet."""
+    """Return the folder, or the nearest existing folder above it."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 
 def can_write(folder: Path) -> bool:
-    """Whether the folder may be written, or made."""
+    """Return True if the folder can be written, or can be created."""
     near = existing(folder)
     return near.is_dir() and os.access(near, os.W_OK | os.X_OK)
 
 
 def check_variables(machine: Machine) -> Iterator[Check]:
-    """What the environment tells torch, CUDA and Triton."""
+    """Check the environment variables that torch, CUDA and Triton read."""
     there = sorted(name for name in os.environ if name.startswith(SHOWN))
-    yield line("variables", "ok", f"set are {', '.join(there)}" if there else
-               "none of Triton's, torch's or CUDA's is set")
+    yield line("variables", "ok", f"set: {', '.join(there)}" if there else
+               "no variable of Triton, torch or CUDA is set")
     for name, one in VARIABLES.items():
         value = os.environ.get(name)
         matters = one.status == "ok" or machine.known_cards
@@ -193,23 +209,23 @@ def check_variables(machine: Machine) -> Iterator[Check]:
 
 
 def check_card(machine: Machine) -> Iterator[Check]:
-    """Whether there is room on the cards, and whether a second process may come."""
+    """Check the free memory of each GPU, and if its compute mode lets a second process use it."""
     cards = machine.driver.cards
     for index, card in enumerate(cards):
         if 0 <= card.free < max(1024, card.total // 50):
             yield line("memory", "could not check",
-                       f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: what is tried here "
-                       "may fail for that")
+                       f"GPU {index} ({card.name}) has {card.free} of {card.total} MiB free: trials of kernels "
+                       "may fail because of that")
     for mode in dict.fromkeys(card.mode for card in cards):
         those = [index for index, card in enumerate(cards) if card.mode == mode]
         which = f"{mode} on {', '.join(f'GPU {index} ({cards[index].name})' for index in those)}"
         if mode == "Prohibited":
             only = [f" -i {index}" for index in those] if len(those) < len(cards) else [""]
-            yield line("compute mode", "problem", f"{which}: closed to programs",
+            yield line("compute mode", "problem", f"{which}: no program can use it",
                        " && ".join(f"sudo nvidia-smi{one} -c DEFAULT" for one in only))
         elif mode.startswith("Exclusive"):
             yield line("compute mode", "could not check",
-                       f"{which}: one process at a time, and flashlin warmup and doctor --run start others")
+                       f"{which}: one process at a time, but flashlin warmup and doctor --run start others")
 
 
 ENVIRONMENT = (check_compiler, check_headers, check_libcuda, check_cache, check_variables, check_card)

@@ -1,9 +1,10 @@
-"""Whether packages can be imported, found out in child processes: an import takes seconds and memory, may end
-the process, and may hang.
+"""Imports of other packages in child processes, to find out if they work.
+
+An import may need seconds and much memory, may end the process, and may hang. So each one runs in a child:
 
     python -m flashlin.diagnostics.importing fla.ops.gated_delta_rule
 
-The child prints one JSON line: what was raised, ``""`` if nothing, and how long it took.
+The child prints one JSON line with the error (``""`` if there is none) and the seconds that the import took.
 """
 from __future__ import annotations
 
@@ -19,18 +20,26 @@ from flashlin.compat.subprocesses import Ended, Process, channel, python
 from flashlin.diagnostics.machine import attempt
 
 CHILD = partial(python, "flashlin.diagnostics.importing")
-LIMIT = 60.0  # seconds for all of them, which run at the same time
+LIMIT = 60.0  # seconds for all children, which run at the same time
 
 
 class Tried(NamedTuple):
-    """error: what was raised, ``""`` if nothing. known: False where the child gave no answer in time."""
+    """The result of one import in a child process.
+
+    error: the error that the import raised, or ``""``.
+    seconds: duration of the import.
+    known: False if the child gave no result in time.
+    """
     error: str
     seconds: float
     known: bool = True
 
 
 def tried(modules: Mapping[str, str], limit: float = LIMIT) -> dict[str, Tried]:
-    """Import the module of each name, each in a child of its own, all at the same time."""
+    """Import the module of each name, each in its own child process, and return the results by name.
+
+    The children run at the same time.
+    """
     with ExitStack() as stack:
         children = {name: stack.enter_context(Process(CHILD(module), limit=limit))
                     for name, module in modules.items()}
@@ -44,6 +53,7 @@ def _outcome(ended: Ended) -> Tried:
 
 
 def main() -> None:
+    """Import the module that the command line names, and print the result."""
     say, since = channel(), time.monotonic()
     _, error = attempt(import_module, sys.argv[1])
     say(error=error, seconds=round(time.monotonic() - since, 1))

@@ -1,5 +1,7 @@
-"""A built model, layer by layer: which kernels its layers call, whose they are, and what flashlin plans for
-them. Nothing is run and nothing changed; what cannot be read from a layer is said and not guessed."""
+"""Read a built model layer by layer: the kernels that each layer calls, and what flashlin plans for them.
+
+Nothing is run or changed. If something cannot be read from a layer, the report says so instead of guessing.
+"""
 from __future__ import annotations
 
 import re
@@ -25,20 +27,20 @@ from flashlin.kernels.families import PUBLIC, family_of
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 
-# Wrappers whose names say nothing of the layer; DDP's "module" is only one at the root.
+# Wrappers whose names do not describe a layer. DDP's "module" is a wrapper only at the root.
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 GATED_BACKWARD = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-gated-backward-640")
 GATED = ("chunk_gated_delta_rule", "chunk_gdn", "chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")
-# The op that a kernel is planned as, where that has another name.
+# The op that is planned for a kernel, if the op has another name.
 PLANNED_AS = {"mamba_inner_fn": "selective_scan_fn"}
 
 
 class _Unread(Exception):
-    """What a layer does not tell."""
+    """A fact that cannot be read from a layer."""
 
 
 def read(layer: Any, *names: str) -> int:
-    """The first of these attributes that is a size. Raises _Unread."""
+    """Return the first of these attributes of a layer that is a positive integer, or raise _Unread."""
     for name in names:
         size = getattr(layer, name, None)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
@@ -52,12 +54,17 @@ HEAD = ("head_dim", "headdim")
 
 
 def over_heads(layer: Any) -> dict[str, int]:
+    """Return H, K and V of a layer with heads."""
     H = read(layer, *HEADS)
     return dict(H=H, K=_head(layer, "k", "key_dim", H), V=_head(layer, "v", "value_dim", H))
 
 
 def _head(layer: Any, side: str, whole: str, H: int) -> int:
-    """Size of a head of q and k, or of v: said, or out of all heads together, or that of every head."""
+    """Return the size of one head of q and k (side ``k``), or of v (side ``v``).
+
+    It comes from the layer's own attribute, from the size of all heads together, or from the size of every
+    head.
+    """
     try:
         return read(layer, f"head_{side}_dim")
     except _Unread:
@@ -68,20 +75,22 @@ def _head(layer: Any, side: str, whole: str, H: int) -> int:
 
 
 def mamba2(layer: Any) -> dict[str, int]:
+    """Return H, K (size of the state) and V (size of a head) of a Mamba-2 layer."""
     return dict(H=read(layer, *HEADS), K=read(layer, *STATE), V=read(layer, *HEAD))
 
 
 def mamba(layer: Any) -> dict[str, int]:
+    """Return H = 1, K (size of the state) and V (inner size) of a Mamba-1 layer."""
     return dict(H=1, K=read(layer, *STATE), V=read(layer, "intermediate_size", "d_inner"))
 
 
 def state_update(layer: Any) -> dict[str, int]:
-    """Mamba's state is one head."""
+    """Return the sizes of a layer that updates a state: Mamba-2, or Mamba-1, whose state is one head."""
     return mamba2(layer) if any(hasattr(layer, name) for name in HEADS) else mamba(layer)
 
 
 def convolution(layer: Any) -> dict[str, int]:
-    """The filters of the layer itself, or of its only convolution."""
+    """Return K (channels) and V (taps) of a layer's only convolution, or raise _Unread."""
     found = [one.weight for one in layer.modules() if isinstance(one, nn.Conv1d)]
     shapes = {tuple(weight.shape) for weight in found if weight.dim() == 3}
     if len(shapes) != 1:
@@ -91,6 +100,7 @@ def convolution(layer: Any) -> dict[str, int]:
 
 
 def norm(layer: Any) -> dict[str, int]:
+    """Return H = 1 and K (size of a row) of a norm with one weight per column, or raise _Unread."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         raise _Unread(f"{type(layer).__name__} has no weight of one dimension")
@@ -98,7 +108,7 @@ def norm(layer: Any) -> dict[str, int]:
 
 
 Reader = Callable[[Any], dict[str, int]]
-# How a layer tells the sizes of an op: by op, or else by the op's family.
+# The functions that read the sizes of an op from a layer: by op, or else by the op's family.
 BY_OP: dict[str, Reader] = {"mamba_chunk_scan_combined": mamba2, "mamba_split_conv1d_scan_combined": mamba2,
                             "mamba3_siso_combined": mamba2, "selective_scan_fn": mamba,
                             "selective_state_update": state_update,
@@ -108,16 +118,21 @@ BY_FAMILY: dict[str, Reader] = {"conv": convolution, "conv_update": convolution,
 
 
 def reader(op: str) -> Reader:
+    """Return the function that reads the sizes of an op from a layer, or raise _Unread."""
     family = family_of(op)
     found = BY_OP.get(op) or BY_FAMILY.get(family.name) or (over_heads if family.head_dim else None)
     if found is None:
-        raise _Unread(f"nobody knows how a layer tells the sizes of {op}")
+        raise _Unread(f"flashlin cannot read the sizes of {op} from a layer")
     return found
 
 
 class Weights(NamedTuple):
-    """Where a layer's weights are. dtype: of most of them. why: what stands against planning, ``""`` if
-    nothing."""
+    """The device and dtype of a layer's weights.
+
+    device: the device of the calls; None if it cannot be read.
+    dtype: the dtype of most of the weights.
+    why: reason that a call cannot be planned, or ``""``.
+    """
     device: torch.device | None
     dtype: str
     why: str
@@ -127,17 +142,21 @@ class Weights(NamedTuple):
 
 
 def weights(layer: nn.Module) -> Weights:
-    """A layer with weights on several devices, quantised or not there at all tells no dtype or device."""
+    """Return the device and dtype of a layer's weights.
+
+    A layer has none of them if it has no weights. Its device or dtype cannot be read if its weights are on
+    several devices, not loaded, or quantised.
+    """
     tensors = [one for one in layer.parameters() if not isinstance(one, nn.parameter.UninitializedParameter)]
     if not tensors:
-        return Weights(None, "", "it has no weights that tell a dtype and a device")
+        return Weights(None, "", "it has no weights to read a dtype and a device from")
     counted: Counter[torch.dtype] = Counter()
     for one in tensors:
         counted[one.dtype] += one.numel()
     most = counted.most_common(1)[0][0]
     dtype = str(most).removeprefix("torch.")
     devices = {one.device for one in tensors}
-    hook = getattr(layer, "_hf_hook", None)  # of accelerate, which fetches offloaded weights
+    hook = getattr(layer, "_hf_hook", None)  # accelerate's hook, which loads offloaded weights
     said = getattr(hook, "execution_device", None)
     device = next(iter(devices)) if len(devices) == 1 else None
     if device is None:
@@ -146,9 +165,9 @@ def weights(layer: nn.Module) -> Weights:
     if device.type == "meta":
         if said is None:
             return Weights(device, dtype, "its weights are on the meta device: not loaded, or offloaded by "
-                                          "somebody who does not say to where they are fetched")
+                                          "a library that does not say where it loads them")
         device = torch.device(said if not isinstance(said, int) else f"cuda:{said}")
-    # quantised weights are integers, or of a class of their own
+    # quantised weights are integers, or have a class of their own
     if dtype not in DTYPES:
         return Weights(device, dtype,
                        f"its weights are {dtype}, quantised: the dtype of the call cannot be read")
@@ -156,15 +175,18 @@ def weights(layer: nn.Module) -> Weights:
 
 
 def check(model: Any) -> None:
-    """Raise ValueError for what is no model."""
+    """Raise ValueError if ``model`` is not a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: got {type(model).__name__}, need a torch.nn.Module (or None)")
 
 
 def report(model: nn.Module, target: Target | None, policy: Policy,
            imports: Mapping[str, Tried]) -> Iterator[Layer]:
-    """Yield a line for each function that layers of the model call; layers that are alike share one. target:
-    plan for this machine instead of the one of the weights. imports: of packages that have been tried."""
+    """Yield a row of the report for each function that layers of the model call; equal layers share one row.
+
+    target: plan for this machine instead of the device of the weights.
+    imports: results of the package imports that were tried.
+    """
     alike: dict[Layer, list[str]] = {}
     for name, layer in model.named_modules():
         found, error = attempt(_rows, layer, target, policy, imports)
@@ -195,8 +217,11 @@ def _rows(layer: nn.Module, target: Target | None, policy: Policy,
 
 
 def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why: str) -> tuple[Status, str]:
-    """What becomes of a call that does not go through flashlin. Of functions that flashlin has none of nobody
-    knows here whether the layer's settings lead to them."""
+    """Return the status of a call that does not run through flashlin, and the reason for it.
+
+    Whether a layer calls a function may depend on settings that are not visible here. So no problem is
+    reported for functions that flashlin does not implement.
+    """
     if one.implementation == TORCH:
         gpu = here is not None and here.backend in GPUS
         return ("degraded" if gpu else "ok"), f"the model's own torch function: {why}"
@@ -213,14 +238,18 @@ def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why
 
 def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | None, named: bool,
              policy: Policy) -> tuple[str, Status, str, str]:
-    """(path, verdict, because, cost) of the op of flashlin that does what is called."""
+    """Return (path, verdict, because, cost) of the flashlin op for a function that a layer calls.
+
+    op: the op; None if flashlin has no such op.
+    named: True if ``here`` is a target that the user named.
+    """
     if op is None:
         return "", "ok", "not planned: flashlin has no op of this name", ""
     try:
         if where.why and not (named and where.dtype in DTYPES):
             raise _Unread(where.why)
         if here is None:
-            raise _Unread(f"{where.device} cannot be asked")
+            raise _Unread(f"the properties of {where.device} cannot be read")
         sizes = reader(op)(layer)
     except _Unread as error:
         return "", "could not check", f"cannot be planned: {error}", ""
@@ -238,8 +267,11 @@ def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | No
 
 
 def op_of(layer: nn.Module, kernel: str) -> str | None:
-    """The op of flashlin that does what this kernel does. Two are called causal_conv1d_update: fla's, and
-    that of causal_conv1d, which everybody else calls."""
+    """Return the flashlin op that computes the same as a kernel, or None if there is none.
+
+    The name causal_conv1d_update belongs to two functions. Layers of fla and flashlin mean the one of fla,
+    and all other layers mean the one of the package causal_conv1d.
+    """
     if kernel == "causal_conv1d_update" and not any(
             kind.__module__.partition(".")[0] in ("fla", "flashlin") for kind in type(layer).__mro__):
         kernel = "mamba_causal_conv1d_update"
@@ -248,21 +280,24 @@ def op_of(layer: nn.Module, kernel: str) -> str | None:
 
 
 def _kind(layer: nn.Module) -> str:
-    """The class that the model's author wrote: FSDP puts one of its own in front."""
+    """Return the name of the model author's class; FSDP puts a class of its own in front of it."""
     return next((kind.__name__ for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")),
                 type(layer).__name__)
 
 
 def _plain(name: str, model: nn.Module) -> str:
-    """The name of a layer without those of wrappers."""
+    """Return the name of a layer without the names of wrappers."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
     return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts) or "(the model)"
 
 
 def together(names: Iterable[str]) -> str:
-    """``layers.0.attn``, ``layers.1.attn``, ``layers.4.attn`` -> ``layers.0-1,4.attn``, by the first number
-    that differs."""
+    """Return the names of layers as one text, with numbers joined.
+
+    ``layers.0.attn``, ``layers.1.attn``, ``layers.4.attn`` become ``layers.0-1,4.attn``. Names are grouped by
+    the text around their first number.
+    """
     kinds: dict[tuple[str, str], list[int]] = {}
     for name in names:
         number = re.search(r"(?<![^.])\d+(?![^.])", name)
@@ -272,7 +307,7 @@ def together(names: Iterable[str]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 4 -> ``0-2,4``"""
+    """Return numbers as ranges: 0, 1, 2, 4 become ``0-2,4``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""This machine as facts. Each probe is guarded: an exception in it is one more fact and ends no report."""
+"""Facts about this machine, read by probes that never raise: an exception in a probe is reported as a fact."""
 from __future__ import annotations
 
 import os
@@ -25,14 +25,18 @@ from flashlin.diagnostics import driver as drivers
 from flashlin.diagnostics.driver import Driver
 
 OLDEST_TORCH = release(releases.RELEASES[0].torch[0])[:2]
-# Names under which Triton's files have been published: two of them in one folder overwrite each other.
+# Names under which Triton is published. The files of two of them in one folder overwrite each other.
 TRITON_NAMES = ("triton", "pytorch-triton", "triton-nightly", "triton-windows", "pytorch-triton-rocm",
                 "pytorch-triton-xpu")
 
 
 class Dist(NamedTuple):
-    """What pip knows of an installed package that is torch or Triton, or asks for them. installer: who put it
-    there (``pip``, ``uv``, ``conda``). needs: what it asks of torch and triton."""
+    """An installed package that is torch or Triton, or that requires a version of them.
+
+    folder: the folder that it is installed in.
+    installer: the program that installed it (``pip``, ``uv``, ``conda``).
+    needs: its requirements for torch and triton.
+    """
     name: str
     version: str
     folder: str = ""
@@ -41,10 +45,21 @@ class Dist(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """torch: the module, None if unusable (torch_error says why). targets: by device name; lost: devices that
-    could not be asked, and why. driver: what NVIDIA's says, whatever torch sees. dists: torch, Triton, and
-    who asks for them. python: of this process, ``()`` for a machine that is not asked. foreign: the folder
-    that Triton comes from, where pip has installed none there."""
+    """The facts about one machine.
+
+    torch: the torch module; None if it cannot be used.
+    torch_error: reason that torch cannot be used, or ``""``.
+    triton: the release of Triton; ``""`` if it cannot be used.
+    triton_error: reason that Triton cannot be used, or ``""``.
+    targets: the target of each device, by device name.
+    lost: the error of each device whose properties could not be read.
+    policy: the policy in force.
+    policy_error: the error in its settings, or ``""``.
+    driver: NVIDIA's driver and its GPUs, including GPUs that torch does not see.
+    dists: torch, Triton, and the packages that require a version of them.
+    python: version of this process; ``()`` for a machine that is only described.
+    foreign: folder of a Triton that pip did not install, or ``""``.
+    """
     torch: Any
     torch_error: str
     triton: str
@@ -60,11 +75,12 @@ class Machine(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
+        """Return True if torch sees an NVIDIA GPU."""
         return any(target.backend == "cuda" for target in self.targets.values())
 
     @property
     def names(self) -> dict[Target, list[str]]:
-        """The names of the devices that are alike: equal cards are one to the report."""
+        """Return the device names of each target. Equal GPUs have equal targets, so they share one entry."""
         names: dict[Target, list[str]] = {}
         for name, target in self.targets.items():
             names.setdefault(target, []).append(name)
@@ -72,12 +88,12 @@ class Machine(NamedTuple):
 
     @property
     def cards(self) -> list[tuple[str, Target]]:
-        """NVIDIA GPUs, one of those that are alike, each with its name."""
+        """Return one representative of each NVIDIA GPU model, with its device name."""
         return [(names[-1], target) for target, names in self.names.items() if target.backend == "cuda"]
 
     @property
     def known_cards(self) -> list[Target]:
-        """NVIDIA cards: those of torch, else those that only the driver sees."""
+        """Return the NVIDIA GPUs that torch sees, or else the GPUs that only the driver sees."""
         return [target for _, target in self.cards] or [
             Target(self.triton, bundled_ptxas(self.triton, card.capability), self.torch_version, "cuda",
                    card.capability, card.name, shared_per_block(card.capability), 132)
@@ -85,12 +101,13 @@ class Machine(NamedTuple):
 
     @property
     def card_names(self) -> str:
+        """Return the names of the NVIDIA GPUs as text."""
         return " and ".join(dict.fromkeys([target.name for _, target in self.cards]
                                           or [card.name for card in self.driver.cards]))
 
     @property
     def triton_state(self) -> str:
-        """What is wrong with Triton, in words."""
+        """Return the state of a Triton that cannot be used, as text; ``""`` if it can."""
         error = self.triton_error
         return "" if not error else ("Triton is not installed" if error == "not installed"
                                      else f"Triton does not import: {error.removeprefix('import fails: ')}"
@@ -98,14 +115,14 @@ class Machine(NamedTuple):
 
     @property
     def torch_version(self) -> str:
-        """Of a torch that cannot be imported what pip says, ``""`` where there is none."""
+        """Return the version of torch, also of one that cannot be imported; ``""`` if it is not installed."""
         if self.torch is not None:
             return str(self.torch.__version__)
         return next((dist.version for dist in self.dists if dist.name == "torch"), "")
 
     @property
     def unseen(self) -> bool:
-        """Whether the driver has cards of which torch sees none."""
+        """Return True if the driver has GPUs and torch sees none of them."""
         return bool(self.driver.cards and self.torch is not None and not self.on_gpu and not self.lost)
 
     @property
@@ -123,17 +140,17 @@ class Machine(NamedTuple):
 
     @property
     def driver_too_old(self) -> bool:
-        """Whether the driver is older than this torch's CUDA asks for."""
+        """Return True if the driver is older than the CUDA release of this torch requires."""
         built, has = self.torch is not None and self.torch.version.cuda, release(self.driver.version)[:1]
         return bool(built and has and has[0] < releases.oldest_driver(built))
 
     @property
     def uncovered(self) -> list[str]:
-        """Cards that torch sees and has no code for: what is not Triton's fails on them."""
+        """Return the GPUs that torch sees but has no code for. On them only Triton kernels run."""
         return self.without_code(target for _, target in self.cards)
 
     def without_code(self, targets: Iterable[Target]) -> list[str]:
-        """Those of these cards that torch has no code for, whether it sees them or not."""
+        """Return the names of the GPUs that torch has no code for, including GPUs that it does not see."""
         asked = getattr(getattr(self.torch, "cuda", None), "get_arch_list", None)
         code = [divmod(int(arch[3:]), 10) for arch in (asked() if asked else [])
                 if re.fullmatch(r"sm_\d+", arch)]
@@ -143,30 +160,30 @@ class Machine(NamedTuple):
 
     @property
     def mixed(self) -> list[str]:
-        """Tritons that pip has put into one folder."""
+        """Return the names of Tritons that pip has installed into one folder."""
         tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
         folders = [folder for _, folder in tritons]
         return [name for name, folder in tritons if folders.count(folder) > 1]
 
     @property
     def stops_everything(self) -> str:
-        """Why every call of every op fails here, if it does."""
+        """Return the reason that every call of every op fails here, or ``""``."""
         lost = "" if self.targets else "; ".join(f"{name}: {error}" for name, error in self.lost.items())
         return f"torch: {self.torch_error}" if self.torch_error else self.policy_error or lost
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """(value, "") or (None, what was raised)."""
+    """Call a function and return (its value, ``""``), or (None, the error that it raised as text)."""
     try:
         return function(*arguments), ""
-    # a broken torch, Triton or driver may raise anything at all, and that is what to report
+    # a broken torch, Triton or driver may raise any exception, and the report shows it
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         return None, f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def examine() -> Machine:
-    """Ask this machine. Never raises."""
+    """Return the facts about this machine. Never raises."""
     torch, torch_error = attempt(_torch)
     state, error = attempt(triton_state)
     triton, triton_error = state or ("", error)
@@ -191,6 +208,7 @@ def examine() -> Machine:
 
 
 def _foreign(dists: tuple[Dist, ...]) -> str:
+    """Return the folder of a Triton that pip did not install there, or ``""``."""
     spec = find_spec("triton")
     folder = Path(spec.origin).parent.parent if spec is not None and spec.origin else None
     homes = [Path(one.folder).resolve() for one in dists if one.name in TRITON_NAMES]
@@ -198,7 +216,7 @@ def _foreign(dists: tuple[Dist, ...]) -> str:
 
 
 def distributions() -> tuple[Dist, ...]:
-    """torch, the Tritons, and packages that ask for a version of one of them, in the order of the path."""
+    """Return torch, all Tritons and the packages that require a version of them, in the order of the path."""
     found = dict[Dist, None]()
     for dist in metadata.distributions():
         name = str(dist.metadata["Name"] or "").lower()
@@ -225,13 +243,13 @@ def _devices(torch: Any) -> list[str]:
 
 
 def shadowed(machine: Machine) -> bool:
-    """Whether the Triton that is loaded is not the one that pip would replace."""
+    """Return True if the loaded Triton is not the one that pip would replace."""
     copies = {(one.version, one.folder) for one in machine.dists if one.name in TRITON_NAMES}
     return not machine.mixed and bool(machine.triton) and (
         len(copies) > 1 or any(release(version) != release(machine.triton) for version, _ in copies))
 
 
 def overriding(triton: str, capability: tuple[int, int]) -> str:
-    """The variable by which the environment names the assembler for a card, ``""`` if it does not."""
+    """Return the environment variable that sets the ptxas for a GPU, or ``""`` if it is not set."""
     variable = ptxas_variable(triton, capability)
     return variable if os.environ.get(variable) else ""
