@@ -185,16 +185,16 @@ def test_folders_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(f"FLASHLIN_{name}", f"/dev/null/{name}")
     for one, name in zip(checks.check_folders(made(H200)), ("HOME", "CACHE"), strict=True):
         assert one.status == "worked around" and f"/dev/null/{name} cannot be written" in one.detail
-        assert one.fix == f"set FLASHLIN_{name} to a folder that you can write"
+        assert one.fix == f"set FLASHLIN_{name} to a folder that you can write to"
     monkeypatch.setattr(local_results, "place", lambda warn: (
         None, "FLASHLIN_HOME=/x belongs to another user"))
     assert next(checks.check_folders(made(H200))).detail.startswith(
-        "FLASHLIN_HOME=/x belongs to another user: what flashlin warmup")
+        "FLASHLIN_HOME=/x belongs to another user: the results of flashlin warmup")
 
 
 @pytest.mark.parametrize(("name", "meant"),
-                         [("FLASHLIN_POLICI", "FLASHLIN_POLICY does"),
-                          ("FLASHLIN_CHACHE", "FLASHLIN_CACHE does"),
+                         [("FLASHLIN_POLICI", "FLASHLIN_POLICY is"),
+                          ("FLASHLIN_CHACHE", "FLASHLIN_CACHE is"),
                           ("FLASHLIN_XYZZY_PLUGH", "need one of FLASHLIN_AUTOTUNE, FLASHLIN_CACHE, ")])
 def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name: str, meant: str,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +202,14 @@ def test_a_variable_that_means_nothing_is_told_with_the_one_that_was_meant(name:
     _, one = checks.check_policy(made(H200))
     assert (one.status, one.fix) == ("worked around",
                                      f"unset {name}") and one.detail.startswith(
-                                         f"{name} means nothing; {meant}")
+                                         f"{name} is not a setting; {meant}")
 
 
 def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None:
     where, here = "cuda:0", made(H200)
     assert [one.detail for one
             in checks.check_tried(here)] == [
-                f"{where}: 0 configurations of kernels ran in trials of this machine's own"]
+                f"{where}: 0 configurations of kernels ran in trials on this machine"]
     noon = 1_700_000_000.0
     local_results.keep(local_results.Table(
         {"a 4": local_results.Verdict("ran", noon, "chunk_gla bfloat16 64"),
@@ -220,5 +220,5 @@ def test_what_was_found_on_this_machine_is_listed_with_dates(home: Path) -> None
     assert (ran.status, ran.detail) == ("ok",
                                         f"{where}: 1 configurations of kernels ran, 2023-11-14 to 2023-11-14")
     assert (bad.status, bad.fix) == ("worked around", "flashlin warmup --forget --op chunk_kda")
-    assert bad.detail == f"{where}: b 8: hang on 2023-11-14 (no answer); it is planned otherwise"
+    assert bad.detail == f"{where}: b 8: hang on 2023-11-14 (no answer); another configuration is planned"
     assert untried.status == "could not check" and "chunk_gla float32 64 could not be tried on 2023-11-14: CUDA out of memory" in untried.detail

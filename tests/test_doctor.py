@@ -163,7 +163,7 @@ def test_a_loaded_triton_that_is_not_the_installed_one_is_told(tmp_path: Path,
     monkeypatch.setattr(sys, "path", [str(installed(tmp_path, "triton", "3.7.1"))])
     dists = machine.distributions()
     (one,) = checks.check_copies(made(H200, dists=dists))
-    assert one.status == "worked around" and "loaded is 3.6.0" in one.detail and "installed is 3.7.1" in one.detail
+    assert one.status == "worked around" and "3.6.0 is loaded from " in one.detail and "3.7.1 is installed in " in one.detail
     assert not list(checks.check_copies(made("triton=3.7.1,sm=90", dists=dists)))
 
 
@@ -212,11 +212,11 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
     (made(cuda=None), SMI, "degraded",
      "not on your NVIDIA H200 (driver 570.86): torch 2.10.0 is a CPU build"),
     (made(cuda=None, hip="6.4"), SMI, "degraded", "torch 2.10.0 is a ROCm 6.4 build"),
-    (made(), SMI, "degraded", "the driver does not let this user or container in"),
+    (made(), SMI, "degraded", "the driver gives this user or container no access"),
     (made(cuda="13.0"), SMI, "degraded", "torch 2.10.0 (CUDA 13.0) needs driver 580 or newer"),
     (made(), SMI_OLD, "degraded", "needs driver 525 or newer"),
     (made(H200), SMI_FAILS, "could not check", "nvidia-smi: NVIDIA-SMI has failed"),
-    (made(H200), None, "could not check", "not there"), (made(cuda=None), None, "ok", "not there")])
+    (made(H200), None, "could not check", "nvidia-smi is missing"), (made(cuda=None), None, "ok", "nvidia-smi is missing")])
 def test_the_driver(found: Machine, script: str | None, status: str, said: str, tmp_path: Path,
                     monkeypatch: pytest.MonkeyPatch) -> None:
     if script is not None:
@@ -244,7 +244,7 @@ def test_a_card_is_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(drivers, "PROC", tmp_path)
     monkeypatch.setattr(drivers.shutil, "which", lambda name: None)
     assert drivers.ask() == drivers.Driver("535.104.05", (Seen("NVIDIA H100 80GB HBM3", (9, 0)),),
-                                           "nvidia-smi is not there")
+                                           "nvidia-smi is missing")
 
 
 @pytest.mark.parametrize(("mode", "said"), [

@@ -734,7 +734,7 @@ def changed(what: str) -> nn.Module:
 @pytest.mark.parametrize(("what", "why"), [
     ("meta", "its weights are on the meta device"), ("quantised", "its weights are int8, quantised"),
     ("two devices", "its weights are on cpu, meta"), ("no sizes", "RMSNorm has no weight of one dimension"),
-    ("no weights", "it has no weights that tell a dtype")])
+    ("no weights", "it has no weights to read a dtype")])
 def test_what_cannot_be_read_is_said_and_not_guessed(what: str, why: str) -> None:
     rows = layers(changed(what))
     assert rows and all((row.path, row.verdict) == ("", "could not check") for row in rows)

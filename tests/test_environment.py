@@ -52,9 +52,9 @@ def only(check: Callable[[Machine], Any], machine: Machine) -> Check:
     [
         (("gcc",), None, "ok", "/gcc", ""),
         (("clang",), None, "ok", "/clang", ""),
-        ((), None, "problem", "no gcc and no clang", ""),
-        (("apt-get",), None, "problem", "no gcc and no clang", "apt-get install -y gcc"),
-        (("gcc",), "icx -O2", "problem", "CC=icx -O2 is not there", "unset CC"),
+        ((), None, "problem", "neither gcc nor clang is on PATH", ""),
+        (("apt-get",), None, "problem", "neither gcc nor clang is on PATH", "apt-get install -y gcc"),
+        (("gcc",), "icx -O2", "problem", "CC=icx -O2 does not exist", "unset CC"),
         (("icx",), "icx -O2", "ok", "by CC", ""),
     ],
 )
@@ -80,7 +80,7 @@ def test_the_c_compiler(
 def test_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     one = only(environment.check_headers, made(H200))
-    assert one.status == "problem" and f"{tmp_path}/Python.h is not there" in one.detail
+    assert one.status == "problem" and f"{tmp_path}/Python.h does not exist" in one.detail
     (tmp_path / "Python.h").touch()
     assert only(environment.check_headers, made(H200)).status == "ok"
 
@@ -92,9 +92,9 @@ def test_the_headers_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("listed", "files", "status", "said", "fix"),
     [
         ("lib", ("lib",), "ok", "libcuda.so.1 in ", ""),
-        ("", (), "problem", "ldconfig knows no libcuda.so.1, nor is it on LD_LIBRARY_PATH: a container", ""),
+        ("", (), "problem", "neither ldconfig nor LD_LIBRARY_PATH has libcuda.so.1: a container", ""),
         ("", ("usual",), "problem", "the library is in ", "usual"),
-        ("lib", (), "problem", "names a file that is not there", ""),
+        ("lib", (), "problem", "names a file that does not exist", ""),
         ("stubs", ("stubs",), "problem", "a stub, which is for linking only", ""),
         ("stubs", ("stubs", "usual"), "problem", "a stub", "usual"),
     ],
@@ -204,11 +204,11 @@ def test_variables_that_are_set_are_listed_and_told(
     name: str, value: str, status: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (
-        only(environment.check_variables, made(H200)).detail == "none of Triton's, torch's or CUDA's is set"
+        only(environment.check_variables, made(H200)).detail == "no variable of Triton, torch or CUDA is set"
     )
     monkeypatch.setenv(name, value)
     first, *told = environment.check_variables(made(H200))
-    assert first.detail == f"set are {name}" and first.status == "ok"
+    assert first.detail == f"set: {name}" and first.status == "ok"
     assert [(one.status, one.detail.partition(":")[0]) for one in told] == (
         [(status, f"{name}={value}")] if status else []
     )

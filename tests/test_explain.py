@@ -96,8 +96,8 @@ def test_a_causal_conv1d_update_of_mamba_runs_in_its_kernel() -> None:
     said = flashlin.explain("mamba_causal_conv1d_update", target=H200)
     assert "launch   conv_window" in said and "width" not in said
     assert "Sizes: K channels, V taps of a filter." in said
-    assert "one with them is causal_conv1d_fn" in said and "one with them" not in flashlin.explain("rms_norm",
-                                                                                                   target=H200)
+    assert "With gradients, causal_conv1d_fn runs instead" in said
+    assert "With gradients" not in flashlin.explain("rms_norm", target=H200)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -208,7 +208,7 @@ def test_plan_obeys_the_policy_in_force_for_an_op_and_is_pure_for_a_problem() ->
     (dict(problem="rms_norm", ranks=2), ValueError, "ranks: got 2 for rms_norm, need 1"),
     (dict(problem="chunk_gla", policy="strict"), TypeError, "policy: got 'strict', need a Policy"),
     (dict(problem=Problem("l2norm", "norm", "", 1, 1, 1, 8, 0, 1, "float32"), T=4), TypeError,
-     "T: got it beside a Problem")])
+     "T: got it together with a Problem")])
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=re.escape(said)):
         flashlin.plan(**{"target": H200, **given})
