@@ -36,7 +36,7 @@ def test_a_gpu_that_is_not_used_or_used_with_copies_is_degraded_and_names_its_co
     assert f"cost: {plan.cost}" in found.text(verbose=True) and "cost" in found.markdown()
     assert found.status == "degraded" and found.ok and re.match(
         r"degraded. For an? [\w ]+ with Triton [\d.]+: every op runs, but "
-        r"(not by kernels on this|some calls of 1 op on fp32 copies)", found.verdict)
+        r"(no kernels run on this|some calls of 1 op run on fp32 copies)", found.verdict)
     assert f"Its cost: {plan.cost}." in flashlin.explain("chunk_gla", target=target)
 
 
@@ -83,7 +83,7 @@ def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | No
                         lambda: made(cuda=cuda, targets={"cpu": targets.parse("cpu,triton=3.6.0")}, driver=SEEN))
     found = flashlin.doctor(op="chunk_gla")
     assert check(found, "driver").status == found.status == found.grade == "degraded"
-    assert found.verdict.startswith("degraded. Every op runs, but not on your NVIDIA H200 (driver 570.86): torch")
+    assert found.verdict.startswith("degraded. Every op runs, but your NVIDIA H200 (driver 570.86) is not used: torch")
     assert (found.advice is None) if command is None else found.advice is not None and (
         found.advice.command.startswith(command))
     assert found.plans[0].verdict == "ok"
@@ -125,7 +125,7 @@ def test_a_gpu_whose_triton_cannot_be_used_is_degraded(error: str, said: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "examine", lambda: made("sm=90,triton=none", triton="", triton_error=error))
     found = flashlin.doctor(op="chunk_gla")
-    assert found.verdict == f"degraded. Every op runs, but not by kernels on your H100: {said}."
+    assert found.verdict == f"degraded. Every op runs, but no kernels run on your H100: {said}."
     assert found.plans[0].verdict == "degraded" and found.status == "degraded"
 
 

@@ -210,7 +210,7 @@ SMI_FAILS = "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n"
 @pytest.mark.parametrize(("found", "script", "status", "said"), [
     (made(H200), SMI, "ok", "2 x NVIDIA H200, driver 570.86"),
     (made(cuda=None), SMI, "degraded",
-     "not on your NVIDIA H200 (driver 570.86): torch 2.10.0 is a CPU build"),
+     "your NVIDIA H200 (driver 570.86) is not used: torch 2.10.0 is a CPU build"),
     (made(cuda=None, hip="6.4"), SMI, "degraded", "torch 2.10.0 is a ROCm 6.4 build"),
     (made(), SMI, "degraded", "the driver gives this user or container no access"),
     (made(cuda="13.0"), SMI, "degraded", "torch 2.10.0 (CUDA 13.0) needs driver 580 or newer"),
@@ -405,18 +405,18 @@ def test_a_triton_that_is_newer_than_this_flashlin_is_said_to_be() -> None:
 def test_a_triton_that_never_was_is_told_with_the_nearest() -> None:
     found = flashlin.doctor(target="H100,triton=3.6.7", op="rms_norm")
     said = check(found, "unknown").detail
-    assert said == "no Triton 3.6.7 is known here: planned as 3.6.0, the nearest before it"
+    assert said == "triton 3.6.7 is not a known release: planned as 3.6.0, the nearest older one"
     assert "planned as 3.6.0" in flashlin.explain("rms_norm", target="H100,triton=3.6.7")
 
 
 def test_a_cause_is_told_in_words_beside_its_id() -> None:
     assert flashlin.doctor(target="P100,triton=3.6.0").verdict.endswith(
-        "not by kernels on this P100: before-volta (Triton has no code generator for this GPU).")
+        "no kernels run on this P100: before-volta (Triton has no code generator for this GPU).")
 
 
 def test_a_triton_that_is_too_old_is_said_to_be() -> None:
     assert flashlin.doctor(target="H100,triton=2.1").verdict.endswith(
-        "every op runs, but not by kernels on this H100: triton: Triton 2.1 is too old.")
+        "every op runs, but no kernels run on this H100: triton: Triton 2.1 is too old.")
     told = flashlin.explain("chunk_gla", target="H100,triton=2.1")
     assert "because  triton: Triton 2.1 is too old, need Triton 3.0 or newer\n  so       torch_path" in told
 

@@ -287,8 +287,8 @@ def test_installed_packages_with_their_versions_and_what_a_patch_would_change(wo
     assert found["causal_conv1d"].imports == "cannot be imported: ImportError: libcuda.so.1"
     assert found["fla"].imports == "yes, in 0.1 s"
     assert found["transformers"].patch == (
-        'flashlin.patch("transformers") would put flashlin in 2 places of what is loaded')
-    assert found["fla"].patch.endswith("into what is imported") and not found["kernels"].patch
+        'flashlin.patch("transformers") would replace functions in 2 places of loaded modules')
+    assert found["fla"].patch.endswith("in modules imported later") and not found["kernels"].patch
 
 
 def test_unsloth_is_not_imported_and_its_copy_of_fla_is_told(world: World) -> None:
@@ -304,9 +304,9 @@ def test_unsloth_is_not_imported_and_its_copy_of_fla_is_told(world: World) -> No
     fla = sys.modules["fla"] = type(sys)("fla")
     fla.__version__, fla.__file__ = "0.5.1", str(copy)  # type: ignore[attr-defined]
     after = world.make(transformers="5.23.0", models=GDN_FLA)
-    assert {one.name: one.imports for one in after.packages}["fla"] == "loaded, the copy that unsloth_zoo has"
+    assert {one.name: one.imports for one in after.packages}["fla"] == "loaded, the copy in unsloth_zoo"
     [one] = after.bindings
-    assert (one.implementation, one.why) == ("fla", "the copy that unsloth_zoo has")
+    assert (one.implementation, one.why) == ("fla", "the copy in unsloth_zoo")
 
 
 def test_a_patch_in_force_is_told(world: World) -> None:
@@ -331,7 +331,7 @@ def test_modules_that_stand_for_a_package_are_told_from_it(world: World) -> None
     sys.modules["mamba_ssm"] = type(sys)("mamba_ssm")
     sys.modules["mamba_ssm"].__version__ = "2.3.2"  # type: ignore[attr-defined]
     (one,) = world.make().packages
-    assert (one.version, one.imports) == ("2.3.2", "no: a patch has put modules in its place")
+    assert (one.version, one.imports) == ("2.3.2", "no: stub modules of a patch replace it")
 
 
 def test_without_torch_nothing_is_tried(world: World) -> None:
@@ -404,14 +404,14 @@ def test_the_command_line_tries_them_and_a_broken_one_fails_no_job(tmp_path: Pat
     done = run("doctor", "--json", path=(tmp_path,))
     found = read(done)
     assert done.returncode == 0 and found.ok
-    assert found.verdict.startswith("degraded. Every op runs, but what calls other packages may run slowly or stop: ")
+    assert found.verdict.startswith("degraded. Every op runs, but calls of other packages may run slowly or fail: ")
     said = {one.name: one.imports for one in found.packages}
     assert said["mamba_ssm"] == (
         "cannot be imported: ModuleNotFoundError: No module named 'selective_scan_cuda'")
     assert said["causal_conv1d"] == "cannot be imported: ZeroDivisionError: division by zero"
     assert said["fla"].startswith("yes, in ") and said["transformers"].startswith("yes, in ")
     assert flaw_ids(found) >= {"broken-called-missing"} and found.fails("degraded")
-    assert "selective_scan_cuda" in found.text() and "<summary>Packages beside flashlin" in found.markdown()
+    assert "selective_scan_cuda" in found.text() and "<summary>Other packages" in found.markdown()
 
 
 def flaw_ids(found: Report) -> set[str]:

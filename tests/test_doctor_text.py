@@ -99,7 +99,7 @@ def test_what_a_package_does_is_said_once_with_what_takes_it_away(monkeypatch: p
     )
     found = report("laptop", monkeypatch).model_copy(update={"flaws": (known,)})
     assert found.verdict == (
-        "degraded. Every op runs, but what calls other packages may run slowly or stop: fla 0.6.0."
+        "degraded. Every op runs, but calls of other packages may run slowly or fail: fla 0.6.0."
     )
     text = found.text()
     assert text.count("without a word") == 1 and '    fix: flashlin.patch("fla")' in text.splitlines()

@@ -121,7 +121,7 @@ def test_on_windows_ops_run_in_plain_torch(tmp_path: Path) -> None:
 def test_on_macos_ops_run_in_plain_torch_and_doctor_sees_the_gpu(tmp_path: Path) -> None:
     found = on(MACOS, tmp_path)
     assert found["devices"] == [f"mps:0: Apple GPU mps, triton none, torch {torch.__version__}"]
-    assert "not by kernels on your Apple GPU: backend: an Apple GPU" in found["verdict"]
+    assert "no kernels run on your Apple GPU: backend: an Apple GPU" in found["verdict"]
     assert found["kept"] and not found["told"] and list(tmp_path.glob("*.json"))
 
 
@@ -151,7 +151,7 @@ def test_doctor_lists_gpus_of_intel(two_arcs: None) -> None:
     found = flashlin.doctor()
     assert [one.where for one in found.devices] == ["xpu:0, xpu:1"] and found.devices[0].name == ARC
     assert {one.path for one in found.plans} == {"torch"} and found.status == "degraded"
-    assert f"not by kernels on your {ARC}: backend: an Intel GPU" in found.verdict
+    assert f"no kernels run on your {ARC}: backend: an Intel GPU" in found.verdict
 
 
 @pytest.mark.parametrize("backend", ["xpu", "mps"])

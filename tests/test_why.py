@@ -123,7 +123,7 @@ def test_a_telling_piece_is_found_inside_a_longer_line_and_called_a_piece(text: 
     found = matches(text)
     assert expected in ids(found) and not any(match.sure for match in found)
     assert all(match.because.startswith("the text has a piece of what it prints: ") for match in found)
-    assert flashlin.why(text).startswith("Not sure")
+    assert flashlin.why(text).startswith("Not certain")
 
 
 @pytest.mark.parametrize("text", [
@@ -146,7 +146,7 @@ def test_words_of_every_day_are_no_piece(text: str) -> None:
 
 def test_words_are_told_as_a_guess() -> None:
     said = flashlin.why("AssertionError: gradients of the delta rule are wrong on Hopper")
-    assert said.startswith("Not sure") and "a guess, by the words" in said
+    assert said.startswith("Not certain") and "a guess, by the words" in said
     assert "hopper-wy-backward-984: " in said
 
 
@@ -229,7 +229,7 @@ def test_what_helps_without_flashlin_does_not_name_its_functions() -> None:
     assert (those["autotune-keys-31"], those["autotune-driver-33"]) == ("Triton 3.2", "Triton 3.4")
     assert (those["fla-without-gpu"], those["split-left-padding"]) == ("", "padding on the right")
     handled = rows(EVERY["split-left-padding"])["flashlin"]
-    assert handled.endswith("takes it away, from transformers 5.15.0 on")
+    assert handled.endswith("repairs it, since transformers 5.15.0")
     # where a note follows, it stays one
     assert those["hopper-wy-backward-984"] == "2 warps for that kernel; 3.8 and 3.9 have not been tried"
 

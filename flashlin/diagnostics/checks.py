@@ -51,7 +51,7 @@ def check_triton(machine: Machine) -> Iterator[Check]:
     """Report Triton, and if torch was built with the same release."""
     if machine.triton_error:
         gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
-        where = f"not by kernels on your {machine.card_names}: " if gpu else ""
+        where = f"no kernels run on your {machine.card_names}: " if gpu else ""
         yield line("triton", "degraded" if gpu or not missing else "ok", f"{where}{machine.triton_state}")
         return
     yield line("triton", "ok", f"{machine.triton} from {_folder_of('triton')}")
@@ -126,7 +126,7 @@ def check_driver(machine: Machine) -> Iterator[Check]:
            if machine.driver_too_old
            else f"(CUDA {built}) finds no GPU: the driver gives this user or container no access")
     yield line("driver", "degraded",
-               f"not on your {machine.card_names} (driver {driver.version or 'unknown'}): torch "
+               f"your {machine.card_names} (driver {driver.version or 'unknown'}) is not used: torch "
                f"{machine.torch.__version__} {why}", "" if hidden is None else unset("CUDA_VISIBLE_DEVICES"))
 
 

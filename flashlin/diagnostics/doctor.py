@@ -53,7 +53,8 @@ def doctor(
 
     Args:
         model: also report, for each of its layers, which functions the layer calls, which package they are
-            from, and what flashlin plans for them on the device of the weights. The model is not run or changed.
+            from, and what flashlin plans for them on the device of the weights. The model is neither run nor
+            changed.
         run: also run small cases of every op, forward and backward, in a child process, and compare them with
             the float64 reference.
         target: plan for another machine instead: ``"H100,triton=3.2.0"``, ``"t4,torch=2.6"`` or a ``Target``.
@@ -248,8 +249,8 @@ def explain(
     - An elementwise op has B * T rows of H heads of K. A rotary embedding has V pairs; None means K // 2.
 
     Args:
-        op: a public op, such as ``chunk_simple_gla``, or a short name, such as ``gdn`` or ``mamba2``. The table
-            of short names is in ``kernels/families.py``. For a short name, the text names the op.
+        op: a public op, such as ``chunk_simple_gla``, or a short name, such as ``gdn`` or ``mamba2``. The
+            table of short names is in ``kernels/families.py``. For a short name, the text names the op.
         target: a machine as for ``doctor``; None is this machine (its first GPU, or its CPU).
         B: batch size.
         T: tokens; typically 2048, or 1 for an op that only decodes.

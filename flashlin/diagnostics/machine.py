@@ -1,4 +1,7 @@
-"""Facts about this machine, read by probes that never raise: an exception in a probe is reported as a fact."""
+"""Facts about this machine, read by probes that never raise.
+
+An exception in a probe is reported as a fact.
+"""
 from __future__ import annotations
 
 import os

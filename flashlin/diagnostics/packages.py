@@ -1,8 +1,9 @@
-"""The packages beside flashlin: which are installed and can be imported, what their loaded files are bound
-to, what they are known to do here, and what ``flashlin.patch`` would change.
+"""The packages next to flashlin, such as fla and transformers, for the report of ``doctor``.
 
-Imports none of them. What cannot be told from what is loaded is asked of a child process (``importing.py``):
-on the command line for every package, else only for one on whose account a loaded file runs plain torch.
+The report says which of them are installed and can be imported, and which functions their loaded files are
+bound to. It lists their known flaws on this machine, and what ``flashlin.patch`` would change. This process
+imports none of them. An import that must be tried runs in a child process (``importing.py``). The command line tries every
+package; ``flashlin.doctor()`` tries only a package whose absence makes a loaded file run plain torch.
 """
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ from flashlin.kernels.families import PUBLIC
 
 
 class Known(NamedTuple):
-    """distributions: under which names pip knows it. kernels: the module that must import for them to be
-    used; ``""`` where no import is tried, since it changes other packages."""
+    """A package that the report covers.
+
+    distributions: the names that pip uses for it.
+    kernels: the module that must import before its kernels can be used. ``""`` means that no import is tried,
+        since an import changes other packages.
+    """
     distributions: tuple[str, ...]
     kernels: str
 
@@ -45,29 +50,32 @@ PACKAGES = {
     "kernels": Known(("kernels",), "kernels"),
     "unsloth": Known(("unsloth",), ""),
     "unsloth_zoo": Known(("unsloth-zoo",), "")}
-# transformers' models, copies that unsloth has made of them, and code that came with a checkpoint
+# modeling files: of transformers, unsloth's copies of them, and files that come with a checkpoint
 FILES = re.compile(r"transformers\.models\.\w+\.(modular|modeling)_\w+|unsloth_compiled_module_\w+"
                    r"|transformers_modules\..*\.modeling_\w+")
 
-SHOWN = 6  # kernels in a line
+SHOWN = 6  # most kernels in a line
 NEED_A_GPU = ("fla", "mamba_ssm", "causal_conv1d")
 
 
 class Section(NamedTuple):
+    """The part of the report that covers other packages."""
     packages: tuple[Package, ...] = ()
     bindings: tuple[Binding, ...] = ()
     flaws: tuple[Flaw, ...] = ()
 
 
 def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Tried]]:
-    """What there is to say of them, and of the imports that were tried.
+    """Return the report on other packages, and the results of the imports that were tried.
 
-    import_all: try to import every installed package that is not loaded. Without torch none can be, which
-    is told already."""
+    import_all: try to import every installed package that is not loaded. Without torch no import is tried,
+        since
+        all of them would fail and the report already says that torch is missing.
+    """
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
     gpu = any(target.backend in GPUS for target in machine.targets.values())
-    # before 5.15 transformers imports them only where there is a GPU
+    # before 5.15, transformers imports them only on a machine with a GPU
     failed = {HOMES.get(one.kernel, "").partition(".")[0] for where, ones in calls.items() for one in ones
               if FILES.fullmatch(where) and one.implementation == TORCH
               and (gpu or affected(versions.get("transformers", ""), "5.15.0", None))}
@@ -89,7 +97,7 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
 
 
 def distributions() -> dict[str, str]:
-    """Of these packages, the version of each distribution that pip has installed."""
+    """Return the version of each installed distribution of these packages, by the name that pip uses."""
     found = {}
     for known in PACKAGES.values():
         for name in known.distributions:
@@ -99,8 +107,10 @@ def distributions() -> dict[str, str]:
 
 
 def version_of(name: str) -> str:
-    """The version of an installed package: of what is loaded, what pip says, or its own file; ``unknown`` if
-    none of them says, ``""`` where it is not installed."""
+    """Return the version of an installed package; ``unknown`` if it has none, ``""`` if it is not installed.
+
+    The version is taken from the loaded module, or else the one that pip reports, or else the one in its file.
+    """
     said = getattr(sys.modules.get(name), "__version__", "")
     pip = [version for known, version in distributions().items() if known in PACKAGES[name].distributions]
     if said or pip or not found(name):
@@ -113,8 +123,11 @@ def version_of(name: str) -> str:
 
 
 def calls_of(versions: Collection[str]) -> dict[str, list[Bound]]:
-    """Return the functions that the loaded files of these packages are bound to. A file of transformers that
-    is bound to none is included, since flaws of its models may be known."""
+    """Return the kernels that the loaded files of these packages are bound to, by module name.
+
+    A modeling file of transformers is included even if it is bound to none, since its model may have known
+    flaws.
+    """
     calls = {}
     for where, module in list(sys.modules.items()):
         root = where.partition(".")[0]
@@ -127,9 +140,9 @@ def calls_of(versions: Collection[str]) -> dict[str, list[Bound]]:
 
 
 def broken(name: str, imports: Mapping[str, Tried]) -> str:
-    """Why an installed package cannot be imported, as far as somebody has tried."""
+    """Return the reason that an installed package cannot be imported, or ``""`` if none is known."""
     if sys.modules.get(name) is None and not found(name):
-        return "pip says that it is installed, and there is no such package on the path"
+        return "pip reports it as installed, but no such package is on the path"
     outcome = imports.get(name)
     return outcome.error if outcome is not None and outcome.known else ""
 
@@ -140,9 +153,9 @@ def _file(name: str) -> str:
 
 
 def _copy(name: str) -> str:
-    """Return whose copy of a package is loaded, if it is a copy."""
+    """Return a text that names the package that provides a loaded copy; ``""`` if it is no copy."""
     carrier = CARRIERS.get(name)
-    return f"the copy that {carrier} has" if carrier in Path(_file(name)).parts else ""
+    return f"the copy in {carrier}" if carrier in Path(_file(name)).parts else ""
 
 
 def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mapping[str, list[Bound]],
@@ -151,10 +164,10 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
     status: Status = "degraded" if why else "could not check" if outcome and outcome.error else "ok"
     said = (f"cannot be imported: {why}" if why else outcome.error if outcome is not None and outcome.error
             else f"yes, in {outcome.seconds:.1f} s" if outcome is not None
-            else "no: a patch has put modules in its place" if name in sys.modules and not _file(name)
+            else "no: stub modules of a patch replace it" if name in sys.modules and not _file(name)
             else ", ".join(filter(None, ("loaded", _copy(name)))) if sys.modules.get(name) is not None
             else "not tried: it changes other packages when it is imported" if not PACKAGES[name].kernels
-            else "not tried; flashlin doctor, on the command line, does, in a child process" if with_torch
+            else "not tried; flashlin doctor on the command line tries it in a child process" if with_torch
             else "not tried without torch")
     copies = ", ".join(one for one in CARRIERS if CARRIERS[one] == name and carried(one))
     return Package(name=name, version=version, status=status, patch=_patch(name, calls),
@@ -162,7 +175,7 @@ def _package(name: str, version: str, imports: Mapping[str, Tried], calls: Mappi
 
 
 def _patch(name: str, calls: Mapping[str, list[Bound]]) -> str:
-    """What a patch has changed, or would."""
+    """Return a text that says what a patch has changed, or would change."""
     if name in patching._in_force:
         return f"patched now, in {len(patching._in_force[name].bindings.replaced)} places"
     if name not in patching.PATCHES:
@@ -170,15 +183,18 @@ def _patch(name: str, calls: Mapping[str, list[Bound]]) -> str:
     places = sum(one.implementation != OURS and (one.kernel in PUBLIC or one.kernel in HOMES)
                  for where, ones in calls.items() for one in ones
                  if ("transformers" if FILES.fullmatch(where) else where.partition(".")[0]) == name)
-    return (f'flashlin.patch("{name}") would put flashlin in {places} places of what is loaded' if places
-            else f'flashlin.patch("{name}") would put flashlin into what is imported')
+    return (f'flashlin.patch("{name}") would replace functions in {places} places of loaded modules' if places
+            else f'flashlin.patch("{name}") would replace functions in modules imported later')
 
 
 def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],
               stack: Stack) -> Iterable[Binding]:
-    """A line for each file of transformers, for all files of another package together, and for each whose
-    functions they call. Of those others only what flashlin has, too: nobody knows which of their layers the
-    program uses."""
+    """Yield a row of the report for each binding of loaded files.
+
+    A modeling file of transformers has rows of its own. All files of another package share one row for each
+    package whose functions they call. For them, only functions that flashlin also has are reported, since it
+    is unknown which of their layers the program uses.
+    """
     grouped: dict[tuple[str, str, str], dict[str, None]] = {}
     for where, ones in calls.items():
         model = FILES.fullmatch(where)
@@ -194,7 +210,7 @@ def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],
 
 
 def reason(one: Bound, imports: Mapping[str, Tried]) -> str:
-    """Why a kernel is what it is, with what its package's import has raised."""
+    """Return the reason that a binding has its implementation, with the error of a failed import."""
     package = HOMES.get(one.kernel, "").partition(".")[0]
     why = broken(package, imports) if one.implementation == TORCH and package in PACKAGES and found(
         package) else ""
@@ -202,7 +218,10 @@ def reason(one: Bound, imports: Mapping[str, Tried]) -> str:
 
 
 def judged(whose: str, why: str, gpu: bool) -> tuple[Status, str]:
-    """What it means here that a function is ``whose``, and why."""
+    """Return the status of a binding on this machine, and the reason.
+
+    whose: the package of the function, or ``torch``.
+    """
     if whose == TORCH:
         return ("degraded" if gpu else "ok"), why
     if whose in NEED_A_GPU and not gpu:

@@ -1,4 +1,4 @@
-"""What doctor found, as data and as text. Nothing here asks the machine anything."""
+"""The result of ``doctor`` as data, as text and as Markdown. Nothing here examines the machine."""
 from __future__ import annotations
 
 import os
@@ -13,20 +13,20 @@ from pydantic import BaseModel, ConfigDict, computed_field, field_validator, mod
 from flashlin.compat.target import GPUS
 from flashlin.guards.family import USES
 
-# worked around: something is in the way and costs nothing worth telling. degraded: a GPU that is not used, or
-# used at a price, which is named.
+# worked around: a problem is avoided at no significant cost. degraded: a GPU is not used, or is used at a
+# cost, which the report names.
 Status = Literal["ok", "worked around", "degraded", "problem", "could not check"]
 # worst first
 STATUSES: tuple[Status, ...] = ("problem", "degraded", "worked around", "could not check", "ok")
 
-GRADES = {"problem": "broken", "degraded": "degraded"}  # and all else is ok
+GRADES = {"problem": "broken", "degraded": "degraded"}  # every other status is ok
 COLOURS = {"problem": 31, "broken": 31, "degraded": 33, "worked around": 36, "ok": 32}
 WIDTH, LINES = 80, 24  # of the short text
-# What an op's calls take, worst first, as a sentence says it of some calls of some ops.
+# Ways to run that cost something, worst first, with their words in the verdict ("some calls of 8 ops run ...").
 PRICES = {"plain torch": "in plain torch", "fp32 copies": "on fp32 copies",
           "batch in parts": "with their batch in parts", "fewer warps": "with fewer warps"}
 
-# A report is made to be pasted into an issue: whose machine it is, and what identifies it, stays out.
+# A report is pasted into public issues, so it must not identify the machine or its user.
 LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\\Users\\[^\\\s'\"]+)", "~"),
             (r"://[^/\s@]+@", "://"),
             (r"(?i)\b(?=\w*?(?:token|password|secret|api_?key))(\w+)=\S+", r"\1=..."),
@@ -34,7 +34,7 @@ LEFT_OUT = ((r"(?<![\w.~-])(/home/[^/\s'\":]+|/Users/[^/\s'\":]+|/root\b|[A-Z]:\
 
 
 def scrub(text: str) -> str:
-    """``text`` without home folders, credentials and UUIDs."""
+    """Return ``text`` without home folders, credentials and UUIDs."""
     home = os.path.expanduser("~")
     if len(home) > 3:
         text = text.replace(home, "~")
@@ -44,6 +44,7 @@ def scrub(text: str) -> str:
 
 
 class Facts(BaseModel):
+    """A frozen record of the report; ``scrub`` is applied to each of its strings."""
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @field_validator("*", mode="before")
@@ -53,8 +54,12 @@ class Facts(BaseModel):
 
 
 class Device(Facts):
-    """A machine that was planned for. where: torch's name of the device (``cuda:0``), or ``named`` for one
-    described by hand."""
+    """A machine that was planned for.
+
+    where: torch's name of the device (``cuda:0``), or ``named`` for a target that the user named.
+    shared: shared memory of one block, in bytes.
+    sms: number of multiprocessors.
+    """
     where: str
     name: str
     backend: str
@@ -74,7 +79,10 @@ class Device(Facts):
 
 
 class Check(Facts):
-    """fix: a command that mends this alone, or ``""``; the report's advice has those that matter."""
+    """A line of the report about this machine.
+
+    fix: a command that repairs this alone, or ``""``. The report's advice has the commands that matter.
+    """
     name: str
     status: Status
     detail: str
@@ -82,15 +90,24 @@ class Check(Facts):
 
 
 def line(name: str, status: Status, detail: str, fix: str = "") -> Check:
+    """Return a line of the report."""
     return Check(name=name, status=status, detail=detail, fix=fix)
 
 
 class OpPlan(Facts):
-    """What dispatch plans for an op's typical calls. where: the devices it holds for. evidence: ``ran``,
-    ``compiled``, ``compiled, slow: `` and what spills, ``no record``, and ``plain torch`` or ``interpreter``
-    where no kernel of ours is compiled. way: what the worst of them takes, one of ``kernels``, ``fewer warps``,
-    ``batch in parts``, ``fp32 copies``, ``plain torch``, ``cannot run``. cost: of a degraded op, what that
-    takes."""
+    """The plans of dispatch for the typical calls of an op.
+
+    where: the devices that the row is valid for.
+    path: how the calls run, by dtype and kind of call.
+    way: how the worst call runs: ``kernels``, ``fewer warps``, ``batch in parts``, ``fp32 copies``, ``plain
+        torch``
+        or ``cannot run``.
+    because: the reasons that calls do not run unchanged.
+    remedy: how each reason is avoided.
+    evidence: ``ran``, ``compiled``, ``compiled, slow:`` with the kernel that spills, or ``no record``;
+        ``plain torch`` or ``interpreter`` if no kernel of flashlin is compiled.
+    cost: the cost of a degraded op.
+    """
     op: str
     where: str
     path: str
@@ -103,8 +120,11 @@ class OpPlan(Facts):
 
 
 class Advice(Facts):
-    """The one thing to do. command: a line for a shell, ``""`` where none helps. why: what it changes, and
-    what stands in the way of more."""
+    """The one thing that the user should do.
+
+    command: a line for a shell; ``""`` if no command helps.
+    why: the change that the command makes, and what prevents a better result.
+    """
     command: str
     why: str
 
@@ -113,8 +133,12 @@ class Advice(Facts):
 
 
 class Issue(Facts):
-    """A known issue whose versions and cards include this machine. status: whether our launches meet it, and
-    what happens then."""
+    """A known issue whose releases and GPUs include this machine.
+
+    status: ``problem`` if a launch meets the issue, ``worked around`` if planning avoids it, ``ok`` if no
+        launch
+        meets it.
+    """
     id: str
     where: str
     status: Status
@@ -124,7 +148,7 @@ class Issue(Facts):
 
 
 class Ran(Facts):
-    """A case that doctor really ran, forward and backward, against the float64 reference."""
+    """A case that doctor ran, forward and backward, and compared with the float64 reference."""
     case: str
     where: str
     dtype: str
@@ -134,8 +158,11 @@ class Ran(Facts):
 
 
 class Package(Facts):
-    """A package beside flashlin that is installed. imports: whether it can be imported, and what was raised
-    if not. patch: what ``flashlin.patch`` would change, or has changed."""
+    """An installed package that flashlin can patch, or that such packages use.
+
+    imports: the result of its import, with the error if it failed.
+    patch: what ``flashlin.patch`` would change, or has changed.
+    """
     name: str
     version: str
     status: Status
@@ -144,8 +171,13 @@ class Package(Facts):
 
 
 class Binding(Facts):
-    """Kernels that are called through a loaded file of another package. where: that file, or the package.
-    implementation: whose functions they are; ``torch`` is the model's own, and why says why."""
+    """Kernels that are called through a loaded file of another package.
+
+    where: that file, or the package.
+    kernels: the names of the kernels.
+    implementation: the package of the functions; ``torch`` means the model's own functions.
+    why: the reason for a binding to ``torch``.
+    """
     where: str
     kernels: str
     implementation: str
@@ -154,9 +186,13 @@ class Binding(Facts):
 
 
 class Flaw(Facts):
-    """What a package is known to do slowly or wrongly (``compat/known_flaws.py``). where: the package, or the
-    loaded models that it concerns. status: ``worked around`` where a patch in force takes it away,
-    ``could not check`` where it depends on how the program calls, which the effect says."""
+    """A known flaw of another package: it runs slowly or wrongly (``compat/known_flaws.py``).
+
+    where: the package, or the loaded models that have the flaw.
+    status: ``worked around`` if a patch in force removes it, ``could not check`` if it depends on the calls
+        of the
+        program; then the effect says on which.
+    """
     id: str
     where: str
     status: Status
@@ -166,10 +202,16 @@ class Flaw(Facts):
 
 
 class Layer(Facts):
-    """A function that layers of a model call. layers: their names, those that are alike in one
-    (``layers.0-2,4.attn``). function: as the layer calls it, with the kernel that it is, where that has
-    another name. implementation: as in Binding. on: device and dtype of the weights. path: what flashlin
-    plans for it there, with the sizes of the layer, ``""`` if they cannot be read; because says why, then."""
+    """A function that layers of a model call.
+
+    layers: the names of equal layers, as one text (``layers.0-2,4.attn``).
+    kind: the class of the layers.
+    function: the function as the layer names it, with the kernel's name if that differs.
+    implementation: the package of the function, as in Binding.
+    on: device and dtype of the weights.
+    path: flashlin's plan for the call, with the sizes of the layer; ``""`` if the sizes cannot be read.
+    because: the reasons for the plan or for the verdict.
+    """
     layers: str
     kind: str
     function: str
@@ -182,7 +224,7 @@ class Layer(Facts):
 
 
 class Entry(NamedTuple):
-    """A line of the short text."""
+    """One line of the short text."""
     status: Status
     name: str
     text: str
@@ -190,8 +232,11 @@ class Entry(NamedTuple):
 
 
 class Report(Facts):
-    """The whole answer of ``flashlin.doctor()``. ``str`` and ``text()`` are short, ``text(verbose=True)`` and
-    ``markdown()`` tell all; JSON by ``model_dump_json()``."""
+    """The result of ``flashlin.doctor()``.
+
+    ``str`` and ``text()`` are short. ``text(verbose=True)`` and ``markdown()`` show everything.
+    ``model_dump_json()`` returns it as JSON.
+    """
     version: str
     devices: tuple[Device, ...]
     checks: tuple[Check, ...]
@@ -211,35 +256,36 @@ class Report(Facts):
             return values
         return {name: value for name, value in values.items() if name not in cls.model_computed_fields}
 
-    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
+    @computed_field  # type: ignore[prop-decorator]  # mypy does not support decorated properties
     @property
     def ok(self) -> bool:
-        """Whether every op runs here and nothing is known to be wrong."""
+        """Return True if every op runs here and nothing is known to be wrong."""
         return not self.fails()
 
-    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
+    @computed_field  # type: ignore[prop-decorator]  # mypy does not support decorated properties
     @property
     def status(self) -> Status:
-        """The worst of all that was found."""
+        """Return the worst status of all rows."""
         found = [*(row.status for rows in (self.checks, self.issues, self.ran, self.packages, self.bindings,
                                            self.flaws) for row in rows),
                  *(row.verdict for rows in (self.plans, self.layers) for row in rows)]
         return min(found, key=STATUSES.index, default="ok")
 
-    @computed_field  # type: ignore[prop-decorator]  # mypy knows no decorated property
+    @computed_field  # type: ignore[prop-decorator]  # mypy does not support decorated properties
     @property
     def verdict(self) -> str:
-        """``ok``, ``degraded`` or ``broken``, and a sentence that says what that comes to."""
+        """Return ``ok``, ``degraded`` or ``broken``, and a sentence that gives the reason."""
         said = "; and ".join(_few(self._bad())) if self.fails() else self._cost() or self._plain()
         subject = self._subject()
         return f"{self.grade}. {subject}{said if subject else re.sub('^every', 'Every', said)}."
 
     @property
     def grade(self) -> str:
+        """Return ``ok``, ``degraded`` or ``broken``."""
         return GRADES.get(self.status, "ok")
 
     def _subject(self) -> str:
-        """``For an H100 with Triton 3.2.0:``; nothing of this machine, which is examined."""
+        """Return ``For an H100 with Triton 3.2.0:`` for a named target, or ``""`` for this machine."""
         [one, *_] = [*self.devices, None]
         if one is None or one.where != "named":
             return ""
@@ -248,7 +294,7 @@ class Report(Facts):
         return f"For {an} {name} with {f'Triton {one.triton}' if one.triton else 'no Triton'}: "
 
     def _bad(self) -> list[str]:
-        """What does not run, or may be wrong."""
+        """Return a text for each thing that does not run, or may give wrong results."""
         bad = [f"{check.name}: {check.detail}" for check in self.checks if check.status == "problem"]
         bad += [f"known issue {issue.id} is not worked around"
                 for issue in self.issues if issue.status == "problem"]
@@ -262,7 +308,10 @@ class Report(Facts):
         return bad
 
     def _cost(self) -> str:
-        """What is degraded: a card that is not used, or used at a price; then what calls other packages."""
+        """Return the reason for the grade ``degraded``, or ``""``.
+
+        An unused GPU comes first, then a GPU that is used at a cost, then calls of other packages.
+        """
         idle = [check.detail for check in self.checks if check.status == "degraded"]
         if idle:
             return f"every op runs, but {'; and '.join(_few(idle))}"
@@ -272,50 +321,51 @@ class Report(Facts):
         if slower and all(plan.path == "torch" for plan in self.plans):
             [(why, _)] = Counter(why for plan in slower for why in plan.because.split("; ")).most_common(1)
             whose = "this" if self._subject() else "your"
-            return f"every op runs, but not by kernels on {whose} {cards}: {self._told(why)}"
+            return f"every op runs, but no kernels run on {whose} {cards}: {self._told(why)}"
         if slower:
             places = {plan.where for plan in slower}
             where = f", all on {places.pop()}" if len(self.devices) > 1 and len(places) == 1 else ""
             return f"every op runs, but {self._prices(slower)}{where}"
-        # the rows say what each of them does
+        # the rows of the report say what each of them does
         others = [*(f"{layer.layers} calls {layer.function}"
                     for layer in self.layers if layer.verdict == "degraded"),
                   *(package.name for package in self.packages if package.status == "degraded"),
                   *(flaw.where for flaw in self.flaws if flaw.status == "degraded"),
                   *(one.where for one in self.bindings if one.status == "degraded")]
         what = "; and ".join(_few(list(dict.fromkeys(others))))
-        return f"every op runs, but what calls other packages may run slowly or stop: {what}" if what else ""
+        return f"every op runs, but calls of other packages may run slowly or fail: {what}" if what else ""
 
     def _plain(self) -> str:
-        """What is ok, and by what."""
+        """Return the sentence for the grade ``ok``."""
         around = [plan for plan in self.plans if plan.verdict == "worked around"]
         if around:
-            return f"every op runs, {self._prices(around) or 'some by a way around a limit of the machine'}"
+            return f"every op runs, {self._prices(around) or 'some of them around a limit of the machine'}"
         if not any(one.backend in GPUS for one in self.devices):
             return "every op runs, in plain torch: there is no GPU to use"
         return "every op runs kernels on the tensors as they are"
 
     def _prices(self, plans: list[OpPlan]) -> str:
-        """``some calls of 62 ops on fp32 copies, of 4 in plain torch``."""
+        """Return a text such as ``some calls of 62 ops run on fp32 copies, some of 4 in plain torch``."""
         counts = Counter(plan.way for plan in {plan.op: plan for plan in reversed(plans)}.values())
         [first, *rest] = [(counts[way], how) for way, how in PRICES.items() if counts[way]] or [(0, "")]
         ops = "op" if first[0] == 1 else "ops"
-        words = [f"{first[0]} {ops} {first[1]}", *(f"{count} {how}" for count, how in rest)]
-        return f"some calls of {', of '.join(words)}" if first[0] else ""
+        words = [f"{first[0]} {ops} run {first[1]}", *(f"{count} {how}" for count, how in rest)]
+        return f"some calls of {', some of '.join(words)}" if first[0] else ""
 
     @property
     def exit_code(self) -> int:
+        """Return 1 if something does not run or may be wrong, else 0."""
         return int(self.fails())
 
     def fails(self, on: Status = "problem") -> bool:
-        """Whether anything is as bad as ``on``, or worse."""
+        """Return True if the status is ``on`` or worse."""
         return STATUSES.index(self.status) <= STATUSES.index(on)
 
     def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-        """(title, columns, rows). The column ``where`` only if there is more than one device."""
+        """Yield (title, columns, rows) of each table; ``where`` is a column only for several devices."""
         many = len(self.devices) > 1
         yield ("The model",
-               ("", "layers", "class", "calls", "of", "on", "flashlin's plan", "because", "cost"),
+               ("", "layers", "class", "calls", "package", "on", "flashlin's plan", "because", "cost"),
                [(one.verdict, one.layers, one.kind, one.function, one.implementation, one.on, one.path,
                  one.because, one.cost and f"cost: {one.cost}") for one in self.layers])
         yield ("What to do", ("command", "why"),
@@ -325,11 +375,11 @@ class Report(Facts):
                  p.cost and f"cost: {p.cost}") for p in self.plans])
         yield ("Checks", ("", "check", "found", "fix"),
                [(c.status, c.name, c.detail, c.fix and f"fix: {c.fix}") for c in self.checks])
-        yield ("Packages beside flashlin", ("", "package", "version", "imports", "patch"),
+        yield ("Other packages", ("", "package", "version", "imports", "patch"),
                [(p.status, p.name, p.version, p.imports, p.patch) for p in self.packages])
-        yield ("What they are bound to now", ("", "where", "of", "kernels", "why"),
+        yield ("Functions that their files are bound to", ("", "where", "package", "kernels", "why"),
                [(b.status, b.where, b.implementation, b.kernels, b.why) for b in self.bindings])
-        yield ("What they are known to do here", ("", "flaw", "where", "effect", "fix", "source"),
+        yield ("Their known flaws", ("", "flaw", "where", "effect", "fix", "source"),
                [(f.status, f.id, f.where, f.effect, f"fix: {f.remedy}", f.source) for f in self.flaws])
         yield ("Known issues of this machine", ("", "issue", *["where"] * many, "effect", "here", "source"),
                [(i.status, i.id, *[i.where] * many, i.effect, i.detail, i.url) for i in self.issues])
@@ -337,8 +387,12 @@ class Report(Facts):
                [(r.status, r.case, r.where, r.dtype, r.detail, f"{r.seconds:.1f} s") for r in self.ran])
 
     def text(self, verbose: bool = False, colour: bool = False) -> str:
-        """verbose: every op, check and known issue in wide tables, else what matters, in 80 columns. colour:
-        for a terminal."""
+        """Return the report as text.
+
+        verbose: show every op, check and known issue, in wide tables. Otherwise show what matters, in 80
+            columns.
+        colour: use the colours of a terminal.
+        """
         if not verbose:
             return "\n".join(self._short(colour))
         lines = [f"flashlin {self.version}: {self.verdict}", ""]
@@ -349,8 +403,11 @@ class Report(Facts):
         return "\n".join(lines)
 
     def _short(self, colour: bool) -> Iterator[str]:
-        """What matters, worst first; the advice last, where a terminal leaves the eye. The ops have what room
-        the rest leaves of a screen."""
+        """Yield the lines of the short text, worst first.
+
+        The advice comes last, next to the prompt of a terminal. The ops fill the lines of the screen that are
+        left.
+        """
         first = textwrap.wrap(f"flashlin {self.version}: {self.verdict}", WIDTH, max_lines=5,
                               placeholder=" ...", break_on_hyphens=False)
         head = [first[0].replace(self.grade, _painted(self.grade, self.grade, colour), 1), *first[1:], ""]
@@ -360,7 +417,7 @@ class Report(Facts):
         yield from [*head, "", *self._ops(LINES - len(head) - len(rest) - 1, colour), *rest]
 
     def _beside_ops(self, said: str, colour: bool) -> Iterator[str]:
-        """What comes after the ops, but what the verdict has ``said``."""
+        """Yield the lines that follow the ops, without texts that the verdict already contains (``said``)."""
         for title, entries in self._entries():
             quiet = [entry.status for entry in entries].count("ok")
             told = [entry for entry in entries if entry.status != "ok" and entry.text not in said]
@@ -375,13 +432,16 @@ class Report(Facts):
                 yield f"  and {len(told) - SHOWN} more"
         if self.advice is not None:
             yield from ["", *_wrapped(f"To do: {self.advice.why}", "", "  ", lines=3)]
-            if self.advice.command:  # a long one goes on after a backslash, as a shell reads it
+            if self.advice.command:  # a long command continues after a backslash, as a shell reads it
                 yield " \\\n    ".join(textwrap.wrap(self.advice.command, WIDTH - 6, initial_indent="  ",
                                                      break_long_words=False, break_on_hyphens=False))
         yield from ["", "More: flashlin doctor --verbose, or text(verbose=True)"]
 
     def _ops(self, room: int, colour: bool) -> list[str]:
-        """Ops grouped by what their calls take, where and why, worst first; as many groups as fit."""
+        """Return the lines on ops, grouped by how their calls run, on which device and why, worst first.
+
+        room: the number of lines to fill.
+        """
         if not self.plans:
             return []
         every, every_op = ", ".join(one.where for one in self.devices), len({plan.op for plan in self.plans})
@@ -395,16 +455,16 @@ class Report(Facts):
         for number, ((status, way, on, because), plans) in enumerate(ordered):
             ops = list(dict.fromkeys(plan.op for plan in plans))
             why = f": {self._told(because)}" if because and status != "ok" else ""
-            # an op that is fine on one of several cards may not be on another
+            # an op that runs well on one of several GPUs may not on another
             count = "else" if status == "ok" and number and len(self.devices) > 1 else len(ops)
             [line, *more] = _wrapped(f"{count}  {way}{on}{why}", "  ", "    ")
             block = [line.replace(way, _painted(way, status, colour), 1), *more]
             if count != "else" and len(ordered) > 1 and len(ops) <= every_op // 2:
                 block += _wrapped(", ".join(ops), "    ", "    ", lines=1)
-            worst = plans[0].cost.rpartition("; ")[2]  # costs stand in the order of the remedies
+            worst = plans[0].cost.rpartition("; ")[2]  # costs are in the order of the remedies
             cost = _wrapped(f"cost: {worst}", "    ", "    ") if worst else []
             block += [] if cost and cost[0] in lines else cost
-            last = number == len(ordered) - 1  # else a line says what is left
+            last = number == len(ordered) - 1  # else one line must list the other groups
             if number == SHOWN or (number and len(lines) + len(block) + (not last) > room):
                 left = dict.fromkeys(f"{way}{on}" for (_, way, on, _), _ in ordered[number:])
                 return [*lines, *_wrapped(f"and {', '.join(left)}", "  ", "    ", lines=1)]
@@ -412,26 +472,26 @@ class Report(Facts):
         return lines
 
     def _told(self, because: str) -> str:
-        """A cause; the id of an issue with its effect."""
+        """Return a cause; the id of a known issue is followed by its effect."""
         effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
         return f"{because}{effect}"
 
     def _entries(self) -> Iterator[tuple[str, list[Entry]]]:
-        """(title, entries) of everything but the ops."""
-        yield ("The model", [Entry(one.verdict, one.layers, f"calls {one.function}, of {one.implementation}"
+        """Yield (title, entries) of everything except the ops."""
+        yield ("The model", [Entry(one.verdict, one.layers, f"calls {one.function}, from {one.implementation}"
                                    + (f": {one.path}" if one.path else "")
                                    + (f"; {one.because}" if one.because else "")) for one in self.layers])
         yield "Checks", [Entry(one.status, one.name, one.detail) for one in self.checks]
-        yield ("Packages beside flashlin",
+        yield ("Other packages",
                [*(Entry(one.status, f"{one.name} {one.version}", one.imports) for one in self.packages),
-                *(Entry(one.status, one.where, f"{one.kernels} of {one.implementation}, {one.why}")
+                *(Entry(one.status, one.where, f"{one.kernels} from {one.implementation}, {one.why}")
                   for one in self.bindings),
                 *(Entry(one.status, one.where, one.effect, one.remedy) for one in self.flaws)])
         yield ("Ran, against the float64 reference",
                [Entry(one.status, f"{one.case} {one.dtype}", one.detail) for one in self.ran])
 
     def markdown(self) -> str:
-        """Tables that an issue shows folded."""
+        """Return the report as Markdown, with tables that are folded in an issue."""
         lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "",
                  *(f"- {_cell(str(device))}" for device in self.devices)]
         for title, columns, rows in self._tables():
@@ -452,7 +512,7 @@ class Report(Facts):
         return self.text()
 
 
-SHOWN = 4  # groups of ops, entries of a list
+SHOWN = 4  # most groups of ops, and most entries of a list
 
 
 def _few(texts: list[str]) -> list[str]:
@@ -469,8 +529,10 @@ def _wrapped(text: str, first: str, then: str, lines: int = 2) -> list[str]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell, up to a point: long cells push the rest of their line to the
-    right."""
+    """Return rows as lines, with columns as wide as their widest cell, but at most 64.
+
+    A longer cell moves the rest of its line to the right.
+    """
     widths = [min(max(len(cell) for cell in column), 64) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows]
@@ -481,5 +543,5 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A table cell on one line that Markdown reads as plain text."""
+    """Return text as a cell of a Markdown table: on one line, with special characters escaped."""
     return re.sub(r"([|*_<>`\\])", r"\\\1", " ".join(text.split()))

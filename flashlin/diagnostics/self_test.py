@@ -1,11 +1,11 @@
-"""doctor --run: every op's quick cases in a child process, so that an abort or a hang is a result like any
-other.
+"""The cases of ``doctor --run``: every op's quick cases, run in a child process.
 
     python -m flashlin.diagnostics.self_test --device cuda:0 [--op chunk_simple_gla] [--first 3]
 
-The child prints one JSON line when it knows its jobs, one before each of them and one after. ``watch`` reads
-them; a child that ends early, or says nothing for too long, costs the job it was at, and another child goes
-on with the next. Imports torch in the child only.
+In a child process, an abort or a hang is a result like any other. The child prints one JSON line with its
+jobs, and then one line before and one line after each job. ``watch`` reads these lines. If a child ends early
+or is silent for too long, its present job has failed, and a new child continues with the next job. Only the
+child imports torch.
 """
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from flashlin.diagnostics.report import Ran, Status
 from flashlin.policy import Policy
 
 CHILD = partial(python, "flashlin.diagnostics.self_test")
-LIMIT = 180.0  # seconds without a word: importing torch, or compiling and running one case
-CHILDREN = 3  # where that many have ended early, the machine is broken and the rest is left alone
+LIMIT = 180.0  # seconds without a line: importing torch, or compiling and running one case
+CHILDREN = 3  # if so many children end early, the machine is broken, and the other jobs are not run
 
 
 def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
           environment: Mapping[str, str] | None = None,
           progress: Callable[[int, int, str], None] | None = None) -> Iterator[Ran]:
-    """Run the cases in children and yield the result of each. environment: variables to add to those of this
-    process; its PYTHONPATH comes first. progress: gets (done, of, what is next); None writes it to stderr."""
+    """Run the cases in child processes and yield the result of each.
+
+    environment: variables to add to those of this process; its PYTHONPATH comes first.
+    progress: a function that gets (jobs done, all jobs, name of the next job); None writes them to stderr.
+    limit: seconds that a child may be silent.
+    """
     show = progress or partial(_show, device)
     jobs: list[list[str]] | None = None
     first = 0
@@ -68,7 +72,7 @@ def watch(device: str, op: str | None, policy: Policy, limit: float = LIMIT,
 
 
 def _show(device: str, at: int, of: int, what: str) -> None:
-    """Write a line that a terminal overwrites; in a log only every tenth part of them."""
+    """Write the progress to stderr: one line that a terminal overwrites, or about ten lines for a log."""
     line = f"flashlin: [{at + 1}/{of}] {what} on {device}"
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{line[:79]}", end="" if at + 1 < of else "\n", file=sys.stderr, flush=True)
@@ -77,7 +81,7 @@ def _show(device: str, at: int, of: int, what: str) -> None:
 
 
 def _status(kind: failure_kind.Kind) -> Status:
-    """A card or a disk that is full says nothing of an op."""
+    """Return the status of a failure. A GPU or disk that is full does not count against an op."""
     return "problem" if kind == "kernel" else "could not check"
 
 
@@ -87,7 +91,10 @@ def _ran(device: str, job: list[str], status: Status, detail: str, seconds: floa
 
 
 def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
-    """One case, forward and backward: whether all tensors are right, and the one nearest to its bound."""
+    """Run one case forward and backward.
+
+    Return True if all tensors are right, and a text on the tensor nearest to its bound.
+    """
     from flashlin.testing.compare import check
     verdicts = check(case, device, dtype)
     worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.rms != verdict.rms,
@@ -97,6 +104,7 @@ def run(case: Any, device: Any, dtype: Any) -> tuple[bool, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the jobs that the command line names, as the child process of ``watch``."""
     parser = argparse.ArgumentParser(prog="python -m flashlin.diagnostics.self_test",
                                      description="The child process of flashlin doctor --run.")
     parser.add_argument("--device", required=True)
@@ -108,9 +116,8 @@ def main(argv: list[str] | None = None) -> None:
 
     import flashlin
     from flashlin.testing import cases
-    flashlin.settings(canary="off")  # this is the trial
-    # the reference goes token by token: threads only get in each other's way (20 times slower on a busy
-    # machine)
+    flashlin.settings(canary="off")  # this run is itself a trial
+    # The reference runs token by token, so several threads only slow it down (20 times on a busy machine).
     torch.set_num_threads(1)
     device = torch.device(given.device)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])

@@ -1,5 +1,7 @@
-"""What dispatch plans for typical calls on a target: a line per op, the known issues met. Pure: asks no
-machine."""
+"""The plans of dispatch for typical calls on a target, one row per op, and the known issues that they meet.
+
+Pure functions: they do not examine the machine.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -25,13 +27,18 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Kind(NamedTuple):
-    """What tells one typical call of an op from another."""
+    """The properties that distinguish the typical calls of an op.
+
+    dtype: dtype of the inputs.
+    size: name of the use, such as ``training`` or ``decoding``.
+    grad: True for a call with gradients.
+    """
     dtype: str
     size: str
     grad: bool
 
 
-# The ways in which an op's calls run, the best one first.
+# The ways to run a call, best first.
 WAYS = ("kernels", "fewer warps", "batch in parts", "fp32 copies", "plain torch", "cannot run")
 WAY_OF = {"limit_num_warps": "fewer warps", "chunk_batch": "batch in parts", "via_fp32": "fp32 copies"}
 Planned = dict[Kind, Plan]
@@ -39,7 +46,7 @@ ISSUES = {issue.id for issue in KNOWN_ISSUES}
 
 
 def typical(op: str, target: Target, policy: Policy) -> Planned:
-    """The plans of an op's typical calls."""
+    """Return the plans of an op's typical calls."""
     planned: Planned = {}
     for use, sizes in usual(op).items():
         for grad in (False,) if use == "decoding" else (False, True):
@@ -50,8 +57,8 @@ def typical(op: str, target: Target, policy: Policy) -> Planned:
 
 
 def summary(op: str, where: str, planned: Planned) -> OpPlan:
-    """One line for all the typical calls of an op."""
-    told: list[tuple[str, str]] = []  # what is in the way, and the way around
+    """Return one row of the report for all typical calls of an op."""
+    told: list[tuple[str, str]] = []  # (reason, remedy)
     for plan in planned.values():
         told += [(reason.code if reason.code in ISSUES else f"{reason.code}: {reason.got}",
                   REMEDIES[remedy].means)
@@ -66,11 +73,12 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
 
 
 def _once(texts: Iterable[str]) -> str:
-    """Each of them once, in the order of their first use."""
+    """Join different texts, in the order of their first occurrence."""
     return "; ".join(dict.fromkeys(texts))
 
 
 def judged(plan: Plan) -> Status:
+    """Return the status of a plan."""
     if plan.refused or unguarded(plan):
         return "problem"
     if cost(plan):
@@ -79,8 +87,10 @@ def judged(plan: Plan) -> Status:
 
 
 def cost(plan: Plan) -> str:
-    """What a GPU pays for not running the kernels on the tensors as they are, ``""`` if it does. The last
-    costly remedy has the say."""
+    """Return the cost on a GPU of not running the kernels on the tensors as they are; ``""`` if it does.
+
+    If several remedies have a cost, the last one is returned.
+    """
     if plan.target.other_build:
         return "the GPU is not used: torch computes on the CPU"
     costs = [REMEDIES[remedy].cost for _, remedy in plan.steps if REMEDIES[remedy].cost]
@@ -88,16 +98,17 @@ def cost(plan: Plan) -> str:
 
 
 def unguarded(plan: Plan) -> list[KnownIssue]:
-    """Known issues that the plan runs into although there is a remedy, because the policy says so."""
+    """Return the known issues that a plan meets although a remedy exists, because the policy ignores them."""
     return [issue for issue in issues_here(plan.target) if issue.remedies and meets(issue, plan)]
 
 
 def meets(issue: KnownIssue, plan: Plan) -> bool:
+    """Return True if a launch of the plan has the traits of the issue."""
     return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages) for launch in plan.launches)
 
 
 def way(plan: Plan) -> str:
-    """In two or three words how a call runs."""
+    """Return two or three words that say how a call runs."""
     if plan.path != "triton":
         return "cannot run" if plan.refused else plan.path
     taken = {remedy for _, remedy in plan.steps}
@@ -115,12 +126,14 @@ def way_of(planned: Planned) -> str:
 
 
 def ways(planned: Planned) -> str:
-    """How the calls run: ``triton``, or by dtype and kind of call,
-    ``bfloat16: torch (with gradients), else triton; float16: triton``."""
+    """Return a text that says how the typical calls run, by dtype and kind of call.
+
+    Examples are ``triton``, and ``bfloat16: torch (with gradients), else triton; float16: triton``.
+    """
     by_dtype: dict[str, list[str]] = {}
     for dtype in DTYPES:
         mine = {kind: way(plan) for kind, plan in planned.items() if kind.dtype == dtype}
-        # the most common one last, and without conditions
+        # the most common way comes last, without conditions
         counted = sorted(dict.fromkeys(mine.values()), key=list(mine.values()).count)
         parts = [f"{one} ({_condition({kind for kind in mine if mine[kind] == one}, set(mine))})"
                  for one in counted[:-1]]
@@ -132,7 +145,7 @@ def ways(planned: Planned) -> str:
 
 
 def _condition(some: set[Kind], every: set[Kind]) -> str:
-    """What the calls in ``some`` have in common and the rest of ``every`` has not."""
+    """Return a property that all calls in ``some`` have, and no other call of ``every`` has."""
     for grad, words in ((True, "with gradients"), (False, "without gradients")):
         if some == {kind for kind in every if kind.grad == grad}:
             return words
@@ -143,8 +156,11 @@ def _condition(some: set[Kind], every: set[Kind]) -> str:
 
 
 def evidence(plans: Iterable[Plan]) -> str:
-    """What is behind the plans that start kernels of ours: for each the least that is known of any launch,
-    see ``guards.launch_table``; and which is the slowest of those that are only compiled."""
+    """Return the evidence for the plans that launch kernels of flashlin.
+
+    Each plan counts with its least proven launch, see ``guards.launch_table``. The slowest launch that is
+    only compiled is also named.
+    """
     kernels = [plan for plan in plans if plan.path == "triton"]
     if not kernels:
         return "plain torch"
@@ -165,6 +181,7 @@ def evidence(plans: Iterable[Plan]) -> str:
 
 
 def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
+    """Return the row of the report for a known issue on these devices, given all their plans."""
     status: Status = "ok"
     detail = "the typical calls do not meet it"
     if any(issue in unguarded(plan) for plan in plans):
@@ -177,28 +194,34 @@ def issue_row(issue: KnownIssue, where: str, plans: list[Plan]) -> Issue:
 
 
 def unknown(where: str, target: Target) -> Iterator[Check]:
-    """A Triton that is not in the table; a nightly or a build from git, of which nobody can say which fixes
-    are in it."""
+    """Yield the lines on a Triton that is not in the table of releases.
+
+    For a nightly or a build from git, it is unknown which fixes it contains.
+    """
     place, other = "" if where == "named" else f"{where}: ", planned_as(target.triton)
     if other == RELEASES[-1].version:
         yield line("newer", "could not check",
-                   f"{place}triton {target.triton} is newer than {other}, the newest one known here: planned as "
-                   "that, so what fails since then is not planned around")
+                   f"{place}triton {target.triton} is newer than {other}, the newest known release: planned as "
+                   "that release, so newer failures are not avoided")
     elif other:
         yield line("unknown", "could not check",
-                   f"{place}no Triton {target.triton} is known here: planned as {other}, the nearest before it")
+                   f"{place}triton {target.triton} is not a known release: planned as {other}, the nearest older "
+                   "one")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))
     doubtful = [issue.id for issue in issues_here(target)
                 if issue not in issues_here(target._replace(triton=fixed))]
-    by = f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "no more than a release would be"
+    by = f"{', '.join(doubtful)}, fixed in {fixed}" if doubtful else "the same issues as a release"
     yield line("unreleased", "worked around" if doubtful else "ok",
                f"{place}triton {target.triton} is an unreleased build: treated as affected by {by}")
 
 
 def price(planned: Planned) -> int:
-    """How far an op's calls are from the plain way: of each 0 where nothing is in the way, then fewer warps,
-    fp32 copies, plain torch, not at all."""
+    """Return the sum of the distances of an op's calls from running the kernels unchanged.
+
+    A call counts 0 if nothing prevents that. Otherwise it counts more for fewer warps, fp32 copies and plain
+    torch, in this order, and 4 if it cannot run.
+    """
     return sum(4 if plan.refused else max((REMEDIES[remedy].burden for reason, remedy in plan.steps
                                            if reason.forced), default=0) for plan in planned.values())

@@ -1,12 +1,11 @@
-"""``flashlin why``: find the known failures that print a given text. It reads the tables of compat/, works
-offline and starts nothing.
+"""Search for the known failures that print a given text, for ``flashlin why``.
 
-Each answer says which part of the text matched (``Match.because``) and how well the failure itself is known
-(``Known.known``).
+Only the tables of compat/ are read. Everything works offline and launches nothing. Each answer says which
+part of the text matched (``Match.because``) and how well the failure itself is known (``Known.known``).
 
 A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can be
-gigabytes long. Each block is split into words once. Only symptoms whose words are all in the block are
-searched in it.
+gigabytes long. Each block is split into words once. A symptom is searched for only in blocks that contain all
+its words.
 """
 from __future__ import annotations
 
@@ -40,31 +39,34 @@ MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (code
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]{3,}|sm_?\d+|(?<!\d)\d+ warps")
 ERROR = re.compile(r"(error|exception|assert\w*|unreachable|fatal)\b", re.IGNORECASE)
 ERRORS = ("error", "exception", "assert", "unreachable", "fatal")  # each match of ERROR contains one
-# What everybody's errors are made of.
+# Words that are common in error messages and identify none.
 VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|defined|denied|directory|does"
                    r"|driver\w*|encountered|executed|exist|expected|failed|file|found|from|have|init|invalid"
                    r"|keyword|linearlayout|list|memory|module|must|named|nonetype|object|only|open"
                    r"|permission|range|read|requires|same|shared|should|such|support\w*|symbol|system|there"
                    r"|triton|undefined|unexpected|value|with)$")
-# A name that a program gave, and so long that one of them is enough.
+# A name from source code that is long enough to identify a failure alone.
 CODE = re.compile(r"(?=\w*([a-z][A-Z]|[a-z]_[a-z]))\w{11,}")
 EXCEPTION = re.compile(r"^\w*error: ", re.IGNORECASE)
-SHORTEST, MOST = 5, 12  # characters of a part that says anything; answers that anybody reads
+SHORTEST, MOST = 5, 12  # fewest characters of a text to search for; most answers
 WIDTH = 80
-ENOUGH = 3  # words in common, below which a guess is none
+ENOUGH = 3  # fewest words in common for a guess
 
-UNKNOWN = """Nothing that flashlin knows prints this, so it may be new. What helps:
+UNKNOWN = """No known failure prints this, so it may be new. What helps:
 
-  - the lines before it: Triton's compiler says why on stderr, and first
-    (python program.py 2>&1 | flashlin why)
+  - the lines before it: Triton's compiler prints the cause on stderr, and
+    before the error (python program.py 2>&1 | flashlin why)
   - flashlin doctor, which examines this machine
-  - an issue with the whole output, the call (shapes, dtypes) and what
-    `flashlin doctor --markdown` prints"""
+  - an issue with the whole output, the call (shapes, dtypes) and the output
+    of `flashlin doctor --markdown`"""
 
 
 class Match(NamedTuple):
-    """sure: whether the text is what this failure prints, in the place where it does. because: what the match
-    rests on."""
+    """A known failure that may have printed the text.
+
+    sure: True if the text contains exactly what this failure prints, at the place where it prints it.
+    because: the part of the text that matched.
+    """
     failure: Known
     sure: bool
     because: str
@@ -79,57 +81,61 @@ class Match(NamedTuple):
 
 @lru_cache(maxsize=1)
 def failures() -> tuple[Known, ...]:
-    """Return all that is known, narrow failures first."""
+    """Return all known failures, narrow failures before general ones."""
     return tuple(sorted((*KNOWN_ISSUES, *KNOWN_FLAWS, *KNOWN_FAILURES), key=lambda known: known.general))
 
 
 def rows(known: Known) -> dict[str, str]:
-    """Return all that is said of a failure, by what it is called."""
+    """Return the facts about a failure, by their names in the answer."""
     said = {"where": known.where, "in the traceback": known.seen_in.strip(), "flashlin": _handled(known),
             "otherwise": known.otherwise, "known": known.known, "more": known.link}
     return {name: text for name, text in said.items() if text}
 
 
 def _handled(known: Known) -> str:
-    """Return what flashlin does about a failure."""
+    """Return a sentence that says what flashlin does about a failure."""
     if isinstance(known, Flaw):
         patches = ", ".join(f'"{package}"' for package in known.mended_by)
-        since = f", from {known.package} {known.mended_from} on" if known.mended_from else ""
-        return (f"flashlin.patch({patches}), or flashlin run, takes it away{since}" if patches else
-                "no function can take it away; flashlin doctor tells it")
+        since = f", since {known.package} {known.mended_from}" if known.mended_from else ""
+        return (f"flashlin.patch({patches}), or flashlin run, repairs it{since}" if patches else
+                "no patch can repair it; flashlin doctor reports it")
     if not isinstance(known, KnownIssue):
         return known.handled
     if known.remedies and "foreign" in known.traits:
-        return "its own kernels do without what triggers it; flashlin.shield refuses those of others"
+        return "its own kernels avoid the cause; flashlin.shield refuses other kernels that have it"
     if known.remedies:
         return "its ops run " + ", else ".join(REMEDIES[remedy].means.removeprefix("runs ")
                                                for remedy in known.remedies)
     if "autotuned" in known.traits:
-        return ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), takes the "
-                "place of triton.autotune")
+        return ("its own ops are not tuned; flashlin.autotune, or flashlin.patched('triton'), replaces "
+                "triton.autotune")
     if known.traits & {"foreign", *LACKING}:
-        return "its own kernels do without what triggers it; for kernels of others flashlin doctor tells it"
+        return "its own kernels avoid the cause; for other kernels flashlin doctor reports it"
     if known.amd:
-        return "on AMD it starts kernels only where flashlin warmup has run them"
-    return "flashlin doctor tells it; no plan is changed"
+        return "on AMD it launches only kernels that flashlin warmup has run"
+    return "flashlin doctor reports it; no plan is changed"
 
 
 class Sought(NamedTuple):
-    """A text to search for. pattern: matches it in a text whose white space is normalized. parts: its literal
-    parts, which ``in`` finds faster. words: its whole words, casefolded; every text that matches contains all
-    of them."""
+    """A text to search for.
+
+    pattern: matches the text in a log whose white space is normalized.
+    parts: literal parts of the text, which are searched for first because that is faster.
+    words: whole words of the text, casefolded; every match contains all of them.
+    """
     pattern: re.Pattern[str]
     parts: tuple[str, ...]
     words: frozenset[str]
 
     def found(self, plain: str, words: set[str]) -> bool:
+        """Return True if a log contains the text. words: the words of the log, casefolded."""
         return (self.words <= words and all(part in plain for part in self.parts)
                 and self.pattern.search(plain) is not None)
 
 
 @lru_cache(maxsize=1024)
 def _sought(text: str) -> Sought:
-    """Return the pattern of a symptom, in which ``...`` matches up to 300 characters."""
+    """Return the pattern of a symptom; ``...`` in it matches up to 300 characters."""
     parts = tuple(" ".join(part.split()) for part in text.split("..."))
     # a word at the edge of a part may be a piece of a longer one
     inner = [word[0].casefold() for part in parts for word in re.finditer(r"\w+", part)
@@ -160,8 +166,10 @@ def _all_sought() -> tuple[Sought, ...]:
 
 @lru_cache(maxsize=1)
 def _telling() -> dict[str, list[tuple[str, int]]]:
-    """Return each distinctive word, casefolded, with the symptoms that contain it and its position in
-    them."""
+    """Return the distinctive words of all symptoms, casefolded.
+
+    Each word has the symptoms that contain it, with its position in them.
+    """
     found: dict[str, list[tuple[str, int]]] = {}
     for symptom in dict.fromkeys(one for known in failures() for one in known.symptoms):
         special = [word.span() for word in WORD.finditer(symptom) if _is_special(word[0])]
@@ -177,9 +185,11 @@ def _words_of(symptom: str) -> list[str]:
 
 
 class Reading:
-    """Search a text for what known failures print. ``add`` takes the text in blocks of any size. A block ends
-    where a line ends, unless the line is longer than a block. ``empty`` is True as long as the text has only
-    white space."""
+    """A search in one text for what known failures print.
+
+    ``add`` takes the text in blocks of any size. A block ends where a line ends, unless the line is longer
+    than a block. ``empty`` is True as long as the text has only white space.
+    """
 
     def __init__(self) -> None:
         self.empty = True
@@ -190,6 +200,7 @@ class Reading:
         self._tail = ""
 
     def add(self, text: str) -> None:
+        """Search the next block of the text."""
         text = text.replace("\0", "")  # UTF-16 without a byte order mark has zero bytes
         both = ESCAPES.sub("", self._tail + text)
         plain = " ".join(both.split())
@@ -209,8 +220,7 @@ class Reading:
         self._find_lines(both, any(error in folded for error in ERRORS))
 
     def _find_runs(self, words: list[str]) -> None:
-        """For each distinctive word of the text, store the longest run of words around it that a symptom
-        contains."""
+        """Store the longest run of words around each distinctive word of the text that a symptom contains."""
         telling, last = _telling(), len(words) - 1
         for at, word in enumerate(words):
             for symptom, place in telling.get(word, ()):
@@ -231,8 +241,11 @@ class Reading:
             self._error = next((line for line in reversed(lines) if ERROR.search(line)), self._error)
 
     def matches(self) -> list[Match]:
-        """Return the failures that the text may come from, surest first. A failure that only resembles the
-        text is left out if another one prints it exactly, and a general one if a narrower one is found."""
+        """Return the failures that may have printed the text, surest first.
+
+        A failure that only resembles the text is left out if another one prints it exactly. A general failure
+        is left out if a narrower one is found.
+        """
         found = [match for known in failures() if (match := self._printed(known))]
         if any(match.sure and not match.failure.general for match in found):
             found = [match for match in found if match.sure]
@@ -253,8 +266,11 @@ class Reading:
         return None
 
     def _piece(self) -> list[Match]:
-        """Return a match for a piece of a symptom in a longer text: all but the exception's name, or
-        consecutive words that are half of its distinctive words."""
+        """Return matches for a piece of a symptom in a longer text.
+
+        A piece is all of a symptom but its exception's name, or consecutive words with half of its
+        distinctive words.
+        """
         pieces: dict[str, str] = {}
         for symptom, first, last in sorted(self._runs):
             piece = _piece_of(symptom, first, last)
@@ -272,17 +288,20 @@ class Reading:
 
 
 def matches(text: str) -> list[Match]:
-    """Return the failures that the text may come from, see ``Reading.matches``."""
+    """Return the failures that may have printed the text, see ``Reading.matches``."""
     return read_text(text).matches()
 
 
 def read_text(text: str) -> Reading:
+    """Search a text and return the finished Reading."""
     return _read(text[start:start + BLOCK] for start in range(0, len(text), BLOCK))
 
 
 def read(stream: BinaryIO) -> Reading:
-    """Read a log to its end, in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. Invalid bytes are
-    replaced. A progress bar is shown if stderr is a terminal and tqdm is installed."""
+    """Read a log to its end, in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
+
+    Invalid bytes are replaced. A progress bar is shown if stderr is a terminal and tqdm is installed.
+    """
     with _progress(stream) as read_on:
         return _read(_decoded(stream, read_on))
 
@@ -327,7 +346,7 @@ def _progress(stream: BinaryIO) -> Iterator[Callable[[int], object]]:
 
 
 def _part(plain: str) -> list[Match]:
-    """A word or two out of a symptom, as people search for them."""
+    """Return matches for a short text that is contained in a symptom, such as a word or two."""
     asked = plain.casefold()
     if len(asked) < SHORTEST:
         return []
@@ -338,8 +357,10 @@ def _part(plain: str) -> list[Match]:
 
 
 def _piece_of(symptom: str, first: int, last: int) -> str:
-    """Return these words of a symptom, from the first to the last; ``""`` if they are too few to identify
-    it."""
+    """Return these words of a symptom, from the first to the last.
+
+    Return ``""`` if they are too few to identify the symptom.
+    """
     places = [word.span() for word in re.finditer(r"\w+", symptom)]
     piece = symptom[places[first][0]:places[last][1]]
     telling = _special(piece)
@@ -356,8 +377,10 @@ def _is_special(word: str) -> bool:
 
 
 def _words(line: str) -> list[Match]:
-    """By the words of the last line that tells an error, all of which but a third must be those of the
-    failure."""
+    """Guess failures by the words of a line with an error.
+
+    At least two thirds of its distinctive words must belong to the failure.
+    """
     asked = {word for word in WORD.findall(line.casefold()) if not VAGUE.match(word)}
     found = []
     for known in failures():
@@ -370,13 +393,16 @@ def _words(line: str) -> list[Match]:
 
 
 def why(failure: BaseException | str) -> str:
-    """Which known failures print this: what is affected, what flashlin does, what to do without it, and how
-    sure that is.
+    """Return the known failures that print this text, as text.
+
+    For each failure it says what is affected, what flashlin does, what to do without flashlin, and how
+    certain the failure and the match are.
 
     Args:
-        failure: an exception, with its traceback and causes, or a text: an error's line, a whole log.
+        failure: an exception, with its traceback and causes, or a text, such as one line or a whole log.
 
-    Reads tables only: no GPU, no network, no import of torch or Triton. Raises TypeError for anything else.
+    Reads tables only: no GPU, no network, no import of torch or Triton. Raises TypeError for any other
+        argument.
     """
     if not isinstance(failure, (BaseException, str)):
         raise TypeError(f"failure: got {type(failure).__name__}, need an exception or a text")
@@ -390,10 +416,10 @@ def answer(found: list[Match]) -> str:
         return UNKNOWN
     sure = [match for match in found if match.sure]
     if not sure:
-        head = "Not sure: the text alone does not tell. What it may be:"
+        head = "Not certain: the text alone does not identify it. Possible failures:"
     elif len(sure) == 1:
         head = "One known failure prints this."
     else:
-        head = (f"{len(sure)} known failures print this: card and release (where) tell which\n"
-                "of them it can be.")
+        head = (f"{len(sure)} known failures print this. The GPU and the release (where)\n"
+                "decide which of them it can be.")
     return "\n\n".join([head, *map(str, found)])
