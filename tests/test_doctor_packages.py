@@ -324,7 +324,7 @@ def test_the_version_of_a_package_that_pip_does_not_know(world: World) -> None:
 def test_files_that_are_gone_are_told(world: World) -> None:
     installed(world.folder, "kernels", "0.17.2")
     (one,) = world.make().packages
-    assert one.status == "degraded" and "no such package on the path" in one.imports
+    assert one.status == "degraded" and "no such package is on the path" in one.imports
 
 
 def test_modules_that_stand_for_a_package_are_told_from_it(world: World) -> None:
