@@ -1,2 +1,1 @@
-"""What proves the kernels: cases against the float64 reference, recorded launches, compiling without a
-GPU."""
+"""Tools that test kernels: cases with float64 references, recorded launches, compilation without a GPU."""

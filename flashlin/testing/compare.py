@@ -1,5 +1,8 @@
-"""One way to compare, for every op: outputs and all gradients against the float64 reference, on inputs a case
-makes."""
+"""Comparison of an op with its float64 reference: all outputs and all gradients.
+
+A `Case` describes the inputs, the call and the reference. `check` runs it and returns one `Verdict` per
+tensor.
+"""
 from __future__ import annotations
 
 import math
@@ -14,10 +17,17 @@ Maker = Callable[[torch.dtype, torch.Generator], Tensors]
 
 
 class Case(NamedTuple):
-    """op: public name; id: what is special about the inputs. make: the tensor arguments by name, on the CPU
-    (floating-point ones get gradients unless named in constant). call and reference take them as keywords and
-    give the outputs by name; the reference in float64, differentiable. tolerances: RMS ratio allowed by
-    tensor (outputs by name, gradients as ``d`` + name), for 16-bit dtypes. quick: part of doctor --run.
+    """One test case of an op: its inputs, its call and its float64 reference.
+
+    op: public name of the op.
+    id: short name for the special property of the inputs.
+    make: makes the tensor arguments by name, on the CPU. Floating-point tensors get gradients unless
+        `constant` names them.
+    call: runs the op with these tensors as keywords and returns its outputs by name.
+    reference: the same in float64, differentiable, with the same output names.
+    tolerances: allowed RMS ratio of each tensor for 16-bit dtypes. Gradients are named ``d`` + name.
+    constant: names of the tensors without gradients.
+    quick: the case is small enough for ``doctor --run``.
     """
     op: str
     id: str
@@ -33,8 +43,13 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """rms: RMS(out - ref) / RMS(ref). row: the worst row's RMS error over the RMS of the whole reference. ok:
-    both within bounds."""
+    """The result of the comparison of one tensor.
+
+    rms: RMS(out - ref) / RMS(ref).
+    row: RMS error of the worst row, divided by the RMS of the whole reference.
+    allowed: upper bound of `rms`.
+    ok: True if `rms` and `row` are within their bounds.
+    """
     tensor: str
     rms: float
     row: float
@@ -42,14 +57,17 @@ class Verdict(NamedTuple):
     ok: bool
 
 
-# fp32 is held to what three tf32 products give; a row may be this much worse than the whole, since rows
-# differ in size.
+# FP32_ALLOWED is about the error of three tf32 products. Rows differ in size, so the error of a single row
+# may be ROW_FACTOR times as large as that of the whole tensor.
 FP32_ALLOWED, ROW_FACTOR, NEGLIGIBLE = 1e-4, 20.0, 1e-6
 
 
 def judge(name: str, out: torch.Tensor, ref: torch.Tensor, allowed: float) -> Verdict:
-    """The field's metric (RMS ratio; differences up to 1e-6 pass; NaN never does) and a bound on each row,
-    which a mean would hide."""
+    """Compare a tensor with its reference and return a Verdict.
+
+    The metric is the RMS ratio, as is usual in the field. Each row is bounded as well, because a mean hides a
+    single wrong row. Differences up to 1e-6 pass. NaN and infinity never pass.
+    """
     if out.shape != ref.shape:
         return Verdict(name, math.inf, math.inf, allowed, False)
     difference = out.detach().double() - ref.detach().double()
@@ -66,15 +84,18 @@ def judge(name: str, out: torch.Tensor, ref: torch.Tensor, allowed: float) -> Ve
 
 
 def check(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Verdict]:
-    """Run a case forward and backward and compare everything."""
+    """Run a case forward and backward, and return a Verdict for each output and gradient."""
     return [judge(name, ours, theirs, allowed(case, name, dtype))
             for name, (ours, theirs) in results(case, device, dtype, seed).items()]
 
 
 def results(case: Case, device: torch.device, dtype: torch.dtype,
             seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs, and gradients for random output gradients, by name: the op's, on the CPU, and the reference's.
-    NaN fills fresh memory meanwhile."""
+    """Return (result of the op, result of the reference) for each output and gradient, by name.
+
+    Gradients are taken for random output gradients and named ``d`` + name. The op's tensors are moved to the
+    CPU. While the op runs, fresh memory is filled with NaN.
+    """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     inputs = case.make(dtype, generator)
     wanted = [name for name, x in inputs.items() if x.is_floating_point() and name not in case.constant]
@@ -88,7 +109,7 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
         raise AssertionError(f"{case}: outputs {sorted(got)}, the reference has {sorted(expected)}")
     cotangents = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64)
                   for name, x in expected.items()}
-    # rounded to what ours can hold, so that both sides get the same gradients
+    # Rounded to the dtype of the op's output, so that both sides get the same gradients.
     cotangents = {name: x.to(got[name].dtype).double() for name, x in cotangents.items()}
     with poisoned():
         ours_grads = _gradients(got, {name: x.to(device) for name, x in cotangents.items()},
@@ -100,7 +121,7 @@ def results(case: Case, device: torch.device, dtype: torch.dtype,
 
 
 def allowed(case: Case, name: str, dtype: torch.dtype) -> float:
-    """The RMS ratio that a case allows a tensor."""
+    """Return the RMS ratio that a case allows for a tensor, in the given dtype."""
     most = case.tolerances.get(name, case.tolerances["d*" if name.startswith("d") else "*"])
     return min(most, FP32_ALLOWED) if dtype in (torch.float32, torch.float64) else most
 
@@ -121,8 +142,10 @@ def _gradients(outputs: Tensors, cotangents: Tensors, inputs: list[torch.Tensor]
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """While it lasts ``torch.empty`` and its kin hold NaN, so that an element nobody wrote cannot pass for a
-    right one."""
+    """Fill the results of ``torch.empty``, ``empty_like`` and ``new_empty`` with NaN within the block.
+
+    An element that a kernel forgets to write then cannot pass as correct.
+    """
     before = [(home, name, getattr(home, name)) for home, name in (
         (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))]
     try:
@@ -138,7 +161,7 @@ def _poisoning(function: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         x: torch.Tensor = function(*args, **kwargs)
         if x.is_floating_point():
-            # detached: torch's own checkpoint makes an empty leaf that wants a gradient
+            # Detached because torch's checkpoint makes an empty leaf that requires a gradient.
             x.detach().fill_(math.nan)
         return x
     return made

@@ -1,11 +1,13 @@
-"""Compile recorded launches to machine code for any card, with whatever Triton is importable, without a GPU.
+"""Compile recorded launches to machine code for any GPU, with the importable Triton and without a GPU.
 
     python -m flashlin.testing.compile --sm 90 < launches.jsonl > results.jsonl
 
-Triton's own JIT does the work, as for a call: it is handed arguments of the recorded types and a driver that
-only knows the target, so nothing here depends on how a release spells its compile function. One child process
-per kernel, forked from a warm parent: an MLIR assertion kills only the child, and some releases (3.2, 3.3)
-generate other code for the second kernel of a process than for the first.
+Triton's own JIT compiles, as it does for a call. It gets arguments of the recorded types, and a driver that
+only knows the target. So this module does not depend on the compile function of a release.
+
+Each kernel compiles in its own child process, which is forked from a warm parent. An MLIR assertion then ends
+only that child. Also, some releases (3.2, 3.3) generate different code for the second kernel of a process
+than for the first.
 """
 from __future__ import annotations
 
@@ -42,14 +44,29 @@ NOT_TRIED = "not tried"
 
 
 class Result(NamedTuple):
-    """status: ``ok``, ``exception``, ``abort`` (the compiler killed its process), ``ptxas`` (the assembler
-    refused), ``shared`` (compiles, but one block may not have that much shared memory), ``timeout``, or
-    ``not tried``: the machine failed (no room, no memory, a program that is not there, a child that was
-    killed), which says nothing of the kernel. message: of the exception; cause: the line of stderr that says
-    why. shared, registers, spills: bytes of shared memory, registers a thread, bytes of spill stores and
-    loads. instructions, local: of the longest loop, see ``testing.machine_code``, where asked for or where
-    the kernel is very slow (``launch_table.Slow``). matrix: tensor-core instructions. triton: the release
-    that ran.
+    """The result of one compilation.
+
+    status: one of
+
+    - ``ok``.
+    - ``exception``: the compiler raised an exception.
+    - ``abort``: the compiler killed its process.
+    - ``ptxas``: the assembler rejected the code.
+    - ``shared``: the kernel compiles, but needs more shared memory than one block may have.
+    - ``timeout``.
+    - ``not tried``: the machine failed (full disk, no memory, a missing program, a killed child), which says
+      nothing about the kernel.
+
+    message: text of the exception.
+    cause: the line of stderr that explains the failure.
+    shared: bytes of shared memory.
+    registers: registers per thread.
+    spills: bytes of spill stores and loads.
+    instructions, local: size of the longest loop and its local-memory accesses, see ``testing.machine_code``.
+        Set if the Job requests them or the kernel is very slow (``launch_table.Slow``).
+    matrix: names of the tensor-core instructions in the code.
+    seconds: duration of the compilation.
+    triton: the release that compiled.
     """
     status: str
     message: str = ""
@@ -65,29 +82,35 @@ class Result(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Return True if the kernel compiles and fits."""
         return self.status == "ok"
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Result:
-        """As JSON gives them back, other fields beside them."""
+        """Return the result with these fields, as read from JSON. Other fields are ignored."""
         own = {name: fields[name] for name in cls._fields}
         return cls(**{**own, "matrix": tuple(fields["matrix"])})
 
 
 class Job(NamedTuple):
-    """sm: compute capability as ptxas writes it: 90, 103; or an AMD architecture: ``gfx942``. loop: whether
-    to count the longest loop of whatever it is, which takes half a second."""
+    """One launch to compile for one target.
+
+    sm: compute capability as ptxas writes it (90, 103), or an AMD architecture (``gfx942``).
+    loop: always measure the longest loop, which takes half a second.
+    """
     sm: int | str
     launch: Recorded
     loop: bool = False
 
 
 class Compiler:
-    """A process that has imported Triton and compiles what it is handed, batch after batch: only its start
-    takes time, about two seconds.
+    """A process that has imported Triton and compiles batches of jobs.
 
-    environment: on top of this process's, as ``triton_environment`` answers. at_once: children at a time, 0
-    for one per core. timeout: seconds for each.
+    Only its start takes time, about two seconds.
+
+    environment: variables on top of this process's, as returned by ``triton_environment``.
+    at_once: number of children at a time, 0 for one per core.
+    timeout: seconds for each kernel.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, *, at_once: int = 0,
@@ -98,8 +121,11 @@ class Compiler:
         self._process = Process(command, environment, interactive=True)
 
     def compiling(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-        """(number, result) as they finish. To be read to its end before the next batch. Raises RuntimeError
-        if the process itself cannot run."""
+        """Compile the jobs and yield (job number, result) as they finish.
+
+        The caller must read all results before it sends the next batch. Raises RuntimeError if the process
+        itself cannot run.
+        """
         lines = (json.dumps({**job._asdict(), "launch": job.launch.fields()}) for job in jobs)
         self._process.send("\n".join([*lines, "", ""]))
         answers = self._process.lines()
@@ -112,16 +138,21 @@ class Compiler:
             yield fields["job"], Result.from_fields(fields)
 
     def close(self) -> None:
+        """End the process and its children."""
         self._process.end()
 
 
 def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
               timeout: float = 180) -> Iterator[tuple[int, Result]]:
-    """Compile each job in a process that sees ``environment`` on top of this one's (see environments.py), and
-    yield (number, result) as they finish. Closing the iterator ends the children.
+    """Compile the jobs in a new process, and yield (job number, result) as they finish.
 
-    at_once: children at a time, 0 for one per core. timeout: seconds for each. Raises RuntimeError if that
-    process itself cannot run.
+    Closing the iterator ends the children.
+
+    environment: variables on top of this process's, see environments.py.
+    at_once: number of children at a time, 0 for one per core.
+    timeout: seconds for each kernel.
+
+    Raises RuntimeError if the process itself cannot run.
     """
     with closing(Compiler(environment, at_once=at_once, timeout=timeout)) as compiler:
         yield from compiler.compiling(jobs)
@@ -129,12 +160,15 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
 
 def compile_launches(jobs: Sequence[Job], environment: Mapping[str, str] | None = None, *, at_once: int = 0,
                      timeout: float = 180) -> list[Result]:
-    """Return the results of ``compiling`` in the order of the jobs."""
+    """Compile the jobs in a new process and return their results in the order of the jobs.
+
+    The parameters are explained in ``compiling``.
+    """
     return [result for _, result in sorted(compiling(jobs, environment, at_once=at_once, timeout=timeout))]
 
 
 class _Pointer:
-    """A tensor as far as the JIT looks: a dtype and an address."""
+    """A stand-in for a tensor with the two properties that the JIT reads: dtype and address."""
 
     def __init__(self, dtype: torch.dtype, address: int) -> None:
         self.dtype, self.address = dtype, address
@@ -144,18 +178,24 @@ class _Pointer:
 
 
 class Driver:
-    """As much of a driver as the JIT asks before it launches: a current device, and what to compile for."""
+    """A minimal Triton driver: it reports a current device and the target to compile for.
+
+    sm: compute capability (90), or an AMD architecture (``gfx942``).
+    """
 
     def __init__(self, sm: int | str) -> None:
         self.sm = sm
 
     def get_current_device(self) -> int:
+        """Return device 0."""
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
+        """Return stream 0."""
         return 0
 
     def get_current_target(self) -> Any:
+        """Return Triton's description of the target, with the size of a warp."""
         from triton.backends.compiler import GPUTarget
         if isinstance(self.sm, int):
             return GPUTarget("cuda", self.sm, 32)
@@ -163,7 +203,7 @@ class Driver:
 
 
 def argument(kind: str | None) -> Any:
-    """A value that the JIT gives the type ``kind``."""
+    """Return a value to which the JIT gives the type ``kind``, such as ``*bf16:16`` or ``i32``."""
     if kind is None:
         return None
     if not kind.startswith("*"):
@@ -173,7 +213,7 @@ def argument(kind: str | None) -> Any:
 
 
 def _compile(job: Job, folder: Path) -> Result:
-    """In the child: hand the launch to the JIT."""
+    """Let the JIT compile the launch of a job. Runs in the child process."""
     launch = job.launch
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     return compiled_by(partial(kernel.warmup, *(argument(kind) for _, kind in launch.arguments), grid=(1,),
@@ -182,8 +222,13 @@ def _compile(job: Job, folder: Path) -> Result:
 
 
 def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bool = False) -> Result:
-    """In the child: what comes out where ``warmup`` has the JIT compile a kernel for ``sm``. loop: as of a
-    Job."""
+    """Call ``warmup``, through which the JIT compiles a kernel for ``sm``, and return the Result.
+
+    Runs in the child process.
+
+    folder: receives Triton's cache and temporary files.
+    loop: see Job.
+    """
     from triton.runtime import driver
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     driver.set_active(Driver(sm))
@@ -203,7 +248,8 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
         report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
         spills = [int(count) for count in re.findall(r"\b(\d+) bytes spill (?:stores|loads)", report)]
-    else:  # the assembler writes its figures into the code; spills are counted in registers of 4 bytes
+    # The AMD assembler writes its metrics into the code. It counts spills in registers of 4 bytes.
+    else:
         limit = SHARED_ON_AMD
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]
@@ -218,14 +264,17 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
 
 
 def disassembler() -> Path:
-    """The one in the wheel of the Triton that is imported; every release has one."""
+    """Return the path of nvdisasm in the imported Triton's wheel; every release has one."""
     import triton.backends
     return Path(triton.backends.__path__[0]) / "nvidia" / "bin" / "nvdisasm"
 
 
 def _keep_ptxas_report() -> list[str]:
-    """ptxas -v writes registers and spills to a file that Triton deletes; this keeps its text, whichever way
-    a release starts ptxas."""
+    """Return a list that receives the report of each later run of ``ptxas -v``.
+
+    The report contains registers and spills. Triton writes it to a file and deletes the file. Releases start
+    ptxas in different ways, so this function wraps ``subprocess.run``.
+    """
     log: list[str] = []
     run = subprocess.run
 
@@ -238,14 +287,19 @@ def _keep_ptxas_report() -> list[str]:
         finally:
             if "ptxas" in text and isinstance(name, str) and os.path.exists(name):
                 log.append(Path(name).read_text(errors="replace"))
-    subprocess.run = watched  # type: ignore[assignment]  # run has overloads, which a wrapper has not
+    subprocess.run = watched  # type: ignore[assignment]  # run has overloads, a wrapper has none
     return log
 
 
 def compiled_in_forks(works: Sequence[Callable[[Path], Result]], at_once: int,
                       timeout: float) -> Iterator[tuple[int, Result]]:
-    """Call each function in a fork of this process, and yield (number, result) in the order in which they
-    end: a compiler that aborts ends only its fork. See ``forked``."""
+    """Call each function in a fork of this process, and yield (number, result) as they end.
+
+    A compiler that aborts ends only its fork. See ``forked``.
+
+    at_once: number of forks at a time.
+    timeout: seconds for each fork.
+    """
     import triton
     for number, ended in forked([partial(_in_words, work) for work in works], at_once, timeout):
         yield number, _verdict(ended)._replace(seconds=round(ended.seconds, 2), triton=triton.__version__)
@@ -256,9 +310,9 @@ def _in_words(work: Callable[[Path], Result], folder: Path) -> str:
 
 
 def _verdict(ended: Ended) -> Result:
-    """Return the result of a fork that has ended."""
+    """Return the Result of a fork that has ended."""
     lines = [line for line in ended.stderr.splitlines() if TELLING.search(line)]
-    # an assertion says more than the messages that follow from it
+    # An assertion explains more than the messages that follow from it.
     lines.sort(key=lambda line: not re.search(r"Assertion|LLVM ERROR|UNREACHABLE", line))
     cause = lines[0].strip()[:500] if lines else ""
     said = cause or ended.stderr.strip()[-500:]
@@ -278,8 +332,10 @@ def _verdict(ended: Ended) -> Result:
 
 
 def warm() -> None:
-    """What every child would otherwise do again: import what Triton's JIT imports at a first launch (from 3.4
-    on), and hash Triton's library."""
+    """Do the slow imports of Triton now, so that the forked children need not repeat them.
+
+    Import the modules that the JIT imports at a first launch (since Triton 3.4), and hash Triton's library.
+    """
     with suppress(ImportError):
         importlib.import_module("triton.experimental.gluon")
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):
@@ -289,26 +345,28 @@ def warm() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Read launches as JSON lines from stdin and print one result per launch as a JSON line."""
     parser = argparse.ArgumentParser(prog="python -m flashlin.testing.compile",
-                                     description="launches as JSON lines in, results as JSON lines out; an "
-                                                 "empty line: what came so far is compiled before more is read")
+                                     description="Read launches as JSON lines, print results as JSON lines. "
+                                                 "At an empty line, compile the launches read so far.")
     parser.add_argument("--sm", type=int,
-                        help="compute capability, 90 for instance, where a line does not say")
+                        help="compute capability, such as 90, of lines without the field sm")
     parser.add_argument("--at-once", type=int, default=0,
-                        help="kernels compiled at a time, 0 for one per core")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for each")
+                        help="number of kernels to compile at a time, 0 for one per core")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for each kernel")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
+    # Exit normally, so that the children are also ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     at_once = given.at_once or os.cpu_count() or 1
     for lines in batches(sys.stdin):
         jobs = []
         for fields in map(json.loads, lines):
             sm, loop = fields.pop("sm", given.sm), fields.pop("loop", False)
             if sm is None:
-                parser.error("--sm is needed where a line does not say")
+                parser.error("--sm is required if a line has no field sm")
             jobs.append(Job(sm, Recorded.from_fields(fields.get("launch", fields)), loop))
         for module in {job.launch.module for job in jobs}:
-            importlib.import_module(module)  # once, before the children
+            importlib.import_module(module)  # Import it here once, not in every child.
         warm()
         works = [partial(_compile, job) for job in jobs]
         for number, result in compiled_in_forks(works, at_once, given.timeout):
@@ -317,7 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def batches(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines up to an empty one, or to the end."""
+    """Yield the groups of lines that are separated by empty lines."""
     return (list(batch) for filled, batch in groupby(map(str.strip, lines), bool) if filled)
 
 

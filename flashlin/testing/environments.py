@@ -1,12 +1,11 @@
-"""Other Triton releases beside the installed one, for child processes: the way every release is tested from
-one environment.
+"""Environments in which child processes import other Triton releases than the installed one.
 
     subprocess.run([sys.executable, ...], env={**os.environ, **triton_environment("3.2.0")})
 
-A release that is not the installed one is installed once, without its dependencies, into
-``$FLASHLIN_CACHE``, or ``flashlin/tritons`` in the user's cache, and put in front of the installed packages
-by PYTHONPATH. 280 to 1,000 MB each, which takes minutes and is told on stderr; delete the folder to get the
-space back.
+All releases are tested from one Python environment in this way. A release that is not installed is installed
+once, without its dependencies, into ``$FLASHLIN_CACHE``, or into ``flashlin/tritons`` in the user's cache.
+PYTHONPATH puts it before the installed packages. A release takes 280 to 1,000 MB and some minutes; the
+progress is printed on stderr. Delete the folder to free the space.
 """
 from __future__ import annotations
 
@@ -30,24 +29,29 @@ from flashlin.compat.versions import release
 
 Tell = Callable[[str], None]
 ELSEWHERE = "set FLASHLIN_CACHE to another folder"
-EVERY = 5.0  # seconds between two lines about one download
+EVERY = 5.0  # seconds between two progress lines of a download
 
 
 class NotInstallable(RuntimeError):
-    """A release could not be installed here: no network, no wheel for this Python, or no safe folder."""
+    """A release cannot be installed: no network, no wheel for this Python, or no safe folder."""
 
 
 def on_stderr(text: str) -> None:
+    """Print a line of progress on stderr, with the prefix ``flashlin:``."""
     print(f"flashlin: {text}", file=sys.stderr, flush=True)
 
 
 def triton_environment(version: str, *, interpreter: bool = False, cache: Path | None = None,
                        tell: Tell = on_stderr) -> dict[str, str]:
-    """Environment variables under which a child of this Python imports Triton ``version``; installs it at the
-    first call if it is not here.
+    """Return environment variables with which a child of this Python imports Triton ``version``.
 
-    interpreter: also the newest numpy that this release's interpreter works with. tell: takes the lines about
-    a download. Raises NotInstallable, which quotes pip.
+    Installs the release on the first call if it is missing.
+
+    interpreter: also provide the newest numpy that works with this release's interpreter.
+    cache: folder for releases, by default `cache_folder`.
+    tell: receives the progress lines of a download.
+
+    Raises NotInstallable, which quotes pip.
     """
     here = _site(version)
     wanted = {} if here else {f"triton-{version}": f"triton=={version}"}
@@ -57,23 +61,26 @@ def triton_environment(version: str, *, interpreter: bool = False, cache: Path |
     if interpreter and bound:
         wanted[f"numpy{bound}".replace("<", "-below-")] = f"numpy{bound}"
     folders = [installed([requirement], name, cache, tell=tell) for name, requirement in wanted.items()]
-    return searched(*folders, *([here] if here else []))  # last, or it would hide the releases
+    # The installed packages come last, because they also contain a Triton.
+    return searched(*folders, *([here] if here else []))
 
 
 def searched(*folders: Path) -> dict[str, str]:
-    """Return PYTHONPATH with these folders first, and without empty entries, which Python treats as the
-    current directory."""
+    """Return the environment variable PYTHONPATH with these folders first.
+
+    Empty entries are removed, because Python treats them as the current directory.
+    """
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), *before]))}
 
 
 def triton_home(version: str, cache: Path | None = None) -> Path:
-    """The folder that holds the package ``triton`` of a release. Raises NotInstallable."""
+    """Return the folder that contains the package ``triton`` of a release. Raises NotInstallable."""
     return _site(version) or installed([f"triton=={version}"], f"triton-{version}", cache)
 
 
 def _site(version: str) -> Path | None:
-    """Where this Python has that release already."""
+    """Return the folder in which this Python already has that release, or None."""
     try:
         found = importlib.metadata.distribution("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -82,23 +89,29 @@ def _site(version: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Return ``$FLASHLIN_CACHE``, or a folder in the user's cache, for all projects of that user. Without a
-    home, return a folder of this user in the temporary folder."""
+    """Return the folder for releases: ``$FLASHLIN_CACHE``, or one in the user's cache.
+
+    All projects of a user share it. For a user without a home, it is a folder of this user in the temporary
+    folder.
+    """
     if named := os.environ.get("FLASHLIN_CACHE"):
         return Path(named)
     try:
         return in_cache() / "tritons"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home directory
         user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
         return Path(tempfile.gettempdir(), f"flashlin-{user}", "flashlin", "tritons")
 
 
 def place(cache: Path | None = None) -> tuple[Path | None, str]:
-    """Return the cache, which may not exist yet; or None, and why nothing may be imported from it."""
+    """Return (cache folder, ""), or (None, reason) if nothing may be imported from that folder.
+
+    The folder may not exist yet.
+    """
     try:
         folder = (cache or cache_folder()).resolve()
         why = unsafe(folder)
-    # no permission, a loop of links, or a zero byte
+    # No permission, a loop of links, or a zero byte in the path.
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"the cache of releases cannot be used: {error}"
     return (None, why) if why else (folder, "")
@@ -106,14 +119,19 @@ def place(cache: Path | None = None) -> tuple[Path | None, str]:
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False,
               source: Mapping[str, str] | None = None, tell: Tell = on_stderr) -> Path:
-    """Return the folder ``name`` of the cache, filled by pip if it is not there yet. Several processes may
-    call this at once.
+    """Return the folder ``name`` of the cache. Fill it with pip first if it does not exist.
 
-    source: environment variables with which packages without wheels are built here. tell: takes a line when
-    it begins, every few seconds, and when it is done.
+    Several processes may call this at the same time.
 
-    Raises NotInstallable, which quotes pip. It is also raised if the cache cannot be written, or if another
-    user could change what is imported from it."""
+    requirements: packages to install, as pip takes them.
+    dependencies: also install the dependencies of these packages.
+    source: environment variables for a build from source, for packages without wheels. None: install only
+        wheels.
+    tell: receives a line at the start, every few seconds, and at the end.
+
+    Raises NotInstallable, which quotes pip, if the installation fails, if the cache is not writable, or if
+    another user could change the files to import.
+    """
     folder, why = place(cache)
     try:
         if folder is not None:
@@ -147,8 +165,11 @@ def _fill(home: Path, requirements: list[str], dependencies: bool, source: Mappi
 
 
 def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: str, tell: Tell) -> None:
-    """Run pip, and tell how far it is: by what it has written, since how much that will be only newer ones
-    say. What it downloads lies beside the folder, where there is room for it."""
+    """Run pip and report its progress as the number of bytes written.
+
+    Only newer releases of pip report a total. Downloads are stored next to the target folder, because that
+    file system has enough space.
+    """
     began = time.monotonic()
     tell(f"fetching {what} into {into.parent}, once")
     with tempfile.TemporaryDirectory(prefix=".pip-", dir=into.parent) as scratch, \
@@ -163,10 +184,11 @@ def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: s
 
 
 def _written(*folders: Path) -> int:
-    """Bytes of what is in them while somebody else writes there."""
+    """Return the number of bytes in these folders while another process writes to them."""
     size = 0
     for folder in folders:
-        for parent, _, files in os.walk(folder):  # which passes by a folder that is gone meanwhile
+        # A folder that is removed in the meantime is skipped.
+        for parent, _, files in os.walk(folder):
             for name in files:
                 with suppress(OSError):
                     size += os.lstat(os.path.join(parent, name)).st_size

@@ -1,5 +1,8 @@
-"""What the machine code of a compiled kernel says of its speed: the instructions of its longest loop, and how
-many of them go to local memory, where what no register holds is kept."""
+"""Metrics from the machine code of a compiled kernel that indicate its speed.
+
+The metrics are the number of instructions of the longest loop, and how many of them access local memory.
+Local memory contains the values that do not fit in registers.
+"""
 from __future__ import annotations
 
 import re
@@ -16,15 +19,20 @@ LOCAL = re.compile(r"(LDL|STL)\b")
 
 
 class Loop(NamedTuple):
-    """instructions: of the longest loop, what is inside it included, or of the kernel if it has none. local:
-    those of them that load from or store to local memory."""
+    """The longest loop of a kernel.
+
+    instructions: number of instructions, including nested loops; that of the whole kernel if it has no loop.
+    local: number of those instructions that load from or store to local memory.
+    """
     instructions: int = 0
     local: int = 0
 
 
 def longest_loop(listing: str) -> Loop:
-    """Out of what nvdisasm writes of one kernel. A loop reaches from a label to the last branch back to
-    it."""
+    """Return the longest loop in the output of nvdisasm for one kernel.
+
+    A loop extends from a label to the last branch back to it.
+    """
     names, labels, backward = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in listing.splitlines():
         if label := LABEL.match(line):
@@ -34,16 +42,23 @@ def longest_loop(listing: str) -> Loop:
             if target and target[1] in labels and instruction[1].startswith("BRA"):
                 backward.append((labels[target[1]], len(names) + 1))
             names.append(instruction[1])
-    # every kernel ends with a branch to itself
+    # Every kernel ends with a branch to itself, which is not a loop of the program.
     loops = [(first, end) for first, end in backward if end - first > 1]
     first, end = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, len(names)))
     return Loop(end - first, sum(bool(LOCAL.match(name)) for name in names[first:end]))
 
 
 def loop_of(machine_code: bytes, disassembler: Path, folder: Path) -> Loop:
-    """The longest loop of a kernel's cubin. Nothing where the disassembler does not know the card: that of
-    3.7 and newer knows none before sm_75, that of 3.6 no sm_103. Raises OSError where there is no disassembler, and RuntimeError
-    where it fails otherwise."""
+    """Disassemble a kernel's cubin and return its longest loop.
+
+    Return an empty Loop if the disassembler does not support the GPU: that of Triton 3.7 and newer supports
+    none before sm_75, that of 3.6 does not support sm_103.
+
+    disassembler: path of nvdisasm.
+    folder: receives the cubin as a file.
+
+    Raises OSError if the disassembler cannot be started, and RuntimeError if it fails for another reason.
+    """
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(machine_code)
     done = run_to_end([str(disassembler), "-c", str(cubin)])

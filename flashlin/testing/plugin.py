@@ -1,19 +1,24 @@
-"""A pytest plugin: your own Triton kernels under the releases and for the GPUs that you name, on a machine
-without a GPU.
+"""A pytest plugin: test your own Triton kernels under several Triton releases and for several GPUs.
+
+It works on a machine without a GPU.
 
     def example():                           # at module level, on CPU tensors
         x = torch.randn(4, 100)
-        return scale(x, 2.0), 2 * x          # what came out, and what is right
+        return scale(x, 2.0), 2 * x          # the result, and the correct result
 
     def test_every_triton(triton_matrix):
         triton_matrix(example, triton=["3.2", "3.6", "3.9.0"], sm=[80, 90])
 
-Three layers, each in child processes that have the release: ``import`` (the module of the function),
-``compile`` (every kernel that the function launches, and every configuration of an autotuned one, to machine
-code for each target; nothing is launched, so the function must not look at what its kernels wrote) and
-``interpret`` (the function in Triton's interpreter, an autotuned kernel with its first configuration, its
-result beside what is right). The children see no GPU. pytest loads this file always: it imports neither torch
-nor Triton.
+Three layers run in child processes that have the release:
+
+- ``import``: the module of the function is imported.
+- ``compile``: every kernel that the function launches is compiled to machine code for each target, in every
+  configuration if it is autotuned. Nothing is launched, so the function must not read the outputs of its
+  kernels.
+- ``interpret``: the function runs in Triton's interpreter, with the first configuration of an autotuned
+  kernel. Its result is compared with the correct one.
+
+The children see no GPU. pytest always loads this file, so it imports neither torch nor Triton.
 """
 from __future__ import annotations
 
@@ -37,13 +42,21 @@ from flashlin.testing.environments import NotInstallable, Tell, on_stderr, trito
 
 LAYERS = ("import", "compile", "interpret")
 TELLING = re.compile(r"Assertion|LLVM ERROR|UNREACHABLE|[Ee]rror\b|terminate called")
-LONGEST = 500  # characters of a cause
+LONGEST = 500  # maximum number of characters of a cause
 COUNTED = re.compile(r"\b(\d+) passed, (\d+) failed, (\d+) skipped")
 
 
 class Order(NamedTuple):
-    """What a child is asked. module, file, function: where the function is; timeout: seconds for running it,
-    and for each kernel."""
+    """The work of one child process.
+
+    module, file, function: location of the user's function.
+    triton: the release to use.
+    sm: compute capabilities to compile for.
+    layers: layers to run.
+    timeout: seconds for one run of the function, and for each kernel.
+    at_once: number of kernels to compile at a time.
+    rtol, atol: tolerances of the comparison; None for the defaults of ``torch.testing.assert_close``.
+    """
     module: str
     file: str
     function: str
@@ -57,8 +70,14 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """status: ``ok``, ``skipped``, ``began`` (the last of a child that died), ``wrong`` (numbers) or a status
-    of ``compile.Result``. sm: 0 where no target matters; what: the launch."""
+    """The result of one layer, or of one kernel, under one release.
+
+    status: ``ok``, ``skipped``, ``wrong`` (the numbers differ), ``began`` (the layer was started; the last
+        line of a child that died), or a status of ``compile.Result``.
+    cause: the reason of a failure or skip.
+    sm: compute capability, 0 if no target is involved.
+    what: the launch.
+    """
     triton: str
     layer: str
     status: str
@@ -70,14 +89,17 @@ class Outcome(NamedTuple):
         card = f"sm_{self.sm}" if self.sm else ""
         place = " ".join(filter(None, [self.triton, self.layer, card, self.what]))
         cause = " ".join(self.cause.split())
-        # Triton says why at the end
+        # Triton prints the reason at the end, so keep more of the end.
         cause = cause if len(cause) <= LONGEST else f"{cause[:LONGEST // 3]} ... {cause[-LONGEST * 2 // 3:]}"
         return ": ".join(filter(None, [place, self.status, cause]))
 
 
 class TritonMatrix:
-    """What the fixture hands out. ``properties``: of the test, where the report is kept for the summary.
-    ``tell``: takes the lines about a release that is fetched."""
+    """The value of the fixture ``triton_matrix``.
+
+    properties: user properties of the test, which carry the report to the summary.
+    tell: receives the progress lines of a download.
+    """
 
     def __init__(self, properties: list[tuple[str, object]], tell: Tell = on_stderr) -> None:
         self._properties, self._tell = properties, tell
@@ -92,24 +114,26 @@ class TritonMatrix:
         timeout: float = 180,
         rtol: float | None = None, atol: float | None = None,
     ) -> None:
-        """Fail the test unless every kernel that ``function`` launches works under every release for every
-        target.
+        """Fail the test unless every kernel that ``function`` launches works under every release and target.
 
         Args:
-            function: takes nothing, is at the top level of a module, launches on CPU tensors. For
-                ``interpret`` it returns two things, what came out and what is right: tensors, or tuples,
-                lists or dicts of tensors, compared by ``torch.testing.assert_close``.
-            triton: releases from 3.0.0 on; "3.3" is its newest patch. sm: compute capabilities, 80 or 103.
-            layers: of ``import``, ``compile``, ``interpret``.
+            function: takes no arguments, is defined at the top level of a module, and launches kernels on CPU
+                tensors. For ``interpret`` it returns two values, the result and the correct result. Each is a
+                tensor, or a tuple, list or dict of tensors; ``torch.testing.assert_close`` compares them.
+            triton: Triton releases since 3.0.0. "3.3" means its newest patch release.
+            sm: compute capabilities, such as 80 or 103.
+            layers: some of ``import``, ``compile``, ``interpret``.
             timeout: seconds for one kernel, and for one run of the function.
-            rtol, atol: how close the numbers must be, both or neither; by default what assert_close has for
-                their dtype.
+            rtol: relative tolerance, by default that of assert_close for the dtype. Needs `atol` also.
+            atol: absolute tolerance, by default that of assert_close for the dtype. Needs `rtol` also.
 
-        A release that cannot be installed skips the test once the others have passed; in CI (``$CI``) it
-        fails it. The interpreter computes bfloat16 wrongly: where a kernel touches it, ``interpret`` is
-        skipped, and the summary says so. Raises TypeError or ValueError for an argument that cannot be.
+        A release that cannot be installed skips the test after the other releases have passed. In CI
+        (``$CI``) it fails the test.
+
+        The interpreter computes bfloat16 wrongly. If a kernel uses bfloat16, ``interpret`` is skipped and the
+        summary says so. Raises TypeError or ValueError for an invalid argument.
         """
-        __tracebackhide__ = True  # a mistake in a call is shown at that call
+        __tracebackhide__ = True  # show a mistake in a call at that call
         module, file, name = _located(function)
         versions = _releases(triton)
         cards = _several("sm", sm, "a list of compute capabilities from 70 on, such as [80, 90, 103]",
@@ -144,12 +168,17 @@ class TritonMatrix:
 
 @pytest.fixture
 def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
-    """``triton_matrix(function, triton=[...], sm=[...])``: the kernels that the function launches, under
-    those releases, for those GPUs."""
+    """Test the kernels of a function: ``triton_matrix(function, triton=[...], sm=[...])``.
+
+    The kernels that the function launches are tested under these Triton releases and for these GPUs.
+    """
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def tell(text: str) -> None:
-        """Past pytest, which would show it after minutes, and only where the test fails."""
+        """Print a line at once, past pytest's capture.
+
+        pytest would show it only after minutes, and only if the test fails.
+        """
         if capture is None:
             return on_stderr(text)
         with capture.global_and_fixture_disabled():
@@ -158,8 +187,10 @@ def triton_matrix(request: pytest.FixtureRequest) -> TritonMatrix:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One for the session: what passed, and what was not looked at. From the reports, which reach this
-    process from pytest-xdist's workers too."""
+    """Print one summary for the session: the passed, failed and skipped outcomes of each test.
+
+    It is collected from the test reports, which also arrive from the workers of pytest-xdist.
+    """
     reports = [report for with_status in terminalreporter.stats.values()
                for report in with_status if getattr(report, "when", "") == "call"]
     told = [value for report in reports for name, value in report.user_properties if name == "triton_matrix"]
@@ -176,7 +207,7 @@ def _counted(passed: int, failed: int, skipped: int) -> str:
 
 
 def _located(function: Any) -> tuple[str, str, str]:
-    """(module, file, name) by which another process finds it."""
+    """Return (module, file, name), with which another process can find the function."""
     __tracebackhide__ = True
     if hasattr(function, "arg_names") and hasattr(function, "run"):
         raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a "
@@ -198,7 +229,10 @@ def _located(function: Any) -> tuple[str, str, str]:
 
 
 def _releases(given: Any) -> list[str]:
-    """In full, so that nothing is fetched under two names, and nothing that is not there."""
+    """Return the releases with their full numbers, each once. Raise ValueError for an unknown release.
+
+    Otherwise one release could be downloaded under two names.
+    """
     __tracebackhide__ = True
     need = "a list of releases from 3.0.0 on, such as ['3.2', '3.6.0']"
     full = []
@@ -222,8 +256,11 @@ def _several(what: str, given: Any, need: str, right: Callable[[Any], bool]) -> 
 
 
 def _visit(order: Order, tell: Tell) -> list[Outcome]:
-    """One release. Importing and compiling share a child; the interpreter has to be chosen before Triton is
-    imported."""
+    """Run all layers under one release and return their outcomes.
+
+    Importing and compiling share a child. The interpreter needs its own, because it must be chosen before
+    Triton is imported.
+    """
     outcomes: list[Outcome] = []
     for layers in (["import", "compile"], ["interpret"]):
         wanted = [layer for layer in layers if layer in order.layers]
@@ -231,7 +268,8 @@ def _visit(order: Order, tell: Tell) -> list[Outcome]:
             continue
         try:
             environment = triton_environment(order.triton, interpreter="interpret" in wanted, tell=tell)
-        except NotInstallable as error:  # in CI nobody looks at skips
+        # A skip is easily overlooked in CI, so there it is a failure.
+        except NotInstallable as error:
             status = "failed" if os.environ.get("CI") else "skipped"
             return [*outcomes, Outcome(order.triton, "install", status, str(error))]
         outcomes += _child(order._replace(layers=wanted), environment)
@@ -245,7 +283,8 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         answers.touch()
         settings = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "",
                     "HIP_VISIBLE_DEVICES": ""}
-        # This process's search path after the release: pytest puts the folders of the tests on it.
+        # pytest adds the folders of the tests to this process's search path. The child gets it after the
+        # release.
         command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers),
                          first=environment["PYTHONPATH"])
         ended = run_to_end(command, {**environment, **settings})

@@ -1,9 +1,10 @@
-"""What the pytest plugin runs in a child, under one Triton release: import and compile, or interpret.
-Outcomes go to a file, line by line.
+"""The child process of the pytest plugin: it imports, compiles or interprets under one Triton release.
 
-Launches are compiled with the very arguments they were made with, in children forked from here: nothing about
-a kernel has to be put into words for another process, so kernels made inside functions and constexprs of any
-type work, and what a module chooses by release is seen.
+Outcomes are written to a file, one JSON line each.
+
+Kernels are compiled with the actual arguments of their launches, in forks of this process. No description of
+a kernel is sent to another process. So kernels that are defined inside functions and constexprs of any type
+work, and code that a module selects by release is tested.
 """
 from __future__ import annotations
 
@@ -35,39 +36,46 @@ NONE_LAUNCHED = ("the function launches no Triton kernel when its tensors are on
                  "be tested")
 BFLOAT16 = "Triton's interpreter computes bfloat16 wrongly in every release, so numbers are not compared"
 PLAIN = (bool, int, float, str, type(None))
-# The launches that were asked for: what the JIT would compile for, in words, and what has it compile that.
+# The recorded launches. Key: id of the kernel, and a description of what the JIT would compile. Value: a
+# function that compiles it.
 Launches = dict[tuple[int, Recorded], Callable[[], Any]]
 
 
 class CpuDriver(Driver):
-    """What modules ask a driver for when they are imported: 3.2 and 3.3 want a timer for every
-    ``triton.autotune``."""
+    """A driver with the methods that modules need when they are imported.
+
+    Triton 3.2 and 3.3 need a benchmark function for every ``triton.autotune``.
+    """
 
     def get_benchmarker(self) -> Callable[..., Any]:
+        """Return a benchmark function that measures 0 for every call."""
         return lambda call, quantiles=(), **options: [0.0] * len(quantiles)
 
     def get_active_torch_device(self) -> torch.device:
+        """Return the CPU."""
         return torch.device("cpu")
 
 
 def main() -> None:
+    """Run the order in ``sys.argv[1]`` and append its outcomes to the file ``sys.argv[2]``."""
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its forks are also ended
-    signal.alarm(math.ceil(order.timeout))  # unhandled: it ends compiled code as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit normally, so that its forks are also ended
+    signal.alarm(math.ceil(order.timeout))  # without a handler it also ends compiled code
     with open(sys.argv[2], "a", buffering=1) as answers:
         for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
             print(json.dumps(outcome), file=answers)
 
 
 def import_and_compile(order: Order) -> Iterator[Outcome]:
+    """Yield the outcomes of the import and of the compilation of each kernel for each target."""
     told = partial(Outcome, order.triton)
     yield told("import", "began")
     launches: Launches = {}
     try:
         record_into(launches)
         function = load(order, configurations=None)
-    except BaseException as error:  # pytest's own skip is none of Exception's
+    except BaseException as error:  # pytest's skip is not an Exception
         yield told("import", "exception", in_short(error))
         return
     if "import" in order.layers:
@@ -79,7 +87,7 @@ def import_and_compile(order: Order) -> Iterator[Outcome]:
     for sm in order.sm:
         launches.clear()
         set_driver(sm)
-        # our own ops and shielded kernels plan for that card
+        # Our own ops and shielded kernels plan for that GPU.
         pretend(parse(f"triton={order.triton},sm={sm}"))
         signal.alarm(math.ceil(order.timeout))
         try:
@@ -90,7 +98,7 @@ def import_and_compile(order: Order) -> Iterator[Outcome]:
             yield told("compile", "exception", in_short(error), sm)
         works += [partial(compiled_by, warmup, sm) for warmup in launches.values()]
         places += [(sm, str(launch)) for _, launch in launches]
-    signal.alarm(0)  # from here on each kernel has its own
+    signal.alarm(0)  # each fork has its own timeout
     warm()
     for number, result in compiled_in_forks(works, order.at_once, order.timeout):
         cause = f"after {order.timeout:g} s" if result.status == "timeout" else result.message
@@ -98,6 +106,7 @@ def import_and_compile(order: Order) -> Iterator[Outcome]:
 
 
 def interpret(order: Order) -> Iterator[Outcome]:
+    """Yield the outcome of a run of the function in Triton's interpreter."""
     from triton.runtime import interpreter
     launched, halves = list[str](), set[str]()
     start, storage = interpreter.GridExecutor.__call__, interpreter._get_np_dtype
@@ -107,7 +116,7 @@ def interpret(order: Order) -> Iterator[Outcome]:
         halves.update(str(value.dtype)
                       for value in (*args, *kwargs.values())
                       if getattr(value, "dtype", None) is torch.bfloat16)
-        # 3.2 hands the kernel options of a configuration that it does not know
+        # Triton 3.2 passes options of a configuration that the kernel does not have.
         return start(executor, *args,
                      **{name: value for name, value in kwargs.items() if name in executor.arg_names})
 
@@ -136,13 +145,16 @@ def interpret(order: Order) -> Iterator[Outcome]:
 
 
 def set_driver(sm: int) -> None:
+    """Make Triton compile for this compute capability."""
     from triton.runtime import driver
     driver.set_active(CpuDriver(sm))
 
 
 def load(order: Order, configurations: int | None) -> Callable[[], Any]:
-    """The function, in a process whose tuners run that many of their configurations (None for all) instead of
-    timing them."""
+    """Return the user's function, after autotuning is replaced.
+
+    Autotuners run their first `configurations` configurations (None for all) instead of timing them.
+    """
     import triton
     from triton.runtime.autotuner import Autotuner
     if Version(triton.__version__).base_version != Version(order.triton).base_version:
@@ -163,7 +175,7 @@ def load(order: Order, configurations: int | None) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if not f"{order.module}.".startswith(f"{error.name}."):
             raise
-        # pytest --import-mode=importlib leaves sys.path alone
+        # pytest --import-mode=importlib does not add the folder of the module to sys.path.
         spec = spec_from_file_location(order.module, order.file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[order.module] = module_from_spec(spec)
@@ -173,12 +185,16 @@ def load(order: Order, configurations: int | None) -> Callable[[], Any]:
 
 
 def record_into(launches: Launches) -> None:
-    """From now on a launch is kept instead of made, once for each kernel that the JIT would compile."""
+    """Replace launches by recording, for the rest of this process.
+
+    Each kernel that the JIT would compile is recorded once.
+    """
     from triton.runtime.jit import JITFunction
     compile_as_it_is = JITFunction.run
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        # A configuration's hook may set the block of a tensor descriptor, and the next one's sets it again.
+        # A hook of a configuration may set the block shape of a tensor descriptor, and the next configuration
+        # changes it again. So copy it.
         args, options = tuple(map(snapshot, args)), {name: snapshot(value) for name, value in options.items()}
         launches.setdefault((id(kernel), in_words(kernel, args, options)),
                             partial(compile_as_it_is, kernel, *args, grid=(1,), warmup=True, **options))
@@ -186,10 +202,15 @@ def record_into(launches: Launches) -> None:
 
 
 def snapshot(value: Any) -> Any:
+    """Return a copy of a tensor descriptor, and any other value unchanged."""
     return copy.copy(value) if hasattr(value, "block_shape") else value
 
 
 def in_words(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Recorded:
+    """Return the description of a launch: the types of its arguments, its constants and its options.
+
+    Two launches with the same description share one compiled kernel.
+    """
     named = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
     warps, stages = named.pop("num_warps", None) or 4, named.pop("num_stages", None) or 3
     run_time = {parameter.name: not getattr(parameter, "do_not_specialize", False)
@@ -202,16 +223,17 @@ def in_words(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Rec
 
 
 def kind(value: Any, specialise: bool) -> str | None:
+    """Return the type that the JIT gives to an argument, as text."""
     try:
         return specialised(value, specialise)
-    except (KeyError, TypeError):  # a type of eight bits, a tuple, a tensor descriptor
+    except (KeyError, TypeError):  # an 8-bit dtype, a tuple, a tensor descriptor
         if isinstance(value, (tuple, list)):
             return f"({', '.join(str(kind(one, specialise)) for one in value)})"
         return f"{type(value).__name__}:{getattr(value, 'dtype', '')}{getattr(value, 'block_shape', '')}"
 
 
 def in_short(error: BaseException) -> str:
-    """An exception, and where in the user's code it comes from."""
+    """Return an exception as one line, with the location in the user's code that raised it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if theirs(frame.filename)]
     said = str(error) or (frames[-1].line if frames else "")
     return (f"{type(error).__name__}: "
@@ -219,7 +241,7 @@ def in_short(error: BaseException) -> str:
 
 
 def theirs(file: str) -> bool:
-    """Whether it belongs neither to Python nor to torch, Triton or this file."""
+    """Return True if the file is the user's: not of Python, torch, Triton or this module."""
     ours = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep
             for name in ("torch", "triton") if name in sys.modules]
     standard = file.startswith(os.path.dirname(os.__file__)) and "site-packages" not in file

@@ -1,9 +1,10 @@
-"""Which kernels a call would start on a machine one does not own, as plain data.
+"""Record as plain data the kernels that a call would launch on another GPU than the local one.
 
-Inside ``recording(target)`` every call is planned for that target and nothing is started, so the public entry
-points, forward and backward, run on CPU tensors (their results hold whatever the memory held). What is kept
-of a launch is what Triton's JIT compiles for: two launches that share one compiled kernel are one
-``Recorded``.
+Inside ``recording(target)`` every call is planned for that target, and nothing is launched. So public
+functions run on CPU tensors, forward and backward; their results are uninitialised memory.
+
+A launch is recorded as the facts for which Triton's JIT compiles. Two launches that share one compiled kernel
+are one ``Recorded``.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from flashlin.testing.source_text import normalised
 
 Constant = bool | int | float | str | None
 
-# What Triton calls torch's dtypes.
+# Triton's names of torch's dtypes.
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
          torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
          torch.int64: "i64"}
@@ -35,10 +36,14 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 class Recorded(NamedTuple):
     """One kernel as the JIT specialises it.
 
-    arguments: the run-time ones in order, each with its type: ``*bf16`` for a pointer, ``i32``, ``fp32``,
-    None for None. ``:16`` after it says divisible by 16, ``:1`` equal to 1: the JIT compiles those apart.
-    constants: the constexprs, tile included. shared: bytes, the plan's upper estimate. traits: the plan's,
-    sorted. config: ``Launch.config``.
+    module, kernel: names that locate the kernel.
+    arguments: the run-time arguments in order, each with its type: ``*bf16`` for a pointer, ``i32``,
+        ``fp32``, or None for None. ``:16`` after it means divisible by 16, ``:1`` means equal to 1; the JIT
+        compiles separate kernels for these.
+    constants: the constexpr arguments, including the tile.
+    shared: bytes of shared memory, the plan's upper estimate.
+    traits: the plan's traits, sorted.
+    config: ``Launch.config``.
     """
     module: str
     kernel: str
@@ -56,20 +61,22 @@ class Recorded(NamedTuple):
                 f"warps={self.num_warps} stages={self.num_stages}")
 
     def fields(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict for JSON."""
         return {**self._asdict(), "arguments": dict(self.arguments), "constants": dict(self.constants)}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Recorded:
-        """The launch that has these fields, also where they come out of JSON."""
+        """Return the launch with these fields, which may have been read from JSON."""
         return cls(**{**fields, "arguments": tuple(fields["arguments"].items()),
                       "constants": tuple(fields["constants"].items()), "traits": tuple(fields["traits"])})
 
 
 @contextmanager
 def recording(target: Target) -> Iterator[list[Recorded]]:
-    """Plan every call for ``target`` and collect what it would start, each kernel once, in order of the first
-    launch."""
+    """Plan every call in the block for ``target`` and record its launches instead of making them.
+
+    Yields the list of recorded kernels. Each kernel is in it once, in the order of the first launches.
+    """
     launches: list[Recorded] = []
 
     def keep(launch: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -86,8 +93,11 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
 
 
 def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded:
-    """What is left of a launch once the JIT has looked at it."""
-    # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the decorator's options in
+    """Return a launch as the facts for which the JIT compiles a kernel.
+
+    arguments: values by name, as passed to the kernel.
+    """
+    # Under TRITON_INTERPRET a kernel is an InterpretedFunction, which keeps the options of the decorator in
     # kwargs.
     decorator = getattr(kernel, "kwargs", {})
     left_alone = getattr(kernel, "do_not_specialize", None) or decorator.get("do_not_specialize") or ()
@@ -103,8 +113,10 @@ def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded
 
 
 def specialised(value: Any, specialise: bool = True) -> str | None:
-    """The type the JIT gives an argument. specialise: False for those in ``do_not_specialize``, of which only
-    the type counts."""
+    """Return the type that the JIT gives to an argument, such as ``*bf16:16`` or ``i32``.
+
+    specialise: False for arguments in ``do_not_specialize``, whose value does not matter.
+    """
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -120,24 +132,28 @@ def specialised(value: Any, specialise: bool = True) -> str | None:
 
 
 def source_hash(module: str, kernel: str) -> str:
-    """The module of a kernel and a hash of what it does: a record holds for as long as this stays the same.
-    Comments, docstrings and layout may change."""
+    """Return the module of a kernel and a hash of its source, as ``module:hash``.
+
+    A record is current while this stays the same. Comments, docstrings and layout do not change it.
+    """
     return f"{module}:{hashlib.sha256(source_of(module, kernel).encode()).hexdigest()[:12]}"
 
 
 def is_current(source: str, kernel: str) -> bool:
-    """Whether ``source_hash`` would still say so."""
+    """Return True if ``source`` is still the ``source_hash`` of the kernel."""
     module = source.partition(":")[0]
     try:
         return bool(module) and source_hash(module, kernel) == source
-    except (ImportError, AttributeError):  # the kernel is gone
+    except (ImportError, AttributeError):  # the kernel no longer exists
         return False
 
 
 @lru_cache(maxsize=256)
 def source_of(module: str, kernel: str) -> str:
-    """The code of a kernel, of every jitted function it calls and of the constants they use, a line each: see
-    ``normalised``."""
+    """Return the normalised code of a kernel, of the jitted functions it calls and of their constants.
+
+    Each function or constant is one line, see ``normalised``.
+    """
     waiting, known = [getattr(importlib.import_module(module), kernel)], dict[str, str]()
     while waiting:
         function = waiting.pop().fn

@@ -1,4 +1,4 @@
-"""Python source without what changes nothing: two texts with the same code in them are one."""
+"""Normalise Python source, so that two texts with the same code become equal."""
 from __future__ import annotations
 
 import ast
@@ -9,12 +9,13 @@ Parameters = Mapping[str, Sequence[str]]
 
 
 def normalised(source: str, parameters: Parameters | None = None) -> str:
-    """The syntax tree of ``source`` in words, without comments, layout, docstrings, spelling of literals. The
-    same on every Python that we support, which ``ast.dump`` is not: newer ones have more fields, and print
-    fewer. Raises SyntaxError.
+    """Return the syntax tree of ``source`` as text, without comments, layout and docstrings.
 
-    parameters: names of the parameters of functions that ``source`` calls. Their arguments count by
-    parameter, so that a call by position and one by keyword, in whatever order, are the same.
+    The spelling of literals does not matter either. The text is the same on every supported Python.
+    ``ast.dump`` is not: newer Pythons have more fields and print fewer of them. Raises SyntaxError.
+
+    parameters: parameter names of functions that ``source`` calls. Their arguments are matched to parameters,
+        so that a call by position equals a call by keyword in any order.
     """
     tree, known = ast.parse(source), parameters or {}
     for node in ast.walk(tree):
@@ -26,7 +27,7 @@ def normalised(source: str, parameters: Parameters | None = None) -> str:
 
 
 def _by_position(call: ast.Call, names: Sequence[str]) -> None:
-    """Make keywords positional up to the first parameter that is left to its default; sort the others."""
+    """Make keywords positional up to the first parameter that has no argument; sort the other keywords."""
     starred = any(isinstance(one, ast.Starred) for one in call.args)
     if starred or any(keyword.arg is None for keyword in call.keywords):
         return
@@ -43,7 +44,7 @@ def _write(node: Any, words: list[str]) -> None:
         words.append(f"({type(node).__name__}")
         for name in node._fields:
             value = getattr(node, name, None)
-            # ctx follows from where a name stands
+            # ctx follows from the position of a name
             if value is None or value == [] or name in ("ctx", "type_comment"):
                 continue
             words.append(name)
@@ -60,13 +61,13 @@ def _write(node: Any, words: list[str]) -> None:
 
 
 def _operands(chain: ast.BoolOp) -> list[ast.expr]:
-    """Those of ``a and b and c``, however it is put in parentheses."""
+    """Return the operands of a chain such as ``a and b and c``, without regard to parentheses."""
     return [one for value in chain.values
             for one in (_operands(value) if isinstance(value, ast.BoolOp) and type(value.op) is type(chain.op)
                         else [value])]
 
 
 def _says_nothing(statement: Any) -> bool:
-    """A docstring, or a text that stands alone elsewhere."""
+    """Return True for a docstring or another string that is a statement of its own."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -1,5 +1,7 @@
-"""The cases of every op, by family: the one table behind the tests, doctor --run and the GPU records. A
-family is in it if it has a file beside this one with ``CASES``."""
+"""The test cases of every op, which the tests, ``doctor --run`` and the GPU records use.
+
+Each file of this folder with a list ``CASES`` contributes the cases of one family of ops.
+"""
 from __future__ import annotations
 
 import inspect
@@ -13,8 +15,10 @@ from flashlin.testing.compare import Case
 
 
 def _of_scalars(cases: list[Case]) -> Iterator[Case]:
-    """Yield a case for each number and flag of an op that none of these chooses: the op's first case with
-    twice the number, or with the other flag."""
+    """Yield a case for each number and flag of an op that no given case sets.
+
+    It is the op's first case with twice the default number, or with the opposite flag.
+    """
     chosen: dict[str, set[str]] = {}
     for case in cases:
         chosen.setdefault(case.op, set(WITHOUT_EFFECT)).update(options_of(case))

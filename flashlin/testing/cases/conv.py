@@ -1,5 +1,7 @@
-"""Cases of the short convolution: widths, channels, states, packed sequences, and sequences shorter than the
-filter."""
+"""Cases of the short convolution and the token shift.
+
+They vary filter widths, channels, states and packed sequences, also with sequences shorter than the filter.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-# of: x is the first part of rows of so many parts. others: dtype of all but x.
+# B, T, C, W: batch, tokens, channels, filter width. of: x has C columns of a
+# tensor with C*of. others: dtype of all tensors except x.
 OTHERS = {"bias": Input("C", dtype="others", when="given"),
           "residual": Input("B T C", dtype="others", when="given"),
           "initial_state": Input("N C W", dtype="others", when="given")}
@@ -29,12 +32,15 @@ _make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others
 
 
 def of_first_part(function: Callable[..., Any], x: Tensor, weight: Tensor, **given: Any) -> Any:
+    """Call a function on the first columns of x, as many as the weight has channels."""
     return function(x[..., :len(weight)], weight, **given)
 
 
 def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Two calls, without gradients (the second is the kernel's), and with them where there are any to
-    compute."""
+    """Call causal_conv1d_update without gradients (its kernel), then with gradients.
+
+    The case compares the results of both calls, each with its updated cache.
+    """
     window = cache.clone()
     with torch.no_grad():
         without, _ = flashlin.causal_conv1d_update(x, window, **given)
@@ -44,13 +50,14 @@ def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
 
 def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None = None,
                      residual: Tensor | None = None, activation: str | None = None) -> tuple[Tensor, ...]:
+    """Return what ``call_update`` returns: y of both calls and the updated cache, twice."""
     y, after = convolve(x[:, None], weight, bias, None if residual is None else residual[:, None], cache,
                         activation)
     return y[:, 0], y[:, 0].detach(), after.detach(), after.detach()
 
 
 def of_shifted(function: Callable[..., Any], x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
-    """The function of what lies first in x's rows, as wide as the cache."""
+    """Call a function on the first columns of x, as many as the cache has channels."""
     return function(x if cache is None else x[..., :cache.shape[-1]], cache=cache, **given)
 
 
@@ -61,7 +68,7 @@ _update = Op("causal_conv1d_update", _make_update, update_reference, TOLERANCES,
 _shift = Op("token_shift", _make_shift, partial(of_shifted, shift), TOLERANCES,
             {"y": "B T C", "last": "N C"}, {"output_cache": True}, partial(of_shifted, flashlin.token_shift))
 SILU = {"activation": "silu"}
-# empty ones, ones shorter than any filter, ones of several blocks
+# Bounds of sequences that are empty, shorter than any filter, or several blocks long.
 PACKED = (0, 1, 1, 3, 40, 41, 105, 107, 150)
 CASES: list[Case] = [
     _conv("random", SILU, quick=True), _conv("packed", SILU, quick=True, edges=PACKED),
@@ -85,5 +92,5 @@ CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("
           _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, C=16),
           _shift("fp32-cache", others="float32"), _shift("sliced", of=2, C=20), _shift("D=1", C=1),
           _shift("D=300", C=300)]
-# More blocks of rows than a large card has programs to share out the gradients of weight and bias.
+# More blocks of rows than a large GPU has programs that share the gradients of weight and bias.
 CASES += [_conv("many-blocks", SILU, B=1, T=1200, C=4096, given=("bias",))]

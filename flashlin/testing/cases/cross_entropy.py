@@ -1,5 +1,7 @@
-"""Cases of the cross entropies: vocabularies of one block and of several, every term of the loss, ignored
-rows, extreme logits."""
+"""Cases of the cross-entropy losses.
+
+They vary vocabularies of one and of several blocks, all terms of the loss, ignored rows and extreme logits.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +17,7 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.001, "d*": 0.005}
-LINEAR = {"*": 0.005, "d*": 0.02}   # 16-bit logits between the products
+LINEAR = {"*": 0.005, "d*": 0.02}  # looser, because logits are rounded to 16 bits between the products
 
 
 def _target(draw: Draw, shape: str) -> Tensor:
@@ -38,8 +40,9 @@ def _special(made: Tensors, draw: Draw) -> Tensors:
     return made
 
 
-# kind: ``far`` logits, ``masked`` ones, which are -inf, or ``peaked`` ones, which leave no doubt about the
-# highest. ignored: ``some`` rows, or ``all``.
+# N, V: rows and size of the vocabulary. kind: ``random``; ``far`` for large logits; ``masked``, where every
+# other logit is -inf; or ``peaked``, where one logit is clearly the largest. ignored: "", ``some`` rows or
+# ``all`` rows. index: dtype of the targets.
 FACTS = {"N": 37, "V": 100, "kind": "random", "ignored": "", "ignore_index": -100, "index": "int64"}
 _make = Maker({"target": Input("N", _target), "logits": Input("N V", _logits)}, FACTS, finish=_special)
 _make_linear = _make.but(
@@ -50,8 +53,9 @@ _make_linear = _make.but(
 
 
 def call(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call cross_entropy_loss on logits that it may overwrite."""
     if options.get("inplace_backward"):
-        logits = logits * 1  # a leaf may not be written to
+        logits = logits * 1  # the backward overwrites logits, which is not allowed for a leaf
     return flashlin.cross_entropy_loss(logits, target, **options)
 
 
@@ -63,11 +67,15 @@ def linear_reference(
     ignore_index: int = -100,
     **terms: Any,
 ) -> Tensor:
+    """Compute the loss of a linear layer in float64, with the L2 penalty on the largest logits.
+
+    The penalty changes the gradient, but not the value of the loss.
+    """
     logits = F.linear(x, weight, bias)
     loss = cross_entropy(logits, target, ignore_index=ignore_index, **terms)[0].sum()
     if reduction == "mean":
         loss = loss / max(int((target != ignore_index).sum()), 1)
-    # of which only the gradient counts
+    # The penalty is subtracted from the value again, so that only its gradient counts.
     squares = logits.max(1).values.square().sum() * (l2_penalty_factor * use_l2warp / 2 / max(len(x), 1))
     return loss + squares - squares.detach()
 

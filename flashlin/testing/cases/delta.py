@@ -1,7 +1,7 @@
-"""Cases of the delta rules, of the delta product and of Comba.
+"""Cases of the delta rules, the delta product and Comba.
 
-Besides random inputs they have extreme gates, and keys that resemble each other, which break a careless
-inverse."""
+In addition to random inputs they have extreme gates, and similar keys, for which an inaccurate inverse fails.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
-# One key with beta = 1: every token overwrites the last one's value, so what the gates' gradients gain from
-# the state they lose again through the prediction, and 16-bit states leave a trace of it.
+# One key with beta = 1: every token overwrites the previous value. What the gates' gradients gain from the
+# state is then cancelled through the prediction, and the rounding of states to 16 bits remains.
 FORGETFUL = {"dg": 0.05}
-# One key with beta = 2 and no decay: every token reflects the state, so nothing is forgotten and each
-# rounding of u to 16 bits is added up over the sequence (matrix/results/holes-delta-* has fla beside it).
-# float32, which is held to 1e-4 as everywhere, keeps the digits.
+# One key with beta = 2 and no decay: every token reflects the state. Nothing is forgotten, so each rounding
+# of u to 16 bits adds up over the sequence (matrix/results/holes-delta-* also records fla). float32 must
+# still meet 1e-4, as in all cases.
 REFLECTED = {"*": 0.6, "d*": 0.6, "dbeta": 0.6}
 
 
@@ -34,7 +34,9 @@ QKV = {"q": Input("B T H K", unit), "k": Input("B T H K", keys), "v": Input("B T
 REST = {"beta": Input("B T HV", rates, FLOAT32), "A_log": Input("HV", inputs.times(0.5), FLOAT32, "raw"),
         "dt_bias": Input("HV", dtype=FLOAT32, when="raw"),
         "initial_state": Input("N HV K V", dtype=FLOAT32, when="state")}
-# keys: one of KEYS. rate: of beta. gate: of g. raw: gate and beta become decays and rates inside the op.
+# B, T: batch and tokens. H, HV: heads of q and k, heads of v. K, V: columns of keys and values. keys: one of
+# KEYS. rate: kind of beta. gate: kind of g. raw: gate and beta become decays and rates inside the op. state:
+# the case has an initial state.
 FACTS = {"B": 2, "T": 100, "H": 2, "HV": 2, "K": 64, "V": 64, "keys": "random", "rate": "random",
          "gate": "random", "raw": False, "state": True}
 rule = Maker({**QKV, **REST}, FACTS)
@@ -76,10 +78,15 @@ CASES: list[Case] = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES
                      *_family(Op("chunk_gated_delta_rule", gated_rule, reference, TOLERANCES))]
 
 
-# The delta product: numbers of steps, keys that resemble each other, packed sequences, no gate.
+# The delta product, with one to three steps per token, similar keys, packed sequences and no gate.
 
 def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
-    """The values of one row of each token, where k, v and beta have n."""
+    """Return values for one row per token, taken from a tensor with n rows per token.
+
+    k, v and beta have n rows per token, q and g have one.
+
+    first: returns the number of that row for n.
+    """
     return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw.size("n"))::draw.size("n")]
 
 
@@ -110,10 +117,10 @@ CASES += [
     _token_product("segments", T=33, HV=1, H=1, **_few)]
 
 
-# Comba: the gated delta rule with a vector p that the state is read with.
+# Comba: the gated delta rule that reads the state with a separate vector p.
 
 def _reading(made: Tensors, draw: Draw) -> Tensors:
-    """With p out of the numbers that were drawn for it."""
+    """Replace the random numbers in p by the vector that the fact `reads` selects."""
     if "p" in made:
         k, p = made["k"], made["p"]
         p = F.normalize(p, dim=-1) if draw["reads"] == "own" else k * p[..., :1].sigmoid()
@@ -121,7 +128,8 @@ def _reading(made: Tensors, draw: Draw) -> Tensors:
     return made
 
 
-# reads: p is a ``share`` of k, as the layer has it, or a vector of length 1 of its ``own``; "" without p.
+# reads: "share" for p as a multiple of k, as in the layer; "own" for an independent vector of length 1; ""
+# for no p.
 _make_comba = gated_rule.but(
     inputs={**gated_rule.inputs, "p": Input("B T H K", dtype=FLOAT32, when="reads")}, finish=_reading,
     facts={**FACTS, "reads": "share"})

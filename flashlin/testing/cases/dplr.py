@@ -1,7 +1,8 @@
-"""Cases of the delta rules with a decay for each key channel, Gated DeltaNet 2 among them.
+"""Cases of the delta rules with a decay for each key channel, including Gated DeltaNet 2.
 
-Decays lie at both ends and side by side, keys resemble each other, and vectors are as the layers have them.
-Others have states, packed sequences and odd sizes."""
+Strong and weak decays are next to each other, keys are similar, and vectors are as in the layers. Other cases
+have states, packed sequences and odd sizes.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,9 +24,8 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# One key that every token overwrites or, with a rate of 2 and no decay, reflects: what gradients gain they
-# lose again, and rounding to 16 bits is never forgotten. float32, which is held to 1e-4 as everywhere, keeps
-# the digits.
+# One key that every token overwrites or, with a rate of 2 and no decay, reflects. Terms of the gradients then
+# cancel, and rounding to 16 bits is never forgotten. float32 must still meet 1e-4, as in all cases.
 FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 
@@ -36,13 +36,19 @@ def _minus_read(draw: Draw, shape: str) -> Tensor:
 
 
 def _back(draw: Draw, shape: str) -> Tensor:
-    """A share of what a reads, as large as ``rate`` says; with the fact ``free``, a vector of its own."""
+    """Return b: a multiple of the vector that a reads, or an independent vector with the fact `free`.
+
+    The fact ``rate`` gives the factor.
+    """
     share = draw(shape).sigmoid() if draw["rate"] == "random" else float(draw["rate"])
     return F.normalize(draw(shape), dim=-1) / 2 if draw["free"] else draw.kept["read"] * share
 
 
 def _beta(draw: Draw, shape: str) -> Tensor:
-    """Draw numbers even where all are one: the initial state of such cases depends on the draws."""
+    """Return rates of the kind ``rate``.
+
+    Random numbers are drawn even for a constant rate, because the initial state is drawn after them.
+    """
     beta = draw(shape)
     return (torch.full_like(beta, float(draw["rate"])) if draw["rate"] != "random" else beta if draw["raw"]
             else beta.sigmoid())
@@ -51,8 +57,8 @@ def _beta(draw: Draw, shape: str) -> Tensor:
 DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
 STATE = delta.REST["initial_state"]
 VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
-# keys: one of KEYS. rate: of beta, or the share of what a reads that b writes back. raw: gates
-# become decays inside the op.
+# keys: one of KEYS. rate: kind of beta, or the factor between the vector that a reads and b. raw: gates
+# become decays inside the op. free: b is independent of a.
 FACTS = {**delta.FACTS, "B": 1, "HV": "H", "free": False}
 kda = Maker({**delta.QKV, "g": DECAY, "beta": Input("B T HV", _beta, FLOAT32), "A_log": delta.REST["A_log"],
              "dt_bias": Input("HV*K", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS)
@@ -61,7 +67,11 @@ dplr = kda.but(inputs={**delta.QKV, "gk": DECAY, **VECTORS, "initial_state": STA
 
 def _op(name: str, make: Maker, recurrence: Callable[..., tuple[Tensor, Tensor]] = recurrence,
         scale: float | None = None, **names: str) -> Op:
-    """names: the op's, by the recurrence's."""
+    """Return an Op that is compared with a recurrence.
+
+    names: the op's names of tensors, keyed by the names of the recurrence.
+    scale: default scale of the op; None for K ** -0.5.
+    """
     return Op(name, make, partial(sequences.outputs, recurrence, names, scale=scale), TOLERANCES)
 
 
@@ -103,9 +113,10 @@ CASES: list[Case] = [
     _rwkv7("alike", gate="layer", keys="alike", allowed=FORGETFUL), _iplr("random", quick=True, T=40),
     _iplr("free", free=True, T=70), _iplr("packed", {"scale": 0.5}, edges=(0, 20, 20, 90), K=32, V=32)]
 
-# Gated DeltaNet 2: Kimi Delta Attention's inputs with rates of erasing and writing.
+# Gated DeltaNet 2: the inputs of Kimi Delta Attention, with separate rates for erasing and writing.
 GDN2_GATE = {**L2, "use_gate_in_kernel": True}
-# rate: of b; w is random. Beta is drawn and dropped: the numbers behind it stay those that GPUs have had.
+# rate: kind of b; w is always random. Beta is drawn and dropped, so that the tensors drawn after it keep the
+# values of the recorded GPU runs.
 _gdn2 = kda.but(
     facts={**FACTS, "without": ("beta",)},
     inputs={**kda.inputs, "b": Input("B T HV K", lambda draw, shape: draw.rates(draw["rate"], shape)),

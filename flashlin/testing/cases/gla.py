@@ -1,5 +1,7 @@
-"""Cases of gated linear attention and of RWKV-6: decays at both ends and side by side, states, packed
-sequences, odd sizes."""
+"""Cases of gated linear attention and of RWKV-6.
+
+Strong and weak decays are next to each other. Other cases have states, packed sequences and odd sizes.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -30,10 +32,11 @@ def _keys(draw: Draw, shape: str) -> Tensor:
 QKV = {"q": Input("B T H K", _values), "k": Input("B T H K", _keys), "v": Input("B T H V", _values)}
 DECAY, DECAY_OF_VALUES = Input("B T H K", decays(), FLOAT32), Input("B T H V", decays(), FLOAT32, "values")
 STATE = Input("N H K V", dtype=FLOAT32, when="state")
-# gate: of the decays. kind: of q, k and v, ``random``, ``constant`` or ``one-key``.
+# B, T, H: batch, tokens, heads. K, V: columns of keys and values. gate: kind of the decays. kind: of q, k and
+# v: ``random``, ``constant`` or ``one-key``. state: the case has an initial state.
 FACTS = {"B": 2, "T": 150, "H": 2, "K": 64, "V": 64, "gate": "random", "kind": "random", "state": True}
 chunked = Maker({**QKV, "g": DECAY, "initial_state": STATE}, FACTS)
-# keys, values: which of them decay
+# keys, values: True if the op has decays of keys (gk) or of values (gv).
 _by_token = Maker({**QKV, "gk": DECAY._replace(when="keys"), "gv": DECAY_OF_VALUES, "initial_state": STATE},
                   {**FACTS, "keys": True, "values": False})
 
@@ -66,8 +69,8 @@ CASES: list[Case] = [
     _token("segments", B=1, H=1, T=66, K=16, V=16),
     _token("ungated-segments", keys=False, B=1, H=1, T=66, K=16, V=16), _token("one-token", T=1)]
 
-# RWKV-6 chunk by chunk: the same inputs under other names, and a bonus.
-# u: a parameter, so of the model's dtype
+# RWKV-6 in chunks: the same inputs under other names, and a bonus u. As a parameter, u has the dtype of the
+# model.
 _of_rwkv6 = Maker({**renamed(chunked.inputs, r="q", w="g"), "u": Input("H K")}, FACTS)
 _rwkv6 = Op("chunk_rwkv6", _of_rwkv6, partial(sequences.outputs, recurrence, {"q": "r", "g": "w"}),
             TOLERANCES)

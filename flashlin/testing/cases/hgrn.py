@@ -1,5 +1,7 @@
-"""Cases of HGRN's recurrence: decays at both ends, states, packed sequences, channels of odd numbers, lengths
-around a block."""
+"""Cases of HGRN's recurrence.
+
+They vary extreme decays, states, packed sequences, odd numbers of channels, and lengths near a block's.
+"""
 from __future__ import annotations
 
 from flashlin.kernels.hgrn.reference import recurrence
@@ -10,7 +12,7 @@ from flashlin.testing.compare import Case
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 
 
-# gate: of g, which is of the dtype ``own``.
+# B, T, C: batch, tokens, channels. gate: kind of g. own: dtype of g.
 _make = Maker({"g": Input("B T C", decays(), "own"), "x": Input("B T C"),
                "initial_state": Input("N C", dtype=FLOAT32, when="state")},
               {"B": 2, "T": 37, "C": 24, "gate": "random", "own": "same", "state": True})

@@ -1,4 +1,8 @@
-"""Declared tensors: the shape, the values and the dtype of each tensor of an op, from which cases make it."""
+"""Declarations of an op's tensors: the shape, the values and the dtype of each.
+
+A `Maker` makes the tensors of a case from a table of `Input` and from facts, which are the sizes and options
+that a case can choose.
+"""
 from __future__ import annotations
 
 import math
@@ -18,10 +22,11 @@ STRENGTHS = (-math.inf, -1e9, -1e6, -1e4)
 
 
 def with_resets(g: Tensor) -> Tensor:
-    """Return g [B, T, ...] with log decays of all STRENGTHS at some tokens.
+    """Set log decays of all STRENGTHS at some tokens of g [B, T, ...], in place, and return g.
 
-    These are neighbours, both sides of a chunk's edge and the last token. Every other head or channel also
-    forgets at its first token, so that nothing is left of its initial state."""
+    The tokens include neighbours, both sides of a chunk boundary and the last token. Every other head or
+    channel also forgets everything at its first token, so that its initial state has no effect.
+    """
     T, strengths = g.shape[1], cycle(STRENGTHS)
     for t in (3, 4, 29, 31, 32, 63, 64, 77, T - 1):
         if t < T:
@@ -31,28 +36,34 @@ def with_resets(g: Tensor) -> Tensor:
 
 
 def every_other(g: Tensor) -> Tensor:
-    """Return g [B, T, ...] with as many tokens that forget everything as leave any decay between two of them."""
+    """Set the log decays of every other token of g [B, T, ...] to -inf, in place, and return g."""
     g[:, ::2] = -math.inf
     return g
 
 
-# What makes the gate of a case out of random log decays, by the name that its maker takes.
+# Functions that turn random log decays into the decays of a case, by the value of its fact ``gate``.
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"random": lambda g: g, "resets": with_resets,
                                                 "every-other": every_other}
 
 
 def raw_gates(kind: str, g: Tensor) -> Tensor:
-    """Return raw gates g [B, T, ...], whose softplus is taken off, changed so that the same tokens forget
-    everything. They stay finite, or gradients would be NaN on paper."""
+    """Return raw gates g [B, T, ...], changed so that the tokens of ``kind`` forget everything.
+
+    A raw gate becomes the log decay -softplus(g) inside the op. The gates stay finite, because their exact
+    gradients would otherwise be NaN.
+    """
     return -DECAYS[kind](-g).clamp(min=-1e9)
 
 
 class Draw:
-    """Random numbers in float32 on the CPU. Shapes are the names of facts: ``Draw(generator, {"B": 2, "T":
-    9})("B T")`` returns normal numbers [2, 9].
+    """A source of random float32 numbers on the CPU, with shapes given as names of facts.
 
-    A size may be a product of facts, such as ``H*K``, or a fact that names another one. A size that is None
-    is no dimension, and a tuple is several. kept: values that tensors share.
+    ``Draw(generator, {"B": 2, "T": 9})("B T")`` returns normal numbers [2, 9].
+
+    A size may be a product of facts, such as ``H*K``, or a fact that names another fact. A size of None is
+    left out of the shape, and a tuple adds several sizes.
+
+    kept: values that several tensors share.
     """
 
     def __init__(self, generator: torch.Generator, facts: Mapping[str, Any]) -> None:
@@ -62,30 +73,39 @@ class Draw:
         return self.facts[fact]
 
     def shape(self, dimensions: str) -> list[int]:
+        """Return the sizes for a text such as ``"B T H*K"``."""
         sizes = [self.size(name) for name in dimensions.split()]
         several = [size if isinstance(size, tuple) else (size,) for size in sizes if size is not None]
         return [n for size in several for n in size]
 
     def size(self, dimension: str) -> Any:
+        """Return the size of one dimension: an int, a tuple of several, or None for no dimension."""
         factors = [self.facts[name] for name in dimension.split("*")]
         sizes = [self.size(one) if isinstance(one, str) else one for one in factors]
         return math.prod(sizes) if len(sizes) > 1 else sizes[0]
 
     def __call__(self, dimensions: str) -> Tensor:
+        """Return normal numbers of the shape that the text describes."""
         return torch.randn(self.shape(dimensions), generator=self.generator)
 
     def uniform(self, dimensions: str) -> Tensor:
-        """From 0 to 1."""
+        """Return uniform numbers from 0 to 1."""
         return torch.rand(self.shape(dimensions), generator=self.generator)
 
     def integers(self, high: int, dimensions: str) -> Tensor:
-        """From 0 to high - 1."""
+        """Return random integers from 0 to high - 1."""
         return torch.randint(0, high, self.shape(dimensions), generator=self.generator)
 
     def decay(self, kind: str, dimensions: str, shift: float = 2.0) -> Tensor:
-        """Log decays: of one of DECAYS (logsigmoid of normal numbers + shift); ``layer`` (uniform
-        in -0.607 .. 0, as in RWKV-7); ``strong`` (uniform in -20 .. 0, the first channel all -20, the second
-        all 0); or all the number that ``kind`` spells."""
+        """Return log decays of a kind.
+
+        kind: one of
+
+        - a key of DECAYS: logsigmoid of normal numbers + shift, then changed by its function.
+        - ``layer``: uniform in -0.607 .. 0, as in RWKV-7.
+        - ``strong``: uniform in -20 .. 0, with the first channel all -20 and the second all 0.
+        - a number as text: all log decays are this number.
+        """
         if kind in DECAYS:
             return DECAYS[kind](F.logsigmoid(self(dimensions) + shift))
         if kind == "layer":
@@ -97,8 +117,11 @@ class Draw:
         return torch.full(self.shape(dimensions), float(kind))
 
     def rates(self, kind: str, dimensions: str, raw: bool = False) -> Tensor:
-        """``random`` in 0 .. 1, or with ``raw`` what becomes that in a sigmoid; or all the number that
-        ``kind`` spells."""
+        """Return rates of a kind.
+
+        kind: ``random`` for rates in 0 .. 1, or a number as text for constant rates.
+        raw: return random rates before their sigmoid.
+        """
         if kind != "random":
             return torch.full(self.shape(dimensions), float(kind))
         logits = self(dimensions)
@@ -109,6 +132,7 @@ Values = Callable[[Draw, str], Tensor]
 
 
 def unit(draw: Draw, shape: str) -> Tensor:
+    """Return random vectors of length 1."""
     return F.normalize(draw(shape), dim=-1)
 
 
@@ -118,8 +142,13 @@ def keys(draw: Draw, shape: str) -> Tensor:
 
 
 def decays(shift: float = 2.0, size: float = 1.0) -> Values:
-    """Log decays of the kind that the fact ``gate`` names. With the fact ``raw`` they are gates of this size,
-    which become decays inside the op."""
+    """Return a function that makes log decays of the kind in the fact ``gate``.
+
+    With the fact ``raw`` it makes gates, which become decays inside the op.
+
+    shift: see Draw.decay.
+    size: standard deviation of the raw gates.
+    """
     def values(draw: Draw, shape: str) -> Tensor:
         if draw.facts.get("raw"):
             return raw_gates(draw["gate"], size * draw(shape))
@@ -133,14 +162,18 @@ def rates(draw: Draw, shape: str) -> Tensor:
 
 
 def times(factor: float, plus: float = 0.0) -> Values:
+    """Return a function that makes normal numbers times ``factor``, plus ``plus``."""
     return lambda draw, shape: draw(shape) * factor + plus
 
 
 class Input(NamedTuple):
-    """A tensor of an op. shape: the name of a size for each dimension. dtype: ``same`` for that of the case,
-    another, or a fact that names it. when: the fact without which the tensor is not made. With
-    ``given`` a tensor that is not in this list of names is drawn and dropped, so that others keep their
-    values.
+    """The declaration of one tensor of an op.
+
+    shape: names of sizes, separated by spaces, see Draw.
+    of: function that makes the values in float32.
+    dtype: ``same`` for the dtype of the case, the name of a dtype, or a fact that names one.
+    when: the tensor is made only if this fact is true. With ``given``, it is always drawn, but dropped unless
+        the fact ``given`` lists its name, so that tensors drawn later keep their values.
     """
     shape: str
     of: Values = Draw.__call__
@@ -148,7 +181,7 @@ class Input(NamedTuple):
     when: str = ""
 
     def made(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Return whether a case of these facts has the tensor, which is called ``name``."""
+        """Return True if a case with these facts has the tensor, which is called ``name``."""
         given = facts["given"] is None or name in facts["given"]
         return bool(given if self.when == "given" else not self.when or facts[self.when]
                     ) and name not in facts["without"]
@@ -161,12 +194,19 @@ GIVEN: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the tensors of a case, in the order in which they are declared.
+    """Makes the tensors of a case, in the order of their declaration.
 
-    facts: what a case may choose, with the usual values; sizes among them. derived: facts that follow from
-    others. finish: changes the tensors made. Of every maker a case may choose ``edges`` of packed sequences,
-    ``state_v_first``, names ``given`` of tensors that are so declared (all if None), or those to go
-    ``without``.
+    inputs: the declared tensors by name.
+    facts: sizes and options that a case can choose, with their defaults.
+    derived: returns facts that follow from others.
+    finish: changes the finished tensors.
+
+    A case can also choose these facts for every maker:
+
+    edges: bounds of packed sequences.
+    state_v_first: states have the layout V K.
+    given: names of the optional tensors to pass; None for all.
+    without: names of tensors to leave out.
     """
     inputs: Mapping[str, Input]
     facts: Mapping[str, Any]
@@ -174,11 +214,18 @@ class Maker:
     finish: Callable[[Tensors, Draw], Tensors] = lambda made, draw: made
 
     def __call__(self, dtype: torch.dtype, generator: torch.Generator, **chosen: Any) -> Tensors:
+        """Return the tensors of a case by name, with ``cu_seqlens`` if it has ``edges``.
+
+        dtype: dtype of the case.
+        chosen: facts that differ from the defaults.
+
+        Raises TypeError for an unknown fact.
+        """
         facts = {**GIVEN, **self.facts, **chosen}
         if unknown := chosen.keys() - {*GIVEN, *self.facts}:
             raise TypeError(f"facts: got {', '.join(sorted(unknown))}, need {', '.join(self.facts)}")
         edges = facts["edges"]
-        facts |= {"B": 1, "T": edges[-1]} if edges else {}  # packed sequences are one row
+        facts |= {"B": 1, "T": edges[-1]} if edges else {}  # packed sequences have a batch of 1
         facts = {"N": len(edges) - 1 if edges else facts.get("B"), **facts}
         draw, made = Draw(generator, {**facts, **self.derived(facts)}), Tensors()
         for name, one in self.inputs.items():
@@ -192,21 +239,22 @@ class Maker:
         return self.finish(made | bounds, draw)
 
     def dtype_of(self, one: Input, draw: Draw, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a declared tensor in a case of ``dtype``."""
         name = draw.facts.get(one.dtype, one.dtype)
         found: torch.dtype = dtype if name == "same" else getattr(torch, name)
         return found
 
     def having(self, **facts: Any) -> Maker:
-        """With other facts as the usual ones."""
+        """Return a maker with other defaults of these facts."""
         return self.but(facts={**self.facts, **facts})
 
     def but(self, **fields: Any) -> Maker:
-        """With other fields."""
+        """Return a maker with other fields."""
         return replace(self, **fields)
 
 
 def renamed(inputs: Mapping[str, Input], **names: str) -> dict[str, Input]:
-    """The inputs with other names: ``r="q"`` calls q r."""
+    """Return the inputs under other names: ``r="q"`` renames q to r."""
     ours = {theirs: name for name, theirs in names.items()}
     return {ours.get(name, name): one for name, one in inputs.items()}
 
@@ -220,7 +268,8 @@ def _every_other_zero(x: Tensor) -> Tensor:
     return x
 
 
-# Keys [B, T, H, K] of normal numbers, of length 1 but for "raw" ones.
+# Functions that turn normal numbers into keys [B, T, H, K]. All keys have length 1, except "raw" and zero
+# keys.
 KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "random": _unit(lambda x: x),
     "one-key": _unit(lambda x: x[:, :1].expand_as(x)),

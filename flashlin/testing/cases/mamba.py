@@ -1,5 +1,8 @@
-"""Cases of Mamba and Mamba2: the scans with groups, gates, limits and packed rows, its fused layer, decoding
-steps in place, gated norms."""
+"""Cases of Mamba and Mamba2.
+
+They cover the scans with groups, gates, limits and packed rows, Mamba2's fused layer, decoding steps that
+update a state in place, and gated norms.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -23,16 +26,19 @@ SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias"
         "dweight": 0.02, "dbias": 0.02}
 # x, B and C are rounded between the convolution and the scan, y before its norm and its projection.
 LAYER = {**SCAN, "*": 0.01, "d*": 0.016}
-# What is added to dt before its softplus. Steps are then ``usual``, about 0.1, as layers initialise them;
-# ``large``, with decays down to e^-50; ``tiny``; ``positive``, for calls without softplus; or ``forgetting``,
-# usual ones where some heads or channels keep nothing.
+# A constant that is added to dt before its softplus, by kind of step. ``usual``: about 0.1 after the
+# softplus, as layers initialise dt. ``large``: decays down to e^-50. ``tiny``. ``positive``: for calls
+# without softplus. ``forgetting``: usual steps, but some heads or channels keep nothing.
 STEPS = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting": -2.0}
 UPDATE = ("y", "y_of_the_kernel", "state", "state_too")
 
 
 def numbers(draw: Draw, _: str) -> Tensor:
-    """seq_idx of rows made of sequences of the lengths ``seq``. In row i the first one is i tokens longer,
-    and the last one is i tokens shorter."""
+    """Return seq_idx [B, T] for rows that contain sequences of the lengths in the fact ``seq``.
+
+    In row i the first sequence is i tokens longer, and the last one is i tokens shorter. With the fact
+    ``padding``, the tokens of the second sequence have number -1.
+    """
     lengths = draw["seq"]
     rows = [torch.tensor([lengths[0] + i, *lengths[1:-1], lengths[-1] - i]) for i in range(draw["B"])]
     numbered = torch.stack([torch.arange(len(lengths)).repeat_interleave(row) for row in rows])
@@ -40,18 +46,22 @@ def numbers(draw: Draw, _: str) -> Tensor:
 
 
 def channels_last(*names: str) -> Callable[[Tensors, Draw], Tensors]:
-    """With the fact ``last``, lay the channels of these [B, channels, T] side by side in memory, as a
-    projection leaves them."""
+    """Return a function that stores these tensors [B, channels, T] with contiguous channels.
+
+    It does so only with the fact ``last``. A projection returns tensors with this layout.
+    """
     return lambda made, draw: made | {name: made[name].mT.contiguous().mT for name in names
                                       if name in made and draw["last"]}
 
 
 def steps(draw: Draw, shape: str) -> Tensor:
+    """Return dt of the kind in the fact ``step``, before its softplus."""
     made = draw(shape) + STEPS[draw["step"]]
     return made.abs() if draw["step"] == "positive" else made
 
 
 def rates(draw: Draw, shape: str) -> Tensor:
+    """Return A in -4 .. -1. With the step ``forgetting``, some heads or channels have -1e6 or -1e30."""
     A = -(1 + 3 * draw.uniform(shape))
     if draw["step"] == "forgetting" and A.ndim == 1:
         A[1:3] = torch.tensor([-1e6, -1e30])
@@ -61,14 +71,14 @@ def rates(draw: Draw, shape: str) -> Tensor:
 
 
 def divided(name: str) -> Values:
-    """Divided by the root of the size of this name."""
+    """Return a function that makes normal numbers divided by the square root of the size ``name``."""
     return lambda draw, shape: draw(shape) / draw[name] ** 0.5
 
 
 SEQ_IDX = Input("B T", numbers, when="seq")
-# Heads of V and states of K columns, as other makers call them. step: one of STEPS. others: dtype of dt and
-# of what belongs to heads. seq: lengths of the sequences in each row. of_D: V where D has a number for each
-# channel.
+# V: width of a head. K: columns of a state (other makers use the same letters). G: groups. step: a key of
+# STEPS. others: dtype of dt and of tensors with one number per head. seq: lengths of the sequences in each
+# row. of_D: "V" if D has one number per channel.
 make_scan = Maker(
     {"x": Input("B T H V"), "dt": Input("B T H", steps, "others"), "A": Input("H", rates, "others"),
      "B": Input("B T G K"), "C": Input("B T G K", divided("K")),
@@ -77,7 +87,8 @@ make_scan = Maker(
      "initial_states": Input("B H V K", dtype=FLOAT32, when="given"), "seq_idx": SEQ_IDX},
     {"B": 2, "T": 150, "H": 4, "V": 32, "G": 2, "K": 64, "of_D": None, "step": "usual", "seq": (),
      "others": FLOAT32})
-# G = None: B and C without groups. others: dtype of what belongs to channels. last: channels last.
+# D: channels. N: columns of a state. G: groups; None for B and C without groups. others: dtype of tensors
+# with one number per channel. last: channels are contiguous.
 make_selective = Maker(
     {"u": Input("B D T"), "delta": Input("B D T", steps), "A": Input("D N", rates, "others"),
      "D": Input("D", dtype="others", when="given"), "z": Input("B D T", when="given"),
@@ -88,13 +99,14 @@ make_selective = Maker(
 
 
 def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the widths of the two projections, the scan and the convolution."""
+    """Return the widths of the two projections, of the scan and of the convolution."""
     D, M = facts["H"] * facts["V"], facts["M"]
     C = D + 2 * facts["G"] * facts["K"]
     return {"D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
 
 
-# As for the scan. M: half the columns of the MLP beside the scan. W: taps of the convolution.
+# The facts of the scan, and: M: half the columns of the MLP that runs in parallel with the scan. W: filter
+# width of the convolution.
 make_layer = Maker(
     {"zxbcdt": Input("B T rows"), "conv1d_weight": Input("C W", divided("W")),
      "conv1d_bias": Input("C", when="given"),
@@ -117,8 +129,9 @@ def layer_reference(
     rmsnorm_eps: float, activation: str | None = "silu",
     norm_before_gate: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    """Compute Mamba2's fused layer in float64: convolution, scan, norm, gates and projection."""
     dim, G, heads = len(D) * (D.shape[1] if D.ndim == 2 else headdim), ngroups, len(D)
-    states = len(conv1d_weight) - dim  # columns of B and C
+    states = len(conv1d_weight) - dim  # columns of B and C together
     M = (zxbcdt.shape[2] - 2 * dim - states - heads) // 2
     gate, value, z, xBC, dt = torch.split(zxbcdt, [M, M, dim, dim + states, heads], 2)
     xBC = convolved(xBC, conv1d_weight, conv1d_bias, None, seq_idx, activation)
@@ -136,21 +149,24 @@ def layer_reference(
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, seq_idx: Tensor | None,
               activation: str | None) -> Tensor:
-    """y [b, T, D] of x [b, T, D], sequence by sequence; state [b, D, W - 1]; zeros where seq_idx is
-    negative."""
+    """Return the convolution y [b, T, D] of x [b, T, D], computed sequence by sequence.
+
+    state: inputs before the first token, [b, D, W - 1].
+    seq_idx: sequence numbers [b, T]. y is zero for negative numbers.
+    """
     T, rows = x.shape[1], []
     for i, row in enumerate(torch.split(x, 1)):
         changes = torch.zeros(T - 1) if seq_idx is None else seq_idx[i, 1:] != seq_idx[i, :-1]
         edges = torch.tensor([0, *(changes.nonzero().flatten() + 1).tolist(), T])
-        # of the first sequence, with a slot more, and zeros for the others
+        # Initial state: that of the first sequence, padded to W columns; zeros for the other sequences.
         h0 = None if state is None else F.pad(state[i:i + 1], (1, 0, 0, 0, 0, len(edges) - 2))
         y, _ = convolve(row, weight, bias, None, h0, activation, edges)
         rows.append(y if seq_idx is None else y * (seq_idx[i] >= 0)[:, None])
     return torch.cat(rows)
 
 
-# seq: lengths of the sequences in each row; padding: the second is none. others: dtype of all but x. last:
-# channels last, as layers have them.
+# seq: lengths of the sequences in each row. padding: the second of them is padding. others: dtype of all
+# tensors except x. last: channels are contiguous, as in layers.
 make_fn = Maker(
     {"x": Input("B D T"), "weight": Input("D W", dtype="others"),
      "bias": Input("D", dtype="others", when="given"),
@@ -164,14 +180,18 @@ def fn_reference(
     bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
     activation: str | None = "silu", return_final_states: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
+    """Compute causal_conv1d_fn in float64: y, and the final states if they are requested."""
     y = convolved(x.mT, weight, bias, initial_states, seq_idx, activation).mT
     before = x.new_zeros(*x.shape[:2], weight.shape[1] - 1) if initial_states is None else initial_states
     return y, torch.cat([before, x], 2)[:, :, x.shape[2]:] if return_final_states else None
 
 
 def in_place(function: Callable[..., Tensor], state: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Two calls, without gradients (the kernel's), and with them; the state is a view that the first must
-    write through."""
+    """Call a function that updates a state in place, first without gradients (its kernel), then with them.
+
+    Returns (y with gradients, y without, state after the call without, state after the call with). The first
+    call gets a non-contiguous view of a state, through which it must write.
+    """
     behind, after = state.mT.contiguous(), state.clone()
     with torch.no_grad():
         without = function(behind.mT, **given)
@@ -180,8 +200,13 @@ def in_place(function: Callable[..., Tensor], state: Tensor, **given: Any) -> tu
 
 def stepped(pool: Tensor, indices: Tensor | None,
             step_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    """What in_place gives, of a reference that takes states and returns (y, states). With indices the states
-    are those of the pool; a negative one is none, and its y zero."""
+    """Return what ``in_place`` returns, for a reference that updates states out of place.
+
+    pool: the states.
+    indices: entry of the pool for each row; a negative index means no state, and a y of zeros. None: row i
+        has entry i.
+    step_of: takes the states of the rows and returns (y, new states).
+    """
     rows = torch.arange(len(pool)) if indices is None else indices.long()
     known = rows >= 0
     y, new = step_of(pool[rows.clamp(min=0)])
@@ -192,17 +217,19 @@ def stepped(pool: Tensor, indices: Tensor | None,
 
 
 def drawn_from_pool(draw: Draw, shape: str) -> Tensor:
-    """Indices into a pool of states, of which the second is none."""
+    """Return a random index into a pool of states for each row; the second row has -1, for no state."""
     indices = torch.randperm(draw["pool"], generator=draw.generator)[:draw["B"]].int()
     indices[1] = -1
     return indices
 
 
 def states(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the number of states: the size of the pool, or one per row without a pool."""
     return {"states": facts["pool"] or facts["B"]}
 
 
-# L: tokens that a state keeps. others: dtype of all but x.
+# L: tokens that a state stores. ring: the state is a ring buffer. pool: number of states in the pool, 0 for
+# no pool. others: dtype of all tensors except x.
 make_window = Maker(
     {"x": Input("B D T"), "conv_state": Input("states D L", dtype="others"),
      "weight": Input("D W", dtype="others"), "bias": Input("D", dtype="others", when="bias"),
@@ -213,21 +240,28 @@ make_window = Maker(
 
 
 def call_window(x: Tensor, conv_state: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """Call mamba_causal_conv1d_update twice, see ``in_place``."""
     return in_place(partial(flashlin.mamba_causal_conv1d_update, x), conv_state, **given)
 
 
 def window_reference(x: Tensor, conv_state: Tensor, conv_state_indices: Tensor | None = None,
                      **given: Any) -> tuple[Tensor, ...]:
+    """Compute mamba_causal_conv1d_update in float64."""
     return stepped(conv_state, conv_state_indices, lambda state: window(x, state, **given))
 
 
 def tied(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sizes that depend on `tied` and H.
+
+    With `tied`, parameters have one number per head, otherwise one per channel. H = 0 leaves out heads and
+    groups.
+    """
     return {**states(facts), "H": facts["H"] or None, "G": facts["G"] if facts["H"] else None,
             **{f"{name}_each": None if facts["tied"] else facts[name] for name in "PN"}}
 
 
-# tied: one dt, A, D and dt_bias for each head, as Mamba2's; the call expands them. H = 0: a state without
-# heads, as Mamba1's.
+# tied: dt, A, D and dt_bias have one number per head, as in Mamba2; the call expands them. H = 0: a state
+# without heads, as in Mamba1. P: width of a head. N: columns of a state.
 make_step = Maker(
     {"state": Input("states H P N", dtype="state_dtype"), "x": Input("B H P"), "dt": Input("B H P_each"),
      "A": Input("H P_each N_each", lambda draw, shape: -draw(shape).abs(), FLOAT32), "B": Input("B G N"),
@@ -239,7 +273,10 @@ make_step = Maker(
 
 
 def expanded(state: Tensor, given: Tensors) -> Tensors:
-    """given, with what belongs to heads as the op wants it: for each channel, and A for each column, too."""
+    """Return the tensors with dt, D, dt_bias and A expanded from heads to channels, as the op needs them.
+
+    A is also expanded to the columns of the state. Tensors that already have channels are returned unchanged.
+    """
     if given["dt"].ndim == given["x"].ndim:
         return given
     P, N = state.shape[-2:]
@@ -249,11 +286,13 @@ def expanded(state: Tensor, given: Tensors) -> Tensors:
 
 
 def call_step(state: Tensor, dt_softplus: bool, **given: Tensor) -> tuple[Tensor, ...]:
+    """Call selective_state_update twice on expanded tensors, see ``in_place``."""
     return in_place(flashlin.selective_state_update, state, **expanded(state, given), dt_softplus=dt_softplus)
 
 
 def step_reference(state: Tensor, state_batch_indices: Tensor | None = None, dt_softplus: bool = True,
                    **given: Tensor) -> tuple[Tensor, ...]:
+    """Compute selective_state_update in float64, for states with or without heads."""
     given = expanded(state, given)
     if state.ndim == 4:
         return stepped(state, state_batch_indices, partial(step, **given, softplus=dt_softplus))
@@ -277,7 +316,10 @@ def norm_reference(
     kind: str, is_rms_norm: bool = False, group_size: int | None = None,
     eps: float = 1e-6, norm_before_gate: bool = True,
 ) -> Tensor:
-    """kind: the op's."""
+    """Compute a gated norm in float64.
+
+    kind: ``rms`` or ``layer``, the kind of the op.
+    """
     if z is not None and not norm_before_gate:
         x, z = x * silu(z), None
     groups = x.shape[-1] // (group_size or x.shape[-1])
@@ -302,9 +344,10 @@ _rmsnorm, _layernorm = (
     Op(name, _make_norm, partial(norm_reference, kind=kind), SCAN, {"y": "rows D"}, {"bias": None})
     for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
 VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
-# Heads enough in a normalised slice: a sequence's first tokens are little more than D x, and of two heads
-# with a small D their norm would divide by next to nothing, which enlarges the rounding of B and C to 16 bits
-# (of 12 seeds dconv1d_weight is off by up to 0.019, with P = 64 by up to 0.034; with eight heads by 0.005).
+# The case gate-first has 16 heads, because the norm enlarges rounding errors. At the first tokens of a
+# sequence y is little more than D x. With two heads per group and a small D, the norm divides by nearly 0,
+# which enlarges the rounding of B and C to 16 bits. Over 12 seeds, the error of dconv1d_weight is up to 0.019
+# (with P = 64 up to 0.034); with eight heads it is up to 0.005.
 GATE_FIRST, LINEAR = {"norm_before_gate": False}, {"activation": None}
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70),

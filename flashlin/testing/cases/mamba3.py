@@ -1,4 +1,4 @@
-"""Cases of Mamba-3: groups, channels that are not turned, states, packed sequences, angles that add up."""
+"""Cases of Mamba-3: groups, channels without rotation, states, packed sequences, accumulated angles."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +13,7 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 STATES = ("angle_state", "ssm_state", "k_state", "v_state")
-# What goes through two roundings to 16 bits, of k and of v before the scan; sums of many such.
+# k and v are rounded to 16 bits twice, also before the scan. Gradients are sums of many such values.
 TOLERANCES = {"*": 0.008, "d*": 0.012, "dADT": 0.02, "dDT": 0.03, "dTrap": 0.02, "dAngles": 0.03, "dD": 0.02,
               "dQ_bias": 0.02, "dK_bias": 0.02, "dangle_state": 0.03}
 
@@ -27,7 +27,8 @@ def _decay(draw: Draw, shape: str) -> Tensor:
     return -F.softplus(draw(shape)) * draw.kept["DT"]
 
 
-# K: N of the op, V: its P. step: what is added to a step before its softplus.
+# K: columns of a state (N of the op). V: width of a head (P of the op). R: rotated pairs of channels. step:
+# added to DT before its softplus.
 _make = Maker(
     {"DT": Input("B H T", _step, FLOAT32), "Q": Input("B T G K"), "K": Input("B T G K"),
      "V": Input("B T H V"), "ADT": Input("B H T", _decay, FLOAT32), "Trap": Input("B H T", dtype=FLOAT32),
@@ -41,12 +42,13 @@ _make = Maker(
 
 
 def call(**given: Any) -> Any:
-    """With the four states as the op takes them."""
+    """Call the op with the four states as one tuple."""
     states = tuple(given.pop(name) for name in STATES if name in given)
     return flashlin.mamba3_siso_combined(**given, Input_States=states or None)
 
 
 def reference(cu_seqlens: Tensor | None = None, **given: Any) -> Any:
+    """Compute the op in float64 from separate states and ``cu_seqlens``."""
     states = tuple(given.pop(name) for name in STATES if name in given)
     return trapezoid(**given, states=states or None, bounds=cu_seqlens)
 

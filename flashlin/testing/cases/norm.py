@@ -25,17 +25,18 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "random": lambda x: x,
     "constant": lambda x: torch.full_like(x, 0.5),
     "zero-rows": _zero_rows,
-    # a mean far from zero: E[x^2] - E[x]^2 would have no digits left
+    # The mean is far from zero, so E[x^2] - E[x]^2 would have no correct digits.
     "shifted": lambda x: (x.float() + 300).to(x.dtype),
-    "large": lambda x: x * 1000}  # squares of these overflow fp16
+    "large": lambda x: x * 1000}  # the squares overflow fp16
 
 
 def of_kind(made: Tensors, draw: Draw) -> Tensors:
+    """Change x to the kind in the fact ``kind``."""
     return {**made, "x": KINDS[draw["kind"]](made["x"])}
 
 
 def _opened(made: Tensors, draw: Draw) -> Tensors:
-    """With gates far from 0."""
+    """Scale the gates by 3, so that some are far from 0, and change x to the kind in the fact ``kind``."""
     return of_kind({**made, **({"g": 3 * made["g"]} if "g" in made else {})}, draw)
 
 
@@ -43,7 +44,8 @@ def _rows(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"rows": facts["shape"][:-1], "D": facts["shape"][-1]}
 
 
-# kind: one of KINDS. residual, weight, bias, gate_dtype: ``""`` for none, ``same`` for x's dtype, or another.
+# kind: one of KINDS. residual, weight, bias, gate_dtype: ``""`` for no such tensor, ``same`` for the dtype of
+# x, or a dtype.
 FACTS = {"shape": (3, 5, 256), "kind": "random", "residual": "", "weight": "same", "bias": "same",
          "gate_dtype": ""}
 make = Maker({"x": Input("rows D"), "residual": Input("rows D", dtype="residual", when="residual"),
@@ -60,7 +62,11 @@ def reference(
     num_groups: int = 1, activation: str = "swish", is_rms_norm: bool = False,
     prenorm: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """kind, eps: the op's."""
+    """Compute a norm in float64; with ``prenorm``, return also the sum of x and the residual.
+
+    kind: ``layer``, ``rms`` or ``l2``, the kind of the op.
+    eps: default eps of the op.
+    """
     y, total = normalise("rms" if is_rms_norm else kind, x, residual, weight, bias, eps, num_groups, g,
                          activation)
     return (y, total) if prenorm else y
@@ -75,7 +81,7 @@ _layer, _rms = _op("layer_norm", "layer", 1e-5), _op("rms_norm", "rms", 1e-5)
 _group, _l2 = _op("group_norm", "layer", 1e-5), _op("l2norm", "l2", 1e-6, weight="", bias="")
 _layer_gated = _op("layer_norm_gated", "layer", 1e-6, gate_dtype="same")
 _rms_gated = _op("rms_norm_gated", "rms", 1e-6, gate_dtype="same")
-# Rows of cases with so many columns.
+# Numbers of rows, by number of columns.
 ROWS = {3: 50, 100: 40, 2048: 70, 3000: 9, 8192: 5, 16400: 3, 40001: 2}
 CASES: list[Case] = []
 for _norm in (_layer, _rms, _l2):
@@ -84,7 +90,7 @@ for _norm in (_layer, _rms, _l2):
               _norm("eps", {"eps": 0.1}), _norm("one-row", shape=(1, 64)),
               _norm("flat", shape=(96,)), _norm("heads", shape=(2, 37, 3, 64)),
               *(_norm(f"D={_D}", shape=(_rows_of, _D)) for _D, _rows_of in ROWS.items())]
-# More rows than a large card has programs that share out the gradients of weight and bias.
+# More rows than a large GPU has programs that share the gradients of weight and bias.
 CASES += [_layer("many-heads", shape=(20000, 64)),
           _rms("many-rows", shape=(300, 5000))]
 CASES += [_layer("shifted", kind="shifted"),
@@ -111,8 +117,8 @@ for _norm in (_layer_gated, _rms_gated):
               _norm("residual", residual="same"),
               _norm("prenorm", {"prenorm": True, "residual_in_fp32": True}, residual="float32"),
               _norm("prenorm-no-residual", {"prenorm": True, "activation": "silu"}, bias="")]
-# Groups that divide the rows of a program's registers and that do not; more rows than a large card has
-# programs to share them.
+# Group sizes that divide a program's tile of columns, and sizes that do not. More rows than a large GPU has
+# programs that share them.
 CASES += [_group("random", {"num_groups": 4}, True), _group("one-group"),
           _group("is-rms-norm", {"num_groups": 2, "is_rms_norm": True}),
           _group("groups-of-one", {"num_groups": 6, "is_rms_norm": True}, shape=(50, 6)),

@@ -1,5 +1,7 @@
-"""Cases of the norms with a linear layer behind them. The norms themselves have their own; here is what goes
-in and out, and its gradients."""
+"""Cases of the norms that are fused with a linear layer.
+
+The norms themselves have their own cases. These cases test the inputs, the outputs and the gradients.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -16,7 +18,7 @@ from flashlin.testing.compare import Case
 TOLERANCES = {"*": 0.008, "residual_out": 0.005, "d*": 0.012, "dnorm_weight": 0.02, "dnorm_bias": 0.02}
 
 
-# As the norms'; E: columns of the linear layer, which has a bias or not.
+# The facts of the norms, and: E: columns of the linear layer. linear_bias: True if the layer has a bias.
 _make = norm.make.but(
     inputs={**renamed(norm.make.inputs, norm_weight="weight", norm_bias="bias"),
             "g": Input("rows D", when="gated"),
@@ -32,6 +34,7 @@ def reference(
     prenorm: bool = False,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute a norm and the linear layer after it in float64."""
     y, total = norm.reference(**given, weight=norm_weight, bias=norm_bias, prenorm=True)
     out = F.linear(y, linear_weight, linear_bias)
     return (out, total) if prenorm else out

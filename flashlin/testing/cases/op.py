@@ -1,4 +1,4 @@
-"""A public op as its cases see it."""
+"""Facts that all cases of one public op share, from which they are made."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,22 +12,27 @@ import flashlin
 from flashlin.testing.cases.inputs import GIVEN, Maker
 from flashlin.testing.compare import Case, Tensors
 
-# Options that change no numbers of float64: they are there for compatibility, or choose what is returned and
-# where. References do not take them.
+# Options that do not change results in float64. They exist for compatibility, or select what is returned or
+# where it is written. The references do not have them.
 WITHOUT_EFFECT = {"safe_gate", "disable_recompute", "use_graph", "return_intermediate_states", "inplace",
                   "inplace_state", "inplace_backward", "output_cache", "output_dtype", "residual_in_fp32",
                   "accumulate_grad_in_fp32", "num_chunks"}
 
 
 class Op(NamedTuple):
-    """Facts that the cases of one op share. Called with what is special about one case, it returns that Case.
+    """The facts that the cases of one op share.
 
-    make: declares the tensors. reference: the op in float64,
-    with the op's own names for tensors and options. tolerances: see Case. outputs: names of what both return,
-    with their shapes where tests/isolation.py has no call of its own for the op ("" of what only some calls
-    return). always: options of every call, without effect on the reference. call: in the place of the op,
-    where there is more to do than to call it with its tensors and options. constant: tensors without
-    gradients.
+    A call with the special properties of one case returns that Case.
+
+    name: public name of the op.
+    make: declares the tensors.
+    reference: the op in float64, with the op's own names for tensors and options.
+    tolerances: see Case.
+    outputs: names of the outputs of both. A mapping also gives their shapes, for ops without their own call
+        in tests/isolation.py; "" for outputs that only some calls return.
+    always: options of every call, which do not change results.
+    call: called instead of the op, if a case needs more than a call with its tensors and options.
+    constant: names of the tensors without gradients.
     """
     name: str
     make: Maker
@@ -40,8 +45,14 @@ class Op(NamedTuple):
 
     def __call__(self, id: str, options: Mapping[str, Any] | None = None, quick: bool = False,
                  allowed: Mapping[str, float] | None = None, **facts: Any) -> Case:
-        """options: of the call; one that is called like a fact is also that fact. allowed: tolerances of this
-        case alone."""
+        """Return a case of this op.
+
+        id: short name of the case.
+        options: options of the call. An option with the name of a fact also sets that fact.
+        quick: see Case.
+        allowed: tolerances of this case only.
+        facts: facts of the maker that differ from the defaults.
+        """
         options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
         facts |= {name: x for name, x in options.items() if name in {*GIVEN, *self.make.facts}}
         return Case(self.name, id, partial(self.make, **facts), partial(called, self, options),
@@ -54,8 +65,8 @@ def facts_of(case: Case) -> Mapping[str, Any]:
 
 
 def op_of(case: Case) -> Op:
-    """Return the op whose case this is."""
-    op: Op = case.call.args[0]  # type: ignore[attr-defined]  # of the partial that an Op makes
+    """Return the Op that made this case."""
+    op: Op = case.call.args[0]  # type: ignore[attr-defined]  # the Op is the first argument of the partial
     return op
 
 
@@ -65,17 +76,19 @@ def options_of(case: Case) -> Mapping[str, Any]:
 
 
 def called(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
+    """Call the op with these tensors, and return its outputs by name."""
     function = op.call or getattr(flashlin, op.name)
     return _by_name(op.outputs, function(**{**op.always, **options, **tensors}))
 
 
 def expected(op: Op, options: Mapping[str, Any], **tensors: Tensor) -> Tensors:
+    """Call the reference with these tensors, and return its outputs by name."""
     effective = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     return _by_name(op.outputs, op.reference(**tensors, **effective))
 
 
 def _by_name(outputs: Iterable[str], returned: Any) -> Tensors:
-    """Return the tensors among what was returned; None is what the call was not asked for."""
+    """Return the returned tensors by name. Outputs that the call does not request are None and left out."""
     names, values = tuple(outputs), returned if isinstance(returned, tuple) else (returned,)
     named = zip(names[:len(values)], values, strict=True)
     return {name: x for name, x in named if x is not None}

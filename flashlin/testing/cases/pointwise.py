@@ -1,5 +1,8 @@
-"""Cases of the elementwise ops: few and many rows and columns, odd ones, parameters of other dtypes, gates
-far from zero on either side."""
+"""Cases of the elementwise ops.
+
+They vary the numbers of rows and columns, also odd ones, the dtypes of parameters, and gates far from zero on
+both sides.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -18,12 +21,14 @@ PARAMETERS = (*MIXES, "A_log", "dt_bias", "ka", "r_k")
 TOLERANCES = {"*": 0.005, "d*": 0.008, **{"d" + name: 0.02 for name in PARAMETERS}}
 
 
-# B, T, one: None for tensors without that dimension. parameters: their dtype. far: what raw gates are times.
+# B, T, one: None for tensors without that dimension. parameters: dtype of the parameters. far: factor of the
+# raw gates.
 FACTS = {"B": 2, "T": 35, "H": 3, "K": 20, "D": 48, "one": 1, "parameters": "same", "far": 1.0}
 VALUES: dict[str, Values] = {"g": lambda draw, shape: draw(shape) * draw["far"], "A_log": times(0.5)}
 
 
 def mix_reference(hidden_states: Tensor, delta: Tensor, **xs: Tensor) -> tuple[Tensor, ...]:
+    """Compute fused_addcmul_rwkv7 in float64: one output for each tensor of mixing factors."""
     return reference.mix(hidden_states, delta, *xs.values())
 
 

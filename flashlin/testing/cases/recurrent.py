@@ -1,8 +1,8 @@
-"""Cases of the ops token by token: keys that repeat, keys that are too long, gates at both ends, groups, odd
-sizes, packed rows.
+"""Cases of the token-by-token ops.
 
-Short, because Triton's interpreter runs them too: what depends on the length (the states kept for backward)
-has cases of more tokens.
+They vary repeated keys, long keys, extreme gates, groups, odd sizes and packed rows. Most cases are short,
+because Triton's interpreter also runs them. Code that depends on the length (the states that are stored for
+backward) has longer cases.
 """
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# All tensors are constant in a case without gradients, where the kernel does the norms, the gate and the
-# sigmoid itself, and states may be a pool.
+# Tensors to hold constant in a case without gradients. There the kernel computes the norms, the gate and the
+# sigmoid itself, and the states may be a pool.
 INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "p", "u", "A_log", "dt_bias",
              "initial_state")
 
 
 def forward_in_parts(case: Op, D: int) -> Case:
-    """Without gradients, so that the reference has room for so many scans that each takes a whole state."""
+    """Return a case without gradients in which each program computes all columns of a state of D x D.
+
+    It needs many sequences and heads. Without gradients the float64 reference fits in memory.
+    """
     return case._replace(constant=INFERENCE)(f"in-parts-forward-{D}", gate=sequences.SLOW, B=16, T=1600,
                                              H=128 // D, K=D, V=D)
 
 
 def _gate(draw: Draw, shape: str) -> Tensor:
     decay = draw.decay(draw["g"], shape)
-    # instead: the numbers drawn after it depend on both draws
+    # Drawn in addition to decay, because the tensors drawn later depend on both draws.
     return inputs.raw_gates(draw["g"], 8 * draw(shape)) if draw["raw"] else decay
 
 
 def _of(name: str) -> inputs.Values:
-    """Log decays of the kind that the fact of this name is."""
+    """Return a function that makes log decays of the kind in the fact ``name``."""
     return lambda draw, shape: draw.decay(draw[name], shape)
 
 
@@ -60,9 +63,10 @@ INPUTS = {"k": Input("B T H K", keys), "q": Input("B T H K"), "v": Input("B T HV
           "beta": Input("B T HV of_beta", rates, FLOAT32, "rate"),
           "initial_state": Input("N HV K V", dtype=FLOAT32, when="state"),
           "state_indices": Input("pool", lambda draw, _: torch.tensor(draw["pool"]), when="pool")}
-# keys: one of KEYS. rate: of beta, or ``""`` without it; of_beta: V where it has a number for each channel.
-# g, gk, gv: kinds of decays, or ``""``. raw: gate and beta are as before softplus and sigmoid, from far below
-# to far above zero. pool: the state_indices, into six states.
+# keys: one of KEYS. rate: kind of beta, or ``""`` for no beta. of_beta: "V" if beta has one number per
+# channel. g, gk, gv: kinds of decays of heads, keys and values, or ``""`` for none. raw: gate and beta are
+# passed before their softplus and sigmoid, from far below to far above zero. pool: the state_indices, which
+# point into a pool of six states.
 FACTS = {"B": 2, "T": 8, "H": 1, "HV": 1, "K": 32, "V": 32, "keys": "random", "rate": "random",
          "of_beta": None, "g": "", "gk": "", "gv": "", "raw": False, "state": True, "pool": ()}
 _make = Maker(INPUTS, FACTS, _sizes)
@@ -70,8 +74,12 @@ _make = Maker(INPUTS, FACTS, _sizes)
 
 def reference(names: Mapping[str, str], state_indices: Tensor | None = None,
               **given: Any) -> tuple[Tensor, Tensor]:
-    """names: see sequences.outputs. With a pool of states a sequence of a negative index neither reads nor
-    writes, and its outputs are zeros."""
+    """Compute an op in float64, with or without a pool of states.
+
+    names: see sequences.outputs.
+    state_indices: entry of the pool for each sequence. A sequence with a negative index reads and writes no
+        state, and its outputs are zeros.
+    """
     if state_indices is None:
         return sequences.outputs(recurrence, names, **given)
     pool = given.pop("initial_state")
@@ -126,10 +134,10 @@ CASES += [
     _delta._replace(constant=INFERENCE)("in-place", {**L2, "inplace_state": True}, B=2, T=3)]
 
 
-# Kimi Delta Attention: the decay of channels is called g, and its gate has a bias for each of them.
+# Kimi Delta Attention: the decay of channels is called g, and its gate has a bias per channel.
 
 def _raw(made: Tensors, draw: Draw) -> Tensors:
-    """With gates that become decays inside the op, and their bias."""
+    """With the fact `raw`, replace g by gates that become decays inside the op, and add their bias."""
     if draw["raw"]:
         made |= {"g": 8 * draw("B T HV K"), "dt_bias": draw("HV*K")}
     return made
@@ -153,9 +161,9 @@ CASES += [
                    V=64, pool=(4, -1, 0))]
 
 
-# The others: what reads before it stores (rwkv6), what takes back with vectors of its own (dplr, iplr,
-# rwkv7); and through the plumbing that all of them share, what no public op of this file does. Names are
-# those of the reference; the ops have others for some.
+# The other ops. rwkv6 reads the state before it stores a token. dplr, iplr and rwkv7 erase with separate
+# vectors. The last group runs combinations of the shared kernel that no public op of this file uses. Tensors
+# have the names of the reference; some ops use other names.
 
 def _minus_unit(draw: Draw, shape: str) -> Tensor:
     draw.kept["unit"] = unit(draw, shape)
@@ -174,12 +182,13 @@ OTHERS = {"a": Input("B T HV K", _minus_unit, when="given"), "b": Input("B T HV 
           "gamma": Input("HV", lambda draw, shape: -draw.uniform(shape), FLOAT32, "given"),
           "gk": Input("B T HV K", WEAK, FLOAT32, "given"), "gv": Input("B T HV V", WEAK, FLOAT32, "given"),
           "u": Input("HV K", dtype=FLOAT32, when="given")}
-# unsigned: a and b as the layer has them, a vector and its rate.
+# unsigned: a and b are as in the layer: a vector and its rate.
 _other_make = Maker(OTHERS, {"B": 1, "T": 5, "HV": 2, "K": 16, "V": 24, "gate": "random", "unsigned": False,
                               "bounds": torch.int64})
 
 
 def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
+    """Run the shared token-by-token kernel directly, with flags ``reverse`` and ``before``."""
     from flashlin.kernels.recurrent.inputs import Inputs
     from flashlin.ops._common import recurrent
     flags = tuple(name for name in ("reverse", "before") if given.pop(name, False))
@@ -188,7 +197,7 @@ def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _before(k: Tensor, before: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
-    """Linear attention that reads the state before a token: with a bonus of 0 for it."""
+    """Compute linear attention in which a token reads the state before it is stored (a bonus of 0)."""
     return recurrence_of_decays(k=k, **rest, **({"u": k.new_zeros(k.shape[2:])} if before else {}))
 
 
@@ -198,7 +207,13 @@ def _unsigned(a: Tensor, b: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
 
 def _public(op: str, given: Collection[str], names: Mapping[str, str] = MappingProxyType({}),
             formula: Callable[..., tuple[Tensor, Tensor]] = recurrence_of_vectors, **options: Any) -> Op:
-    """options: what the reference does of itself where the op is not told."""
+    """Return the Op of a public token-by-token op.
+
+    given: optional tensors that its cases have, by the names of the reference.
+    names: the op's names of tensors, keyed by the names of the reference.
+    formula: the recurrence in float64.
+    options: options of the reference that are defaults of the op.
+    """
     inputs = renamed(OTHERS, initial_state="h0", **{ours: theirs for theirs, ours in names.items()})
     make = _other_make.but(inputs=inputs)
     return Op(op, make.having(given=[names.get(name, name) for name in given], unsigned=formula is _unsigned),

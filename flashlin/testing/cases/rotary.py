@@ -1,5 +1,8 @@
-"""Cases of the rotary embedding: pairs and what is left beside them, offsets that are one, many or negative,
-packed sequences."""
+"""Cases of the rotary embedding.
+
+They vary the number of rotated pairs, the columns that are not rotated, offsets (one, several, negative) and
+packed sequences.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +24,7 @@ def _cosines(draw: Draw, shape: str) -> Tensor:
     return draw.kept["angles"].cos()
 
 
-# offsets: seqlen_offsets. bounds: dtype of cu_seqlens.
+# R: rotated pairs. TR: rows of the tables. offsets: seqlen_offsets. bounds: dtype of cu_seqlens.
 _make = Maker({"cos": Input("TR R", _cosines, "tables"),
                "sin": Input("TR R", lambda draw, _: draw.kept["angles"].sin(), "tables"),
                "x": Input("B T H D"),
@@ -31,7 +34,8 @@ _make = Maker({"cos": Input("TR R", _cosines, "tables"),
 
 
 def call(x: Tensor, **given: Any) -> Tensor:
-    # a leaf may not be written to
+    """Call rotary_embedding on an x that it may overwrite."""
+    # An in-place op may not write to a leaf.
     return flashlin.rotary_embedding(x * 1 if given.get("inplace") else x, **given)
 
 

@@ -1,4 +1,4 @@
-"""What the references of ops over sequences have in common."""
+"""Helpers that the references and cases of all ops over sequences share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -9,11 +9,12 @@ from torch import Tensor
 from flashlin.kernels.norm.reference import normalise
 from flashlin.kernels.pointwise.reference import gate, gate_of_heads
 
-# Options of ops: what the layers leave to the kernels, and the states' layout.
+# Options of ops: computations that layers leave to the kernels, and the layout of states.
 L2, V_FIRST = {"use_qk_l2norm_in_kernel": True}, {"state_v_first": True}
 INSIDE = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
-# Sequences that kernels split into parts where a card has room, so few that scans take narrow strips of
-# states or, of real models' heads, not so few; and decays that let states through them.
+# Facts of long sequences. Kernels split them into segments if the GPU has idle processors. Some have few
+# heads, so scans use narrow strips of states; others have the head sizes of real models. SLOW is a decay that
+# lets states pass through them.
 LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V": 40},
                                    "in-parts-packed": {"edges": (0, 1, 1, 1480, 1600), "K": 32, "V": 40},
                                    "in-parts-64": {"B": 8, "T": 1600, "H": 2, "K": 64, "V": 64},
@@ -22,7 +23,7 @@ LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V":
                                    "narrow-strips": {"B": 2, "T": 1024, "H": 2, "K": 64, "V": 64},
                                    "narrow-strips-parts": {"B": 1, "T": 1590, "H": 1, "K": 128, "V": 128}}
 SLOW = "-0.002"
-# What ops call their states and their packed sequences' bounds, by the recurrences' names for them.
+# The ops' names of initial states and of the bounds of packed sequences, keyed by the recurrences' names.
 NAMES = {"h0": "initial_state", "bounds": "cu_seqlens"}
 
 
@@ -36,10 +37,12 @@ def outputs(
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(o, final states) of an op, in float64: its options, by nothing that the op itself uses, around its
-    recurrence.
+    """Return (o, final states) of an op in float64.
 
-    names: what the op calls the recurrence's tensors, where that is another name. NAMES are added.
+    It applies the op's options before and after its recurrence, without any code of the op itself.
+
+    names: the op's names of tensors, keyed by the recurrence's names, where they differ. NAMES are added.
+    scale: None for K ** -0.5.
     given: the op's tensors, and options that the recurrence has itself.
     """
     ours = {theirs: ours for ours, theirs in {**NAMES, **names}.items()}
@@ -47,7 +50,7 @@ def outputs(
     if use_qk_l2norm_in_kernel:
         x |= {name: normalise("l2", x[name], eps=1e-6)[0] for name in ("q", "k")}
     if use_gate_in_kernel:
-        name = "g" if "g" in x else "gk"  # of heads, or KDA's of channels
+        name = "g" if "g" in x else "gk"  # decays of heads, or KDA's of channels
         rule = gate_of_heads if x[name].ndim == 3 else gate
         x[name] = rule(x[name], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
     if use_beta_sigmoid_in_kernel:

@@ -19,7 +19,7 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 LAYER: dict[str, Any] = {"layer_idx": 3, "num_layers": 12}
-# Decays that an op has by itself, of head h of H, and options that its calls always have.
+# Decays that are built into an op, for head h of H. ALWAYS: options that all its calls have.
 SLOPES: dict[str, Callable[[int, int], float]] = {
     "retention": lambda h, H: math.log1p(-2.0 ** (-5 - h)),
     "lightning_attn": lambda h, H: -(8 / H) * (1 - LAYER["layer_idx"] / LAYER["num_layers"]) * h}
@@ -37,7 +37,7 @@ def _recurrence(kind: str, q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
 
 def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None,
              cu_seqlens: Tensor | None = None, output_attentions: bool = True) -> tuple[Tensor | None, ...]:
-    """o of the recurrence, and each score from its own sum of decays."""
+    """Compute o with the recurrence, and each attention score from its own sum of decays."""
     B, T, H, K = q.shape
     gamma = _gamma(kind, q)
     o, _ = recurrence(q, k, v, g, gamma, bounds=cu_seqlens, scale=K ** -0.5)
@@ -52,7 +52,7 @@ def parallel(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None
 
 
 def normalized(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Linear attention with its running sum of keys, token by token."""
+    """Compute linear attention token by token, normalised by the running sum of keys."""
     scale = q.shape[3] ** -0.5
     o, ht = recurrence(q, k, v, h0=kv, scale=scale)
     sums = k.cumsum(1) + z
@@ -60,13 +60,17 @@ def normalized(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor) -> tuple[
 
 
 def call_normalized(op: str, kv: Tensor, z: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the op with ``normalize=True``, and return o and the two final states, kv and z."""
     o, (ht, z_out) = getattr(flashlin, op)(**tensors, initial_state=(kv, z), output_final_state=True,
                                            normalize=True)
     return o, ht, z_out
 
 
 def _features(draw: Draw, shape: str) -> Tensor:
-    """Positive, as linear attention uses them: a normaliser near zero would magnify rounding without end."""
+    """Return positive numbers, as linear attention uses them.
+
+    With a normaliser near zero, rounding errors would grow without bound.
+    """
     return F.elu(draw(shape)).add(1.1)
 
 
@@ -119,7 +123,7 @@ for _mode in ("chunk_", "fused_recurrent_"):
     for _kind in ("simple_gla", "retention", "linear_attn", "lightning_attn"):
         CASES += _family(_op(_mode, _kind))
     CASES.append(_normalized(_mode))
-# The others by the chunked kernels: what is theirs is the plumbing, and the scores.
+# The other ops use the same kernels, so their cases test only the plumbing, and the scores.
 for _kind in ("simple_gla", "retention", "linear_attn"):
     _fused = _op("fused_chunk_", _kind)
     CASES += [_fused("random", quick=True, T=70), _fused("packed", edges=(0, 1, 1, 66, 70))]
@@ -131,7 +135,7 @@ for _kind in ("simple_gla", "retention"):
 _parallel, _chunk = _op("parallel_", "simple_gla"), _op("chunk_", "simple_gla")
 CASES += [_normalized("fused_chunk_"), _op("fused_chunk_", "simple_gla")("resets", gate="resets", T=70, B=1),
           _parallel("g=0", gate="0"), _parallel("g=-20", gate="-20"), _parallel("resets", gate="resets")]
-# Heads as wide as the kernels go, and one step past a power of two; only the chunked op, since the plumbing
-# is shared.
+# Heads up to the widest that kernels support, and sizes just above a power of two. Only chunk_simple_gla has
+# them, because the ops share the plumbing.
 CASES += [_chunk(f"K={_K},V={_V}", K=_K, V=_V, B=1, T=80)
           for _K, _V in ((256, 256), (512, 64), (64, 512), (129, 20))]
