@@ -52,6 +52,11 @@ FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
 TARGET = "H100,triton=3.6.0"
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
+# Of prose. Files that a program writes say so in their first lines.
+QUESTION = re.compile(r"(What|Whether|Who|Whose|Which|How|Where|Why|Those|Of|So)\b")
+PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves alone)\b|, too\b")
+DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "matrix/*.md")
+LONG = 30
 RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
 # Where releases belong: the table of them, and what is known of single ones, with its proofs.
 RELEASE_TABLES = ("flashlin/compat/releases.py", "flashlin/compat/known_issues.py",
@@ -165,6 +170,50 @@ class House:
                   for module in graph}
         return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)
 
+    # --- figures of prose ---
+
+    def docstrings(self) -> Iterator[tuple[str, str]]:
+        """Yield the place and the text of each docstring in flashlin/."""
+        for source, node in self.nodes("flashlin"):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
+                    text := ast.get_docstring(node)):
+                yield source.at(node), text
+
+    def questions(self) -> list[str]:
+        """Docstrings of flashlin/ that start with a question word, or with Of, Those or So."""
+        return [f"{place} {text.splitlines()[0]}" for place, text in self.docstrings() if QUESTION.match(text)]
+
+    def private(self) -> list[str]:
+        """Docstrings of flashlin/ with words that readers do not expect, such as `beside` or `nobody`."""
+        return [f"{place} {found.group()!r}" for place, text in self.docstrings()
+                if (found := PRIVATE.search(text))]
+
+    def sentences(self) -> Iterator[tuple[str, str]]:
+        """Yield the file and the text of each sentence in documents that people write, without tables."""
+        paths = [path for pattern in DOCUMENTS for path in sorted(self.root.glob(pattern))]
+        for path in paths:
+            text = path.read_text(encoding="utf-8")
+            if path.name == "SUPPORT.md" or "generated" in text[:400].lower():
+                continue
+            text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+            text = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "<", "!", "#")))
+            for sentence in re.split(r"(?<=[.!?:])\s+", re.sub(r"\s+", " ", text)):
+                if len(sentence.split()) > 2:
+                    yield path.relative_to(self.root).as_posix(), sentence
+
+    def long_sentences(self) -> list[str]:
+        """Sentences of over 30 words in documents that people write."""
+        return [f"{name}: {text}" for name, text in self.sentences() if len(text.split()) > LONG]
+
+    def private_share(self) -> float:
+        """Percentage of the docstrings of flashlin/ with such words."""
+        return round(100 * len(self.private()) / max(1, len([*self.docstrings()])), 1)
+
+    def words(self) -> float:
+        """Mean number of words of a sentence in documents that people write."""
+        lengths = [len(text.split()) for _, text in self.sentences()]
+        return round(sum(lengths) / max(1, len(lengths)), 1)
+
     # --- figures of another kind ---
 
     def code_lines(self) -> int:
@@ -227,8 +276,11 @@ def value(node: ast.expr) -> object:
 
 PLACES = {"root files": House.root_files, "custom ops": House.custom_ops, "positional": House.positional,
           "undocumented": House.undocumented, "fp32": House.fp32, "releases": House.releases,
-          "wide": House.wide, "run files": House.run_files, "import cycles": House.import_cycles}
-NUMBERS: dict[str, Callable[[House], float]] = {"width": House.width, "code lines": House.code_lines}
+          "wide": House.wide, "run files": House.run_files, "import cycles": House.import_cycles,
+          "questions": House.questions, "private": House.private, "long sentences": House.long_sentences}
+NUMBERS: dict[str, Callable[[House], float]] = {
+    "width": House.width, "code lines": House.code_lines, "private share": House.private_share,
+    "words": House.words}
 
 
 def figures(house: House) -> dict[str, float]:
