@@ -4,9 +4,9 @@ A remedy returns the rewritten Problem, or None if it cannot help. It lowers its
 measure of no other remedy, so planning ends.
 
 No remedy wraps the call. Recipes plan launches for the rewritten Problem, and ops/_common/casting.py casts
-operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies only forbid a trait of launches.
-For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the trait, and the recipes leave out
-launches that have it.
+operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies only forbid a trait of
+launches. For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the trait, and the recipes
+leave out launches that have it.
 """
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What the recipes of the chunked families share: from candidates to Launches. Plain Python: no tensor, no
-torch, no triton."""
+"""Helpers for recipes of chunked families, which turn candidate configurations into Launches.
+
+They estimate shared memory, choose the length of segments, avoid configurations that spill, and make the
+Launches that several families have. Plain Python: this module imports neither torch nor triton.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,40 +17,41 @@ from flashlin.guards.family import Recipe
 from flashlin.guards.plan_types import PARTS, Launch, Problem, operands_of, traits_of
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
-PADDING = 16  # elements, of a row that changes its layout
+PADDING = 16  # elements of padding in a row of shared memory, for tiles that change their layout
 HEADS = 16  # heads per program of the cumulative sum
-CHANNELS = 64  # channels of any heads per program of their cumulative sum
-LONG = (64, 32)  # tokens of chunks that may be halved where something spills
-# Sequences are split where scans have at most a third (WORTH) of the PROGRAMS that a multiprocessor has under
-# way at a time, into parts of LEAST tokens or more. A chunk of a part costs two passes, a part a step of
-# those that carry states on one after the other. Fastest is as many parts that both take as long: of n chunks
-# the root of n times the ratio of what they cost (on an H200 4 microseconds beside 0.3, 3.5 beside 7;
-# benchmarks/results/parts-*).
+CHANNELS = 64  # channels, across heads, per program of the cumulative sum of channels
+LONG = (64, 32)  # chunk lengths that may be halved if a launch spills
+# Sequences are split into segments of LEAST tokens or more if a scan would start at most 1 / WORTH of the
+# programs that the GPU runs at a time (PROGRAMS for each multiprocessor). Each chunk of a segment costs two
+# passes, and each segment costs one step of the sequential kernel that carries states. The fastest number of
+# segments makes both times equal: sqrt(n * ratio) for n chunks, where ratio is the time of a chunk divided by
+# the time of a step. On an H200 these are 4 and 0.3 microseconds for decays (BY_DECAY), and 3.5 and 7 for
+# transfer matrices (BY_TRANSFER); benchmarks/results/parts-*.
 PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
 BY_DECAY, BY_TRANSFER = 13.0, 0.5
-# Of what is carried from part to part: sides of a tile, and columns of a state beside a matrix.
+# Tiles of the kernels that carry states: the side of a tile, and the columns of a state with a matrix.
 CARRIED, STRIP = 64, 16
-# Columns of the states of scans that leave most of a card idle. Of so many tokens, since whoever tries all
-# cases is to try others with whole strips, too.
+# State columns per program of scans that would use only a small share of the GPU, and the fewest tokens of
+# a call for which they are used. Shorter calls keep whole strips, so that the test cases cover both.
 NARROW, ENOUGH = 32, 1024
 
-# Of the forward scans in Gluon: the first release that can; chunks under way
-# (benchmarks/results/overlapping-*); how many tokens keep a card busy for longer than their descriptors do
-# the host, which is a guess nobody has timed.
+# The forward scans in Gluon: the first Triton release that supports them; the number of chunks in the ring
+# of buffers (benchmarks/results/overlapping-*); and the fewest tokens for which the GPU is busy for longer
+# than the host needs to make the descriptors. The last number is a guess and has not been timed.
 OVERLAPS, STAGES, BUSY = (3, 6), 3, 1024
 
-# Into how many parts every sequence is split, whatever the card: for tests, which forget plans (dispatch.plan
-# has a cache) when they change it.
+# The number of segments of every sequence on any GPU; 0 chooses it by the GPU. Tests set it, and then clear
+# the cache of dispatch.plan.
 forced_parts = 0
 
 
 def operand_bytes(problem: Problem) -> int:
-    """Size in bytes of a dot operand."""
+    """Return the size in bytes of one element of a dot operand: 4 for float32, else 2."""
     return 4 if operands_of(problem) == "float32" else 2
 
 
 def cumsum_launch(problem: Problem, BT: int = BLOCK) -> Launch:
-    """The kernel that sums the decays of heads within blocks of BT tokens."""
+    """Return the launch of the kernel that sums the decays of heads within blocks of BT tokens."""
     return over_tokens("gate_cumsum", problem, dict(BT=BT, BH=HEADS), columns=-(-problem.H // HEADS))
 
 
@@ -60,9 +64,10 @@ def channel_sums_launch(problem: Problem, BT: int) -> Launch:
 def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], shared: int = 8192,
                 traits: frozenset[str] = frozenset(), num_stages: int = 1, num_warps: int = 4,
                 columns: int = -1) -> Launch:
-    """Return a launch with a program for each chunk of ``tile["BT"]`` tokens and each head.
+    """Return a launch with one program for each chunk of ``tile["BT"]`` tokens and each head.
 
-    shared: bytes, an upper estimate. columns: programs of a chunk, if they are not its heads.
+    shared: bytes of shared memory, an upper estimate. columns: number of programs for each chunk, if this is
+    not the number of heads.
     """
     n, columns = problem.batch_part or problem.N, problem.H if columns < 0 else columns
     rows = problem.T if problem.varlen else n * problem.T
@@ -73,10 +78,13 @@ def over_tokens(kernel: str, problem: Problem, tile: dict[str, int], shared: int
 
 
 def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
-    """An upper estimate of a scan's shared memory: its tiles once per stage, the state and the scores as
-    operands of dots; of 16 tokens the narrower tile once more, if it has more than 16 columns, since 3.8 moves
-    it from one layout to another. On AMD the last stage loads into registers, from which a tile may go where
-    the state does; except for fp32 on RDNA, which has no matrix instructions for it."""
+    """Return an upper estimate, in bytes, of the shared memory of a scan.
+
+    It counts the tiles once per stage, and the state and the scores as operands of dots. With chunks of 16
+    tokens it counts the narrower tile again if this has more than 16 columns, because Triton 3.8 changes its
+    layout. On AMD the last stage loads into registers, and its tile may use the memory of the state. The
+    exception is fp32 on RDNA, which has no matrix instructions for it.
+    """
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV
     if registers:
@@ -89,28 +97,38 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
 
 
 def moves(target: Target) -> bool:
-    """Before 3.3, and on old tensor cores, tiles that change their layout go through shared memory of their
-    own, in padded rows."""
+    """Return True if tiles that change their layout need their own shared memory, in padded rows.
+
+    This is the case before Triton 3.3, and on tensor cores before sm_80.
+    """
     return release(target.triton) < (3, 3) or target.capability < (8, 0)
 
 
 def tf32_copies(bytes_each: int, target: Target) -> int:
-    """Before 3.3 the two halves that three tf32 products split an operand into both go through shared
-    memory."""
+    """Return the number of copies of a dot operand in shared memory: 1 or 2.
+
+    Three tf32 products split each fp32 operand into two halves. Before Triton 3.3 both halves go through
+    shared memory.
+    """
     return 2 if bytes_each == 4 and target.capability >= (8, 0) and release(target.triton) < (3, 3) else 1
 
 
 def part_length(problem: Problem, target: Target, strips: int, ratio: float, worth: int = WORTH) -> int:
-    """Tokens of the parts that sequences are split into, a multiple of BLOCK; 0 where they are not. strips:
-    programs to a head's state. ratio: BY_DECAY or BY_TRANSFER. worth: fewer parts gain nothing. Of packed
-    sequences nobody knows which are long, so what counts is how many tokens there are; those of several are
-    twice as long, since one that is cut in two takes as long as before: two passes, one after the other."""
+    """Return the tokens of a segment, a multiple of BLOCK, or 0 if sequences are not split.
+
+    strips: programs for the state of one head. ratio: BY_DECAY or BY_TRANSFER. worth: the fewest segments
+    that are faster than none.
+
+    The lengths of packed sequences are unknown on the host, so their total number of tokens decides. With
+    several packed sequences, segments are twice as long as otherwise (four times with BY_TRANSFER), because a
+    sequence in two segments takes as long as a whole one: it needs two passes, one after the other.
+    """
     if problem.invariant or problem.batch_part or PARTS in problem.avoid:
         return 0
     parts = forced_parts
     if not parts:
         programs = problem.H * strips * (1 if problem.varlen else problem.N)
-        # not on AMD: what is started there has run in a trial, whose sequences are too short to be split
+        # not on AMD: kernels there must first run in a trial, whose sequences are too short to split
         room = PROGRAMS * target.sms // max(programs, 1) if target.backend == "cuda" else 0
         parts = min(room, problem.T // LEAST, isqrt(int(ratio * problem.T / BLOCK)))
         if parts < worth:
@@ -122,7 +140,11 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: float, wor
 
 
 def numbered(problem: Problem, part: int) -> int:
-    """How many numbers of parts a launch has; of packed sequences not all are in use."""
+    """Return the number of segments of a launch.
+
+    For packed sequences it is an upper limit, because the host does not read their lengths. part: tokens of a
+    segment, or 0 if sequences are not split.
+    """
     n = problem.batch_part or problem.N
     if not part:
         return n
@@ -130,7 +152,10 @@ def numbered(problem: Problem, part: int) -> int:
 
 
 def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = False) -> Launch:
-    """The kernel that carries states from part to part. transfer: by matrices."""
+    """Return the launch of the kernel that carries states from segment to segment.
+
+    part: tokens of a segment. transfer: True if states are carried by matrices instead of decays.
+    """
     n = problem.batch_part or problem.N
     tall = padded(problem.K)
     width = min(STRIP if transfer else CARRIED, padded(problem.V))
@@ -140,9 +165,10 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
         return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
                       (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
 
-    # the strip of states is there twice from Triton 3.8 on; B200 under 3.3 has the matrix twice, too
+    # Shared memory has two copies of the strip of states since Triton 3.8. With 3.3, B200 also has two copies
+    # of the matrix.
     each = 4 * (2 if target.capability[0] == 10 else tf32_copies(4, target)) * (tall + 2 * width)
-    # a taller matrix at once spills a kilobyte
+    # a slice of more than 64 columns would spill 1 KB
     deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)
     return Launch("carry_transferred", (strips,), min(4, problem.max_warps), 1,
                   (("BK", tall), ("BV", width), ("BC", deep)), each * deep, span,
@@ -150,15 +176,17 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
 
 
 def narrow_state(config: Config) -> frozenset[str]:
-    """The fact of a scan's tile, see compat/traits.py."""
+    """Return the trait narrow_state if a scan's tile has it, else no trait; see compat/traits.py."""
     return of_tile("narrow_state", config.BT, config.BK, config.BV)
 
 
 def calm(recipe: Recipe) -> Recipe:
-    """A recipe that leaves out what is known to be slow (``launch_table.slow_on``), as far as there is
-    anything else: of a slow launch the same tile with other warps and stages; where every way is very slow,
-    all launches of the problem with shorter chunks, which take twice the steps and the memory for states. Of
-    what is slow in every way the least slow."""
+    """Return a recipe that replaces launches which are known to be slow (``launch_table.slow_on``).
+
+    A slow launch is replaced by the same tile with other warps or stages. If all of these are very slow, all
+    launches of the problem get shorter chunks, which need twice the steps and memory for states. If every
+    alternative is slow, the recipe returns the least slow launches.
+    """
     def calmed(problem: Problem, target: Target) -> tuple[Launch, ...]:
         slow = slow_here(target)
         if not slow:
@@ -183,9 +211,12 @@ def calm(recipe: Recipe) -> Recipe:
 
 
 def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ...]]) -> Recipe:
-    """A recipe that may be asked for strips of half a state's columns, and is where twice the programs still
-    run at once and all of them have run before: a step of a scan waits for its products, which are half as
-    large then, and there is room for what the next step needs to be on its way."""
+    """Return a recipe that uses strips of half as many state columns if the GPU would be mostly idle.
+
+    ``recipe`` gets a third argument, True for narrow strips. They are used on Hopper if twice as many
+    programs still run at once and all their configurations have run before. Each step of a scan waits for
+    its products, which are then half as large. The freed shared memory lets it load the next step ahead.
+    """
     def made(problem: Problem, target: Target) -> tuple[Launch, ...]:
         whole = recipe(problem, target, False)
         if (problem.T < ENOUGH or problem.invariant or problem.batch_part or forced_parts
@@ -195,7 +226,7 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         own = [launch for launch in narrow if launch not in whole]
         if not own or any("narrow_state" not in launch.traits for launch in own):
             return whole
-        # what is suspected of such tiles is so with one stage, and none is taken that has not run
+        # the known issue of such tiles needs one stage, and only configurations that have run are used here
         sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
                    and may_start(launch, problem, target) for launch in sure.values())
@@ -204,13 +235,15 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
 
 
 def can_be_narrow(scan: Config, problem: Problem) -> bool:
-    """Whether a scan's states have columns to halve; beside fewer rows than 64 they stay whole
-    (hopper-narrow-state)."""
+    """Return True if the state tile of a scan can have half as many columns.
+
+    A state with fewer than 64 rows keeps its columns (known issue hopper-narrow-state).
+    """
     return operand_bytes(problem) == 2 and scan.BT == scan.BV == 64 <= scan.BK
 
 
 def deepest(scan: Config, shared: Callable[[Config], int], target: Target) -> Config:
-    """A scan with as many stages as there is shared memory for, three at most."""
+    """Return the configuration with as many stages as fit in shared memory, at most three."""
     for stages in range(3, scan.num_stages, -1):
         deeper = scan._replace(num_stages=stages)
         if shared(deeper) <= target.shared:
@@ -219,8 +252,10 @@ def deepest(scan: Config, shared: Callable[[Config], int], target: Target) -> Co
 
 
 def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:
-    """The same tile with other warps and stages, where these are for speed alone: less than 4 warps are for
-    other reasons."""
+    """Yield launches with the same tile and other numbers of warps and stages, as alternatives for speed.
+
+    A launch with fewer than 4 warps keeps this number, because it was not chosen for speed.
+    """
     if "dot" in launch.traits and launch.num_warps == 4 < problem.max_warps:
         yield launch._replace(num_warps=8)
         yield launch._replace(num_warps=8, num_stages=1)
@@ -229,8 +264,10 @@ def ways(launch: Launch, problem: Problem) -> Iterator[Launch]:
 
 
 def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
-    """The first of these ways to compute the same that is not slow or, if all are, that spills least. After
-    the first, those do not count that planning would reject."""
+    """Return the launch that spills least; all given launches compute the same.
+
+    The first one wins ties. Later ones are ignored if planning would reject them.
+    """
     first, *others = launches
     if not spilled(first, target):
         return first
@@ -239,42 +276,51 @@ def least_spilled(launches: Sequence[Launch], target: Target) -> Launch:
 
 
 def least_spilled_that_fits(launches: Sequence[Launch], target: Target) -> Launch:
-    """Return the least spilled of those whose shared memory fits; the last one if none does."""
+    """Return the launch that spills least and fits in shared memory, or the last launch if none fits."""
     return least_spilled([one for one in launches if one.shared <= target.shared] or launches[-1:], target)
 
 
 def spilled(launch: Launch, target: Target) -> int:
-    """Bytes that a thread spills, 0 of a launch that is not known to be slow."""
+    """Return the bytes that a thread spills, or 0 for a launch that is not known to be slow."""
     slow = slow_here(target)
     return slow[launch.config].spills if slow and launch.config in slow else 0
 
 
 def slow_here(target: Target) -> dict[str, launch_table.Slow]:
-    """On Hopper, where configurations were timed, a configuration is only slow where ptxas has given up."""
+    """Return the configurations that are known to be slow on a target.
+
+    Configurations were timed on Hopper. There, only configurations for which ptxas gave up are slow.
+    """
     return launch_table.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
 
 
 def objected(launch: Launch, target: Target) -> bool:
-    """Whether a check would reject it."""
+    """Return True if a check would reject the launch on this target."""
     return (launch.shared > target.shared or launch_table.trust(launch.config, target) == "failed"
             or any(issue.remedies and issue.hits(launch.traits, launch.num_warps, launch.num_stages)
                    for issue in issues_here(target)))
 
 
 def may_start(launch: Launch, problem: Problem, target: Target) -> bool:
-    """Return whether a launch that hangs or fails if it is wrong has run on such a card, or is tried now."""
+    """Return True if a launch has run on this kind of GPU, or runs in a trial now.
+
+    It is for kernels that hang or crash if they are wrong.
+    """
     return problem.trial or launch_table.has_run(launch.config, (problem.op,), problem.dtype, target)
 
 
 def _chunks_of(BT: int) -> str:
-    """What to avoid, as facts of a tile are, where chunks are not to be so long."""
+    """Return the entry of Problem.avoid that forbids chunks of BT tokens."""
     return f"chunks of {BT}"
 
 
 def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem: Problem, target: Target,
             facts: Callable[[Config], frozenset[str]] = narrow_state) -> Config:
-    """The first candidate whose shared memory fits and that has none of the facts which the problem has to
-    avoid; if there is none, the last one, which the checks then refuse."""
+    """Return the first candidate that fits in shared memory and has no trait in Problem.avoid.
+
+    If there is none, return the last candidate, which the checks then refuse. facts: returns the traits of a
+    candidate.
+    """
     config = None
     for config in configs:
         if shared(config) <= target.shared and not (facts(config) | {_chunks_of(config.BT)}) & problem.avoid:
@@ -285,8 +331,11 @@ def fitting(configs: Iterable[Config], shared: Callable[[Config], int], problem:
 
 def state_launch(kernel: str, config: Config, problem: Problem, shared: int, traits: frozenset[str],
                  tall: bool = True, part: int = 0) -> Launch:
-    """A program per sequence, or part of one, head and tile of the state. tall: whether a state taller than
-    its chunks crashes compilers (tall-state-32)."""
+    """Return a launch with one program for each sequence or segment, head, and tile of the state.
+
+    shared: bytes of shared memory, an upper estimate. part: tokens of a segment, or 0. tall: True if a state
+    tile with more rows than the chunk has tokens crashes compilers (known issue tall-state-32).
+    """
     if tall and config.BT < 64 <= config.BK and "half_dot" in traits:
         traits = traits | trait_set("tall_state")
     if "dot" in traits:
@@ -300,9 +349,12 @@ def state_launch(kernel: str, config: Config, problem: Problem, shared: int, tra
 
 def overlapped(kernel: str, problem: Problem, target: Target, part: int, tile: dict[str, int],
                shared: int) -> Launch | None:
-    """A family's kernel in Gluon, which takes whole chunks of dense sequences, and heads of 64 or 128. What
-    waits for barriers of its own hangs where one of them is wrong, so it is taken where it has run. tile: BT,
-    BK, which is K, BV and STAGES; GROUPS, if a program has several times BV columns."""
+    """Return the launch of a family's Gluon kernel, or None if the problem or the target does not allow it.
+
+    The kernel supports dense sequences of whole chunks, and heads of 64 or 128. It waits at its own barriers,
+    so a wrong one would make it hang. Therefore it is used only if it has run on this kind of GPU.
+    tile: BT, BK (equal to K), BV and STAGES, and GROUPS if a program computes GROUPS times BV columns.
+    """
     columns = tile["BV"] * tile.get("GROUPS", 1)
     if (not is_hopper(target) or release(target.triton) < OVERLAPS or operand_bytes(problem) == 4
             or problem.max_warps < 4 or problem.varlen or problem.invariant or problem.T % tile["BT"]

@@ -1,17 +1,19 @@
-"""Long sequences in parts: what lets one sequence fill a card.
+"""Split long sequences into segments that run in parallel, so that few sequences can use the whole GPU.
 
-A scan walks its sequence alone, so few sequences with few heads leave most of a card idle. Where the plan
-says so (``Launch.part``), a sequence is cut into parts of L tokens, which all scans walk side by side:
-    1. The state that each part would leave if it began with zeros (``parts.py`` of each family; of a delta
-       rule's gradients its reverse scan, ALONE).
-    2. Those carried on from part to part: h' = D h + alone, where D is what the part does to any state that
-       enters it: the part's decay, a number or a vector over K, or of delta rules a K x K matrix, which is
-       what the part leaves of the identity if nothing is written. Backward the same with D^T, from the last
-       part.
-    3. The scan as ever, each part from the state that enters it.
-Nothing here depends on how many parts there are but the memory between the steps, and nothing waits for the
-host: which parts packed sequences have, programs find out by themselves. What is carried stays float32, and
-its products have at least 16 bits.
+A scan walks its sequence in one program per head and strip of the state. Few sequences with few heads would
+therefore leave most of a GPU idle. If the plan says so (``Launch.part``), a sequence is split into segments
+of L tokens, in three steps:
+    1. All segments in parallel: compute ``alone``, the state that each segment would end with if it started
+       from zero (kernels in ``parts.py`` of each family; for gradients of delta rules, the reverse scan with
+       ALONE).
+    2. Segment by segment: carry the states, h' = D h + alone. D is the effect of the segment on any initial
+       state. It is the decay of the segment (a number or a vector over K) or, for delta rules, a K x K
+       transfer matrix: the final state for the identity as initial state and v = 0. Backward does the same
+       with D^T, from the last segment to the first.
+    3. All segments in parallel: run the usual scan, each segment from its own initial state.
+Only the memory between the steps depends on the number of segments, and no step waits for the host. The
+programs of packed sequences find their segments themselves. Carried states stay in float32, and their
+products have at least 16 bits.
 """
 
 from typing import Any
@@ -27,14 +29,16 @@ from flashlin.kernels.tile_ops import sequence_of, state_offsets
 
 @triton.jit
 def part_of(i_p, bounds, T, N, L, VARLEN: tl.constexpr):
-    """Which part of which sequence i_p is: n, the number of the part in it, its first row and its length, and
-    whether it is the sequence's last. All parts of a sequence but the last have L tokens; one of no tokens
-    has one. Packed sequences leave numbers without a part between them: those have no tokens, and are
-    nobody's last."""
+    """Return the position of segment i_p: sequence n, its number within n, first row, length, and ``last``.
+
+    ``last`` is true for the last segment of its sequence. All other segments have L tokens. An empty sequence
+    has one segment. The segment numbers of packed sequences have gaps; the segment of an unused number has no
+    tokens and is not a last one.
+    """
     if VARLEN:
         n = i_p
         i_part = i_p * 0
-        if L < T:  # the first of sequence n is part number bounds[n] // L + n: they never overlap
+        if L < T:  # the first segment of sequence n has number bounds[n] // L + n, so they never overlap
             n = i_p * 0
             high = tl.minimum(i_p, N - 1)
             while n < high:
@@ -56,7 +60,7 @@ def part_of(i_p, bounds, T, N, L, VARLEN: tl.constexpr):
 
 @triton.jit
 def parts_of(n, bounds, T, L, VARLEN: tl.constexpr):
-    """The number of sequence n's first part, and how many it has."""
+    """Return the number of the first segment of sequence n, and its number of segments."""
     first, length = sequence_of(n, bounds, T, VARLEN)
     parts = tl.maximum((length - 1) // L + 1, 1)
     if VARLEN:
@@ -67,16 +71,20 @@ def parts_of(n, bounds, T, L, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_decayed(
-    alone,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
-    kept,  # [parts, H] or, with VECTOR, [parts, H, K], fp32, to base 2
+    alone,  # [segments, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
+    kept,  # [segments, H] or, with VECTOR, [parts, H, K], fp32, to base 2
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
     T, H, L,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VECTOR: tl.constexpr,
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """In place: what each part leaves alone becomes the state that enters it or, with REVERSE, the gradient
-    of the state that leaves it. A program: a tile of one head's state."""
+    """Replace ``alone``, in place, by the initial state of each segment, carried from segment to segment.
+
+    On entry, ``alone`` contains the state that each segment would end with if it started from zero. With
+    REVERSE it contains gradients, and becomes the gradient of the final state of each segment. ``kept``: log2
+    decay of each segment. One program computes a tile of the state of one head.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     program = tl.program_id(0)
@@ -96,7 +104,7 @@ def carry_decayed(
         else:
             own = (first + i) * H + i_h
         to, inside = state_offsets(own, k0, v0, K, V, BK, BV, V_FIRST)
-        more = inside & (i < parts - 1)  # of the last nobody has asked what it leaves
+        more = inside & (i < parts - 1)  # the final state of the last segment was not computed
         left = tl.load(alone + to, mask=more, other=0.0)
         tl.store(alone + to, h, mask=inside)
         if VECTOR:
@@ -110,8 +118,8 @@ def carry_decayed(
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_transferred(
-    alone,  # [parts, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
-    transfer,  # [parts, H, K, K], fp32
+    alone,  # [segments, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
+    transfer,  # [segments, H, K, K], fp32
     undivided,  # [N, H], int32
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
@@ -120,13 +128,18 @@ def carry_transferred(
     REVERSE: tl.constexpr, V_FIRST: tl.constexpr, HAS_H0: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """carry_decayed where a part does more to a state than let it decay. undivided is set for heads whose
-    states are not finite then, be it only on the way: products of keys that are too long leave float32's
-    range though no state need be in their way, and 0 x inf is NaN. Such a head is walked as one part. A
-    program: BV columns of one head's state. A matrix that is too large to be taken at once (BC < BK) is taken
-    in slices, and so is the state, from where it was stored."""
+    """Replace ``alone``, in place, by the initial state of each segment, carried by transfer matrices.
+
+    It does the same as ``carry_decayed`` for ops whose segments multiply a state by a matrix. It sets
+    ``undivided`` for each head with a carried state that is not finite. Transfer matrices of keys that are
+    too long overflow float32 even if no state does, and 0 x inf is NaN. The scan computes such a head as one
+    segment.
+
+    One program computes BV columns of the state of one head. A matrix that is too large for one step
+    (BC < BK) is read in slices, and the state is then read in slices from memory.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
-    FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first part to be entered by more than zeros
+    FROM: tl.constexpr = 0 if HAS_H0 else 1  # the first segment whose initial state may differ from zero
     program = tl.program_id(0)
     v0 = program % NV * BV
     nh = program // NV
@@ -146,7 +159,7 @@ def carry_transferred(
         to, inside = state_offsets(own, 0, v0, K, V, BK, BV, V_FIRST)
         left = tl.load(alone + to, mask=inside & (i < parts - 1), other=0.0)
         tl.store(alone + to, h, mask=inside)
-        beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN is not below, either
+        beyond = tl.where(tl.abs(h) < 1e30, beyond, 1)  # NaN also fails this comparison
         asked = (i >= FROM) & (i < parts - 1)
         if BC >= BK:
             through, there = state_offsets(own, 0, 0, K, K, BK, BK, False)
@@ -155,7 +168,7 @@ def carry_transferred(
                 D = tl.trans(D)
             h = left + tl.dot(D, h, input_precision=PRECISION)
         else:
-            tl.debug_barrier()  # all threads have stored what is read in another layout now
+            tl.debug_barrier()  # wait until all threads have stored h, which is read in another layout
             for c0 in range(0, tl.where(asked, K, 0), BC):
                 if REVERSE:
                     through, there = state_offsets(own, c0, 0, K, K, BC, BK, False)
@@ -174,14 +187,17 @@ def carry_transferred(
 def identity_strip(
     strip,  # number of the strip
     NV: tl.constexpr,  # strips of v
-    i_part,  # the part's number in its sequence
-    length,  # its tokens
-    last,  # whether it is the sequence's last
+    i_part,  # number of the segment in its sequence
+    length,  # tokens of the segment
+    last,  # true for the last segment of the sequence
     BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
 ):
-    """What a program begins with that computes what a part leaves alone or, past the strips of v, its
-    transfer: zeros or columns of the identity; how many tokens it walks, none where nobody will ask for the
-    result; and how many of v, none for the transfer."""
+    """Return the initial state, token count and v's token count of a program of step 1.
+
+    Strips below NV compute ``alone``, which starts from zeros. Later strips compute the transfer matrix,
+    which starts from columns of the identity. The token count is 0 if the result is not needed. v's token
+    count is 0 for the transfer, which has v = 0.
+    """
     columns = (strip - NV) * BV + tl.arange(0, BV)
     h = tl.where(tl.arange(0, BK)[:, None] == columns[None, :], 1.0, 0.0)
     left = tl.where(last, 0, length)
@@ -195,26 +211,32 @@ def identity_strip(
 
 @triton.jit
 def added(h, left, right, PRECISION: tl.constexpr):
-    """h + left right, the product summed up apart. Tensor cores round what they add to an accumulator towards
-    zero, which adds up where all of it is a little less than 1, as in a transfer of weak keys. An fma, since
-    a compiler makes one operation of a product and a plain sum."""
+    """Return h + left @ right, with the matrix product in a separate accumulator.
+
+    Tensor cores round towards zero when they add to an accumulator. These errors add up if all values are a
+    little below 1, as in the transfer matrix of weak keys. The sum is an fma, because a compiler would merge
+    a product and a plain sum into one operation.
+    """
     return tl.fma(tl.dot(left, right, input_precision=PRECISION), tl.full(h.shape, 1.0, tl.float32), h)
 
 
 @triton.jit
 def own_part(
-    i_p,  # number of the part
+    i_p,  # number of the segment
     i_h,
     undivided,  # [N, H], int32, or None
     bounds,  # [N + 1] or None
     T, N, H, L,
     VARLEN: tl.constexpr, REVERSE: tl.constexpr,
 ):
-    """As part_of, and the number of the part whose entering state is this program's. A head that is undivided
-    is one part, its first; the others have no tokens then."""
+    """Return the position of segment i_p, as ``part_of``, and the number of the segment to read a state from.
+
+    The program starts from the carried state of that segment. A head that is marked in ``undivided`` is
+    computed as one segment, its first; its other segments have no tokens.
+    """
     n, i_part, first, length, last = part_of(i_p, bounds, T, N, L, VARLEN)
     entered = i_p
-    if undivided is not None:  # known when compiling: "and" would load from nothing
+    if undivided is not None:  # a compile-time test; "and" would emit a load from None
         if tl.load(undivided + n * H + i_h) != 0:
             begin, whole = sequence_of(n, bounds, T, VARLEN)
             if REVERSE:
@@ -227,12 +249,16 @@ def own_part(
 
 def by_decays(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
               operands: tuple[str, str], reverse: bool = False, vector: bool = False) -> None:
-    """Put into part the states that enter the parts of split sequences, as h0; with reverse put the gradients
-    of those that leave them, as dht. Of whole sequences those that the call has stay.
+    """Compute the initial states of all segments by decays, and store them in ``part["h0"]``.
 
-    They are [parts, H, K, V] or, as the constant V_FIRST says, [parts, H, V, K]. part: what launches share.
-    kernel: the family's, which writes ``alone`` and ``kept`` for its operands x and y, named as in part.
-    vector: whether decays are vectors over K.
+    With reverse, compute the gradients of the final states instead, and store them in ``part["dht"]``. The
+    results are [segments, H, K, V] or, with the constant V_FIRST, [segments, H, V, K]. If sequences are not
+    split, the states of the call stay.
+
+    part: the arguments that launches share, see ``Batch.parts``.
+    kernel: the kernel of the family that writes ``alone`` and ``kept``.
+    operands: the names in ``part`` of its operands x and y.
+    vector: True if decays are vectors over K.
     """
     if not batch.split:
         _enter(part, reverse)
@@ -247,11 +273,14 @@ def by_decays(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[s
 
 def by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
                  has_dht: bool = False) -> None:
-    """Put into part, what launches share, as h0 the states that enter the parts of split sequences (of whole
-    ones those that the call has stay), and ``undivided`` and ``transfer``, see carry_transferred.
+    """Compute the initial states of all segments by transfer matrices, and store them in ``part["h0"]``.
 
-    kernel: the family's, which writes ``alone`` and ``transfer`` and clears ``undivided``. has_dht: whether
-    ``back_by_transfers`` follows, and gradients enter the last parts, too.
+    Also store ``undivided`` and ``transfer`` in part, see ``carry_transferred``. If sequences are not split,
+    these are None, and the states of the call stay.
+
+    part: the arguments that launches share, see ``Batch.parts``.
+    kernel: the kernel of the family that writes ``alone`` and ``transfer`` and clears ``undivided``.
+    has_dht: True if ``back_by_transfers`` follows and the final states have gradients.
     """
     part.update(undivided=None, transfer=None)
     if not batch.split:
@@ -270,9 +299,15 @@ def by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dic
 
 def back_by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[str, Any],
                       *written: str) -> None:
-    """Put into part as dht the gradients of the states that leave the parts of split sequences (of whole ones
-    those that the call has stay), and more heads into ``undivided``. kernel: the family's reverse scan;
-    written: what it writes besides."""
+    """Compute the gradients of the final states of all segments, and store them in ``part["dht"]``.
+
+    It uses the transfer matrices of ``by_transfers``, and may mark more heads in ``undivided``. If sequences
+    are not split, the gradients of the call stay.
+
+    part: the arguments that launches share, see ``Batch.parts``.
+    kernel: the reverse scan of the family.
+    written: names of its other outputs, which are not computed here.
+    """
     if not batch.split:
         return
     alone = _states(batch, part, constants)
@@ -282,15 +317,21 @@ def back_by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants
 
 
 def _enter(part: dict[str, Any], reverse: bool = False) -> None:
-    """From here on kernels read the states that the call has; all those before do without."""
+    """Wait for the initial states of the call, which may still be on their way from another rank.
+
+    Launches before this point do not read h0. reverse: True for gradients, for which there is no wait.
+    """
     if part["h0"] is not None and not reverse:
         enter()
 
 
 def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel: Any, reverse: bool,
            alone: torch.Tensor, **own: Any) -> None:
-    """Carry states from part to part, from those of whole sequences on, and put them into the part. own: what
-    the kernel takes that the other one does not."""
+    """Start the kernel that carries states from segment to segment, and store the result in part.
+
+    It starts from the states (or gradients, with reverse) of the call. own: the arguments of this kernel that
+    the other carrying kernel does not have.
+    """
     name = "dht" if reverse else "h0"
     launch, given = batch.plan.launch(kernel.fn.__name__), part[name]
     tiles = -(-batch.V // launch.block("BV")) * -(-batch.K // launch.block("BK"))
@@ -301,11 +342,11 @@ def _carry(batch: Batch, part: dict[str, Any], constants: dict[str, Any], kernel
 
 
 def _at_least_tf32x3(batch: Batch) -> str:
-    """Return the precision of products of states: 16 bits at least, whatever torch allows."""
+    """Return the precision of products of states: at least 16 bits, regardless of torch's tf32 setting."""
     return "ieee" if precision(batch.plan) == "ieee" else "tf32x3"
 
 
 def _states(batch: Batch, part: dict[str, Any], constants: dict[str, Any]) -> torch.Tensor:
-    """A state for each part, to be written."""
+    """Return an uninitialized float32 buffer with one state for each segment."""
     sides = (batch.V, batch.K) if constants["V_FIRST"] else (batch.K, batch.V)
     return torch.empty(part["parts"], batch.HV, *sides, dtype=torch.float32, device=batch.device)

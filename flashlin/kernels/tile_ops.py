@@ -1,16 +1,16 @@
-"""Functions that the families' kernels share: rows of a sequence, tiles, decays, states.
+"""Triton functions that the kernels of all families share: rows of a sequence, tiles, decays, states.
 
-These parameters mean the same in all kernels. A kernel comments on one of them only if it means something
-else there.
+These parameters have the same meaning in all kernels. A kernel has a comment for one of them only if it has
+another meaning there. A row is one token; rows are counted through the whole batch.
 
     T       tokens of a sequence                N       number of sequences
     H       heads; of q and k if there is HV    HV      heads of v
-    R       elements of a line                  rows    rows in all
-    L       tokens of a part                    S       programs to a sequence
-    n       the chunk's sequence                i_h     the head
+    R       row length of tensors [H, R]        rows    number of rows in the batch
+    L       tokens of a segment                 S       programs for each sequence
+    n       number of the sequence              i_h     number of the head
     first   first row of the sequence           length  tokens of the sequence
     t0      first token of the chunk            last    last row of the chunk
-    d0, k0  first column
+    d0, k0  first column of the tile
 """
 
 import triton
@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sequence_of(n, bounds, T, VARLEN: tl.constexpr):
-    """First row and length of sequence n; rows are counted through the whole [B * T] batch."""
+    """Return the first row and the length of sequence n; rows are counted through the whole [B * T] batch."""
     if VARLEN:
         first = tl.load(bounds + n).to(tl.int64)
         length = (tl.load(bounds + n + 1).to(tl.int64) - first).to(tl.int32)
@@ -39,12 +39,13 @@ def gate_cumsum(
     T, N, H, R, S,
     BT: tl.constexpr, BH: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """G [H, R]: g / ln 2 summed within blocks of BT tokens of each sequence. S programs share a sequence.
-    Laid out so that the scans load a chunk's decays as one line, straight into the layouts they need, instead
-    of exchanging them between warps in every chunk.
+    """Write G [H, R]: cumulative sums of g / ln 2 within blocks of BT tokens of each sequence.
 
-    A token that leaves less than float32's smallest normal number leaves that much (FORGOTTEN): then
-    differences of sums stay precise after one that forgets everything, even by -inf.
+    S programs share a sequence. In this layout the decays of a chunk and head are contiguous. The scans load
+    them directly into the layouts they need, without an exchange between warps in every chunk.
+
+    A decay below 2^-126, the smallest normal float32, counts as 2^-126 (FORGOTTEN). So differences of sums
+    stay precise after a token that forgets the whole state, even with g = -inf.
     """
     NH = (H + BH - 1) // BH
     program = tl.program_id(0)
@@ -68,14 +69,18 @@ def decays(
     first, t0, length, i_h, R,
     BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
 ):
-    """G_i of the chunk's tokens, and G_L, to base 2. Rows past the end add nothing, so they hold G_L."""
+    """Return the cumulative log2 decays of a chunk's tokens, [BT], and their total for the chunk.
+
+    Rows after the end of the sequence do not decay, so they have the total. DECAY: 2 reads the sums in G, 1
+    uses one rate gamma for each head, 0 is no decay. BLOCK: tokens of the blocks within which G is summed.
+    """
     rows = tl.arange(0, BT)
     if DECAY == 2:
         line = G + i_h.to(tl.int64) * R + first + t0
         inside = t0 + rows < length
         total = tl.load(line + tl.minimum(BT, length - t0) - 1)
         cumulated = tl.where(inside, tl.load(line + rows, mask=inside, other=0.0), total)
-        if BT < BLOCK:  # the sums began at the block's start, not at the chunk's
+        if BT < BLOCK:  # G is summed from the start of the block, which is not that of the chunk
             before = tl.load(line - 1, mask=t0 % BLOCK != 0, other=0.0)
             cumulated -= before
             total -= before
@@ -92,9 +97,11 @@ def decays(
 
 @triton.jit
 def scaled_decay(D_row, D_column, causal, scale):
-    """scale 2^{D_i - D_j}, zero where not causal: masked before exp2, because there the difference is
-    positive and overflows. scale >= 0 goes into the exponent, which costs one addition a row instead of a
-    product an element."""
+    """Return scale * 2^(D_i - D_j) for the causal elements of a tile, and zero for the others.
+
+    The mask is applied before exp2, because the difference of a masked element is positive and overflows.
+    scale >= 0 is added to the exponent, which costs one addition per row instead of one product per element.
+    """
     return tl.exp2(tl.where(causal, (D_row + tl.log2(scale))[:, None] - D_column[None, :], float("-inf")))
 
 
@@ -106,7 +113,7 @@ def tile(
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """[BT, BD] of a [rows, H, D] tensor, zeros outside."""
+    """Load a [BT, BD] tile of one head of a [rows, H, D] tensor, with zeros outside the sequence."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
@@ -118,7 +125,7 @@ def tile(
 
 @triton.jit
 def beta_of(beta, first, t0, length, i_h, HV, BT: tl.constexpr):
-    """[BT] of beta [rows, HV], zeros past the end."""
+    """Load BT values of beta [rows, HV] of one head, with zeros after the end of the sequence."""
     rows = tl.arange(0, BT)
     return tl.load(beta + (first + t0 + rows) * HV + i_h, mask=t0 + rows < length, other=0.0)
 
@@ -132,7 +139,7 @@ def put(
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Store [BT, BD] into a [rows, H, D] tensor."""
+    """Store a [BT, BD] tile into one head of a [rows, H, D] tensor."""
     rows = tl.arange(0, BT)
     cols = d0 + tl.arange(0, BD)
     offsets = rows[:, None] * (H * D) + cols[None, :]
@@ -145,14 +152,14 @@ def put(
 @triton.jit
 def zero_rows(
     x,  # [rows, H, D]
-    first,  # from this row on
-    length,  # so many
+    first,  # the first row to zero
+    length,  # number of rows to zero
     i_h, H,
     D: tl.constexpr,
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Zeros into columns d0 .. d0 + BD of ``length`` rows from ``first`` on, of one head."""
+    """Store zeros into columns d0 .. d0 + BD of one head, in ``length`` rows that begin at ``first``."""
     for t0 in range(0, length, BT):
         put(x, tl.zeros([BT, BD], dtype=tl.float32), first, t0, length, i_h, H, D=D, d0=d0, BT=BT, BD=BD)
 
@@ -161,15 +168,18 @@ def zero_rows(
 def zero_gaps(
     x,  # [rows, H, D]
     bounds,  # [N + 1]
-    n,  # this sequence
-    T,  # rows in all
+    n,  # number of this program's sequence
+    T,  # number of rows in the batch
     N, i_h, H,
     D: tl.constexpr,
     d0,
     BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Rows before the first and after the last sequence belong to nobody: zeros, never what the memory
-    held."""
+    """Store zeros into the rows before the first and after the last packed sequence.
+
+    No sequence owns these rows, so they would keep the old contents of the memory. The program of sequence 0
+    writes the first rows, and the program of the last sequence writes the last ones.
+    """
     if n == 0:
         zero_rows(x, n.to(tl.int64), tl.load(bounds).to(tl.int32), i_h, H, D, d0, BT, BD)
     if n == N - 1:
@@ -179,15 +189,17 @@ def zero_gaps(
 
 @triton.jit
 def first_slot(n, first, BT: tl.constexpr):
-    """Where sequence n's chunks go in a table of chunks. Sequences never overlap, and no host has to count
-    them."""
+    """Return the index of the first chunk of sequence n in a table with one entry for each chunk.
+
+    Entries of different sequences never overlap, and the host does not have to count chunks.
+    """
     return first // BT + n
 
 
 @triton.jit
 def state_offsets(nh, k0, v0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                   V_FIRST: tl.constexpr):
-    """Offsets and mask of a [BK, BV] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]."""
+    """Return offsets and mask of a [BK, BV] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]."""
     k = k0 + tl.arange(0, BK)
     v = v0 + tl.arange(0, BV)
     if V_FIRST:

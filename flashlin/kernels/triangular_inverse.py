@@ -1,5 +1,8 @@
-"""The inverse of a unit lower triangular tile: what the chunks of every delta family need. 16x16 blocks are
-substituted in float32 through scratch memory, then merged by products."""
+"""The inverse of a unit lower triangular tile I + M, which every chunk of the delta families needs.
+
+The 16x16 blocks on the diagonal are inverted by substitution in float32, through scratch memory. Products
+then merge them to larger inverses.
+"""
 
 import triton
 import triton.language as tl
@@ -11,22 +14,27 @@ from flashlin.kernels.scans import operand_bytes
 
 @triton.jit
 def blocks(at, SIDE: tl.constexpr):
-    """Where the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile lie in scratch [SIDE, 16], and which of
-    its elements they are."""
+    """Return addresses and mask of the 16x16 blocks on the diagonal of a [SIDE, SIDE] tile.
+
+    Both are [SIDE, SIDE]. The addresses are in scratch memory [SIDE, 16] at ``at``; the mask selects the
+    elements of the blocks.
+    """
     rows = tl.arange(0, SIDE)
     return at + rows[:, None] * 16 + (rows % 16)[None, :], (rows // 16)[:, None] == (rows // 16)[None, :]
 
 
 @triton.jit
 def substitute(scratch, ROWS: tl.constexpr):
-    """For scratch [ROWS, 16] holding 16x16 blocks M, strictly lower triangular, put (I + M)^-1 of each in its
-    place: substitution in float32, all blocks at once. Through memory, since only there every column of the
-    inverse reads the same row of M without an exchange between threads at each of the 15 steps."""
+    """Replace each strictly lower triangular 16x16 block M in scratch [ROWS, 16] by (I + M)^-1.
+
+    It substitutes in float32, in all blocks at once. M stays in memory because every column of the inverse
+    reads the same row of M at each of the 15 steps. From registers, threads would have to exchange this row.
+    """
     columns = tl.arange(0, ROWS)  # column c of X is column c % 16 of block c // 16
     j = tl.arange(0, 16)
     top = scratch + (columns // 16 * 256)[None, :]
     X = tl.where(j[:, None] == (columns % 16)[None, :], 1.0, 0.0)
-    for i in tl.static_range(1, 16):  # unrolled, so that no step waits for its row of M
+    for i in tl.static_range(1, 16):  # unrolled, so that rows of M are loaded ahead
         m = tl.load(top + i * 16 + j[:, None])
         X -= tl.where(j[:, None] == i, tl.sum(m * X, 0)[None, :], 0.0)
     tl.debug_barrier()
@@ -35,16 +43,21 @@ def substitute(scratch, ROWS: tl.constexpr):
 
 @triton.jit
 def top_half(x):
-    """float32 cut to the bits that bf16 has. (Rounding to bf16 and back would be converted one number at a
-    time, which is slow.)"""
+    """Truncate float32 values to the bits of bf16, as float32.
+
+    A conversion to bf16 and back would be slow, because it would convert one number at a time.
+    """
     return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a b for float32 tiles. "split": each as the sum of two bf16 numbers, which keeps 16 bits at the price
-    of three fast products: tf32's 11 are too few here, since in coherent rows their errors add up instead of
-    averaging out."""
+    """Return the matrix product of two float32 tiles.
+
+    PRECISION is an ``input_precision`` of tl.dot, or "split". "split" writes each operand as the sum of two
+    bf16 numbers, which keeps 16 bits at the cost of three fast products. The 11 bits of tf32 are too few
+    here: if rows resemble each other, the errors add up instead of averaging out.
+    """
     if PRECISION == "split":
         a_top = top_half(a)
         b_top = top_half(b)
@@ -60,9 +73,12 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def lower_blocks(scratch, half, BT: tl.constexpr, SIDE: tl.constexpr):
-    """Where the 16x16 blocks of a lower triangular tile [SIDE, SIDE] lie in scratch [BT, 24], and which of
-    the tile's elements they are. half: which tile on the diagonal of [BT, BT]. First come all blocks on the
-    diagonal, as ``substitute`` wants them, then for each tile of 32 the one below its diagonal."""
+    """Return addresses and mask of the 16x16 blocks of a lower triangular tile [SIDE, SIDE].
+
+    The addresses are in scratch memory of BT * 24 elements, which serves the whole [BT, BT] matrix. It
+    contains all blocks on the diagonal first, in the layout of ``substitute``, then for each tile of 32 the
+    block below its diagonal. half: number of the tile on the diagonal of the [BT, BT] matrix.
+    """
     rows = tl.arange(0, SIDE)
     apart = (rows // 16)[:, None] - (rows // 16)[None, :]
     at = scratch + (half * SIDE + rows)[:, None] * 16 + (rows % 16)[None, :]
@@ -71,11 +87,14 @@ def lower_blocks(scratch, half, BT: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def merge(scratch, half, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """In scratch as ``lower_blocks`` lays it out, where blocks on the diagonal are inverted: put -Y C X in
-    the place of M's block C below the diagonal of a tile of 32, X and Y being the inverses above and beside
-    it, which is the tile's inverse. Exact algebra whose terms stay as small as the inverse is. (Powers of M
-    do not: for keys that resemble each other they grow like binomials, while the inverse has entries of
-    about 1.)"""
+    """Complete the inverse of a 32x32 tile in scratch memory, whose two 16x16 diagonal blocks are inverted.
+
+    The inverse of [[X^-1, 0], [C, Y^-1]] is [[X, 0], [-Y C X, Y]], so it replaces the block C by -Y C X.
+    Scratch has the layout of ``lower_blocks``; half: number of the tile on the diagonal.
+
+    This is exact, and its terms stay as small as the inverse. Powers of M would not: for keys that resemble
+    each other they grow like binomials, while the inverse has entries of about 1.
+    """
     side = tl.arange(0, 16)
     at = scratch + half * 512 + side[:, None] * 16 + side[None, :]
     corner = at + (BT * 16 - half * 256)
@@ -86,8 +105,10 @@ def merge(scratch, half, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse(M, scratch, SIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for M [SIDE, SIDE], strictly lower triangular; SIDE 16, 32 or 64. scratch [SIDE, 16],
-    float32."""
+    """Return (I + M)^-1 for a strictly lower triangular M [SIDE, SIDE].
+
+    SIDE is 16, 32 or 64. scratch: [SIDE, 16], float32.
+    """
     at, diagonal = blocks(scratch, SIDE)
     tl.store(at, M, mask=diagonal)
     tl.debug_barrier()
@@ -105,6 +126,9 @@ def inverse(M, scratch, SIDE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 def merging(plan: Plan) -> str:
-    """How the inverse's blocks are multiplied: see product. Without bf16 products, as float32."""
+    """Return the PRECISION of products between blocks of the inverse, see ``product``.
+
+    It is "split" for 16-bit operands on GPUs with bf16 products, else the precision of fp32 operands.
+    """
     full = precision(plan)
     return "split" if full != "ieee" and operand_bytes(plan.problem) == 2 else full

@@ -1,1 +1,1 @@
-"""The delta families: delta rule, gated delta rule, Comba."""
+"""The kernels of the delta rule, the gated delta rule, gated DeltaProduct and Comba, chunk by chunk."""

@@ -1,23 +1,29 @@
-"""Backward of the delta families: a scan that rebuilds states, a reverse scan for their gradients, then all
-chunks at once. Deterministic.
+"""Backward kernels of the delta families. All of them are deterministic.
 
-With the notation of forward.py, dh the gradient of the state leaving a chunk and ds_ij = scale e^{G_i - G_j}
-(do_i . u_j) for j <= i:
+A scan recomputes the states, a reverse scan computes their gradients, and a last kernel computes the other
+gradients of all chunks in parallel. The notation is that of forward.py; dh is the gradient of the state after
+a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan computes, split over V like
+forward:
+
     du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh
     dy = A^T du
     dv = beta dy
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
-are the reverse scan's (split over V, like the forward). The rest contracts over V, so a program has a chunk
-to itself and nothing is a partial sum. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, the gradient of
-(k_i . k_j) but for beta_i:
+
+The other gradients are sums over V. The last kernel therefore has one program for each chunk, and needs no
+partial sums. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, which is the gradient of (k_i . k_j) without
+the factor beta_i:
+
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
     dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
            + beta_i sum_j z_ij k_j + sum_j z_ji beta_j k_j
     dbeta_i = dy_i . (v_i - e^{G_i} k_i h) + k_i . sum_j z_ij k_j
-With EARLIER p_i and G_{i-1} are in the place of k_i and G_i wherever k reads: in z, dbeta and dh', and dk's
-terms of dv_i h^T and of sum_j z_ij k_j are dp's.
-The gate's gradient as in simple_gla: whatever passes from before t to t or later, with no difference of large
-sums: pairs i = j are left out, and every chunk starts anew from <h, dh>.
+
+With EARLIER (Comba), p_i and G_{i-1} replace k_i and G_i in predictions, that is, in z, dbeta and dh'. The
+terms of dk with dv_i h^T and with sum_j z_ij k_j then belong to dp.
+
+The gradient of the gate g_t is computed as in simple_gla: it sums all effects of tokens before t on t or later
+tokens. To avoid differences of large sums, it leaves out pairs i = j, and starts each chunk from <h, dh>.
 """
 
 import torch
@@ -52,10 +58,10 @@ def delta_reverse(
     p,  # [rows, H, K], or None
     do,  # [rows, HV, V]
     A, A_low,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    betas, G,  # [HV, R], fp32
+    dht,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     dy,  # [rows, HV, V], or None
-    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE of parts
+    dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, [segments, ...]
     dstates,  # [slots, HV, K, V], one for each chunk, or None
     undivided,  # [N, HV], int32, or None
     bounds,  # [N + 1] or None
@@ -66,8 +72,11 @@ def delta_reverse(
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dy [rows, HV, V], dstates [slots, HV, K, V] = the gradient of the state leaving each chunk, and dh0.
-    ALONE: dh0 alone, of each part but a sequence's first, as if no gradient came from those after it."""
+    """Write dy [rows, HV, V], the gradient of the state after each chunk (dstates), and dh0.
+
+    ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence, as
+    if the final state of the segment had no gradient.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -111,8 +120,8 @@ def delta_reverse(
             b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             dh *= tl.exp2(total)
         du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        # Of keys that resemble each other A^T takes differences, so neither side may lose what rounding it
-        # would lose.
+        # If keys resemble each other, A^T computes differences, so the rounding of both operands is
+        # compensated.
         b_du = du.to(b_A.dtype)
         b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
         if HALF:
@@ -144,7 +153,7 @@ def grads_of_chunk(
     q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     v, do, u, dy,  # [rows, HV, V]
-    betas, G,  # lines [HV, R], fp32
+    betas, G,  # [HV, R], fp32
     states, dstates,  # [slots, HV, K, V], one for each chunk
     dq, dk,  # [rows, HV, K]
     dp,  # [rows, HV, K], or None
@@ -155,7 +164,7 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dq, dk, dp [BT, K], dv [BT, V], dbeta, dg [BT] of one chunk and head, stored."""
+    """Compute and store dq, dk, dp [BT, K], dv [BT, V], dbeta and dg [BT] of one chunk and head."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]
@@ -186,11 +195,11 @@ def grads_of_chunk(
         ds *= between * scale
         z *= -scaled_decay(read, D, below, 1.0) if EARLIER else -between
     if EARLIER:
-        # pairs of neighbours do not decay: in dg they would cancel on paper only
+        # Neighbouring tokens have no decay between them. In dg their terms would cancel only without rounding.
         neighbours = rows[:, None] == rows[None, :] + 1
         near = tl.where(neighbours, z, 0.0).to(k.dtype.element_ty)
         z = tl.where(neighbours, 0.0, z)
-        earlier = tl.zeros([BT], dtype=tl.float32)  # as here, of what is read one token earlier
+        earlier = tl.zeros([BT], dtype=tl.float32)  # like ``here``, for predictions, which read one token earlier
     here = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
     across = 0.0
@@ -226,7 +235,7 @@ def grads_of_chunk(
         wide_q = b_q.to(tl.float32)
         wide_k = b_k.to(tl.float32)
         scaled_p = (b_p * b_beta[:, None]).to(b_k.dtype)
-        if EARLIER:  # what belongs to p first: so fewest registers spill with it, and more without it
+        if EARLIER:  # dp comes first: this order spills least with p, and more without p
             p_rows = tl.dot(b_z, b_k, input_precision=PRECISION) - dy_h
             earlier += tl.sum(scaled_p.to(tl.float32) * p_rows, 1)
             p_rows += tl.dot(near, b_k, input_precision=PRECISION)
@@ -271,7 +280,7 @@ def delta_grads(
     q, k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     v, do, u, dy,  # [rows, HV, V]
-    betas, G,  # lines [HV, R], fp32
+    betas, G,  # [HV, R], fp32
     states, dstates,  # [slots, HV, K, V], one for each chunk
     dq, dk,  # [rows, HV, K]
     dp,  # [rows, HV, K], or None
@@ -284,13 +293,13 @@ def delta_grads(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq, dk, dp [rows, HV, K], dv, dbeta and dg of a chunk. S programs share a sequence."""
+    """Write the gradients dq, dk, dp, dv, dbeta and dg of all chunks; S programs share a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
     n = program // HV // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # known when compiling, unlike what follows: "and" would not skip the rest
+    if GAPS:  # a compile-time test; with "and", the code inside would still be compiled
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
@@ -309,7 +318,7 @@ def delta_grads(
                 dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
                 scale=scale, n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
                 K=K, V=V, BT=BT, BK=BK, BV=BV, DECAY=DECAY, EARLIER=EARLIER, PRECISION=PRECISION)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk for each program; even a loop of one step would keep all masks in registers
         grads_of_chunk(
             q=q, k=k, p=p, v=v, do=do, u=u, dy=dy, betas=betas, G=G, states=states,
             dstates=dstates, dq=dq, dk=dk, dp=dp, dv=dv, dbeta=dbeta, dg=dg,
@@ -320,8 +329,12 @@ def delta_grads(
 def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: torch.Tensor | None,
                     needs: frozenset[str], A: torch.Tensor, A_low: torch.Tensor | None,
                     lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The gradients by name, for launch_forward's tensors and what it kept; do [B, T, HV, V], dht like its
-    final state. Those of beta, g and h0 are fp32."""
+    """Run the backward launches of a plan; return the gradients by tensor name.
+
+    x, how: the arguments of launch_forward. A, A_low, lines: its results that it kept for backward.
+    do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of the
+    tensors whose gradients are needed. Gradients of beta, g and h0 are float32.
+    """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V
     reversing = plan.launch("delta_overlapped_back", "delta_reverse")

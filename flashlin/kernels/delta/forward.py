@@ -1,20 +1,23 @@
-"""Forward of the delta families: the inverse of each chunk, all chunks at once, then one fused scan. Tensors
-in, tensors out.
+"""Forward kernels of the delta families: an inverse for each chunk, in parallel, then one fused scan.
 
-With the decay G_i = g_1 + ... + g_i inside a chunk and the state h entering it (row i of a matrix is token
-i), the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
+Let G_i = g_1 + ... + g_i be the cumulative log decay inside a chunk, and h the state before the chunk. Row i
+of a matrix is token i. Then the recurrence u_i = beta_i (v_i - S'^T k_i) is a triangular system:
+
     u = A y
     y_i = beta_i (v_i - e^{G_i} k_i h)
     A = (I + M)^-1
     M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i, else 0
     o_i = scale (e^{G_i} q_i h + sum_{j <= i} e^{G_i - G_j} (q_i . k_j) u_j)
     h' = e^{G_L} h + sum_j e^{G_L - G_j} k_j^T u_j
-With EARLIER, Comba's, p is in the place of the k that reads, and reads before its own token's decay:
+
+With EARLIER (Comba), p replaces the k of the prediction, and reads the state before its own token's decay:
+
     y_i = beta_i (v_i - e^{G_{i-1}} p_i h)
     M_ij = beta_i e^{G_{i-1} - G_j} (p_i . k_j)
-The inverse does not depend on h, so a kernel with a program per chunk writes it, and the scan, which owns the
-state as in simple_gla, is left with products. Source: Yang et al. 2024 (arXiv 2406.06484; 2412.06464 with the
-gate), Hu et al. 2025 (arXiv 2506.02475) for p.
+
+The inverse A does not depend on h, so a kernel with one program per chunk computes it. The scan keeps the
+state in registers, as in simple_gla, and only multiplies. Source: Yang et al. 2024 (arXiv 2406.06484;
+2412.06464 with the gate), Hu et al. 2025 (arXiv 2506.02475) for p.
 """
 
 from typing import Any
@@ -49,11 +52,11 @@ from flashlin.kernels.triangular_inverse import lower_blocks, merge, merging, pr
 @triton.jit
 def beta_rows(
     beta,  # [rows, HV]
-    betas,  # lines [HV, R], fp32
+    betas,  # [HV, R], fp32
     first, t0, length, i_h, HV, R,
     BT: tl.constexpr,
 ):
-    """[BT] of beta [rows, HV] in float32, copied to the line betas."""
+    """Load BT values of beta [rows, HV] of one head, and store them in betas [HV, R] in float32."""
     rows = tl.arange(0, BT)
     inside = t0 + rows < length
     b_beta = tl.load(beta + (first + t0 + rows) * HV + i_h, mask=inside, other=0.0).to(tl.float32)
@@ -63,8 +66,11 @@ def beta_rows(
 
 @triton.jit
 def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
-    """M of the docstring out of its scalar products, zero where not to keep: masked before exp2, because
-    there the difference overflows."""
+    """Return the matrix M of the triangular system (see the module) from the products of its keys.
+
+    D_row, D_column: log2 decays of rows and columns. Elements outside ``keep`` are zero. They are masked
+    before exp2, because their difference of decays would overflow.
+    """
     if DECAY == 0:
         return tl.where(keep, products * b_beta[:, None], 0.0)
     else:
@@ -83,8 +89,10 @@ def put_both(
     column: tl.constexpr,  # the tile's first column
     SIDE: tl.constexpr, HAS_LOW: tl.constexpr,
 ):
-    """Store X as a tile of A, from row t0 and column on, and with HAS_LOW what rounding to A's dtype loses
-    in A_low."""
+    """Store X as a tile of A that begins at row t0 and the given column.
+
+    With HAS_LOW, store the error of rounding X to A's dtype in A_low.
+    """
     put(A, X, first, t0, length, i_h, HV, D=BT, d0=column, BT=SIDE, BD=SIDE)
     if HAS_LOW:
         put(
@@ -97,17 +105,20 @@ def inverse_of_chunk(
     k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     beta,  # [rows, HV]
-    G,  # lines [HV, R], fp32
+    G,  # [HV, R], fp32
     A, A_low,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
+    betas,  # [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
     n, first, t0, length, i_h, H, HV, R,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """In tiles of 32 x 32: of a chunk of 64 the upper half a, the lower half b, and the corner c between
-    them: the tile in b's rows and a's columns. Tiles this small leave a warp a program, which then waits for
-    no other warp."""
+    """Compute and store the inverse (I + M)^-1 of one chunk and head.
+
+    It works in tiles of 32 x 32. A chunk of 64 tokens has the upper diagonal tile a, the lower diagonal tile
+    b, and the tile c in the rows of b and the columns of a. With tiles this small, one warp per program is
+    enough, and it never waits for other warps.
+    """
     SIDE: tl.constexpr = 32 if BT > 32 else BT
     PAIR: tl.constexpr = BT > SIDE
     t1 = t0 + SIDE
@@ -154,7 +165,7 @@ def inverse_of_chunk(
     tl.debug_barrier()
     substitute(own, BT)
     tl.debug_barrier()
-    for half in range(BT // 32):  # not unrolled: it compiles sooner
+    for half in range(BT // 32):  # not unrolled, to compile faster
         merge(own, half, BT, MERGE)
     tl.debug_barrier()
     a = tl.load(at_a, mask=lower, other=0.0)
@@ -163,7 +174,7 @@ def inverse_of_chunk(
         put_both(
             A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
             BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
-        if t1 < length:  # two blocks of code, since LLVM takes more than twice the time for one of both
+        if t1 < length:  # a separate block, because LLVM needs over twice the time if it is merged
             b = tl.load(at_b, mask=lower, other=0.0)
             put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
             c = -product(product(b, c, MERGE), a, MERGE)
@@ -175,17 +186,20 @@ def delta_inverse(
     k,  # [rows, H, K]
     p,  # [rows, H, K], or None
     beta,  # [rows, HV]
-    G,  # lines [HV, R], fp32
+    G,  # [HV, R], fp32
     A, A_low,  # [rows, HV, BT]
-    betas,  # lines [HV, R], fp32
+    betas,  # [HV, R], fp32
     scratch,  # [slots, HV, BT, 24], fp32
     bounds,  # [N + 1] or None
     T, N, H, HV, R, S,
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """A [rows, HV, BT], and for backward what its rounding lost; betas [HV, R]: beta in float32, laid out so
-    that a chunk's are one line. scratch [slots, HV, BT, 24]. S programs share a sequence."""
+    """Write the inverse A [rows, HV, BT] of every chunk and, for backward, its rounding error A_low.
+
+    Also write betas [HV, R], beta in float32, in which the values of a chunk are contiguous. scratch: [slots,
+    HV, BT, 24], with one slot per chunk. S programs share a sequence.
+    """
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -198,7 +212,7 @@ def delta_inverse(
                 n=n, first=first, t0=t0, length=length, i_h=i_h, H=H, HV=HV, R=R,
                 K=K, BT=BT, BK=BK, DECAY=DECAY, EARLIER=EARLIER, HAS_LOW=HAS_LOW, PRECISION=PRECISION,
                 MERGE=MERGE)
-    else:  # one chunk each; a loop that runs once would still keep every mask in registers
+    else:  # one chunk for each program; even a loop of one step would keep all masks in registers
         inverse_of_chunk(
             k=k, p=p, beta=beta, G=G, A=A, A_low=A_low, betas=betas, scratch=scratch,
             n=n, first=first, t0=share * BT, length=length, i_h=i_h, H=H, HV=HV, R=R,
@@ -212,8 +226,8 @@ def delta_scan(
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    betas, G,  # [HV, R], fp32
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
@@ -224,8 +238,10 @@ def delta_scan(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """o [rows, HV, V] and ht. A program: BV columns of one head's state, kept in registers from chunk to
-    chunk."""
+    """Write the outputs o [rows, HV, V] and the final states ht, from the inverses A.
+
+    One program computes BV columns of the state of one head, and keeps them in registers from chunk to chunk.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -289,8 +305,8 @@ def delta_states(
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    betas, G,  # [HV, R], fp32
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     u,  # [rows, HV, V]
     states,  # [slots, HV, K, V], one for each chunk
     undivided,  # [N, HV], int32, or None
@@ -300,8 +316,10 @@ def delta_states(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The scan again for backward: u [rows, HV, V], and states [slots, HV, K, V], the state entering each
-    chunk. (The scan's own loop with two more flags would cost it registers that it has not got.)"""
+    """Recompute, for backward, u [rows, HV, V] and the state before each chunk, states [slots, HV, K, V].
+
+    It is a separate kernel because two more flags in delta_scan would need registers that it does not have.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -337,14 +355,18 @@ def delta_states(
 
 def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
         torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(o, final state or None), then what backward wants again: A [B, T, HV, 64], the inverse of each chunk
-    in rows of its length; of 16 bits A_low, what its rounding lost; lines [2, HV, B * T] of beta and summed
-    g, fp32. Starts the plan's launches."""
+    """Run the forward launches of a plan; return (o, ht, A, A_low, lines).
+
+    o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
+    A: [B, T, HV, 64], the inverse of each chunk, stored in rows as long as a chunk.
+    A_low: the rounding error of A if it has 16 bits and gradients are needed, else None.
+    lines: [2, HV, B * T], float32: beta, and the cumulative sums of g.
+    """
     batch = Batch(plan, x)
     HV, V = batch.HV, batch.V
     scanning, inverting = plan.launch("delta_overlapped", "delta_scan"), plan.launch("delta_inverse")
     o, ht = batch.outputs(how.out_dtype, how.has_ht, how.state_v_first)
-    # rows of BT, packed: a compiler's fake tensors know no BT
+    # The kernels store rows of BT elements here. BT is unknown when torch.compile traces with fake tensors.
     A = torch.empty(batch.B, batch.T, HV, BLOCK, dtype=x.q.dtype, device=batch.device)
     A_low = torch.empty_like(A) if plan.problem.needs_grad and x.q.dtype != torch.float32 else None
     lines = torch.empty(2, HV, batch.B * batch.T, dtype=torch.float32, device=batch.device)
@@ -372,7 +394,10 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
 
 
 def columns(lines: torch.Tensor, part: dict[str, Any]) -> torch.Tensor:
-    """The columns of lines [2, HV, rows] that belong to a part; their rows stay as far apart as they are."""
+    """Return the columns of lines [2, HV, rows] that belong to a slice of the batch, as a view.
+
+    part: the values of ``Batch.parts`` for the slice. Packed sequences use all columns.
+    """
     if part["bounds"] is not None:
         return lines
     return lines[..., part["part"].start * part["T"]:part["part"].stop * part["T"]]

@@ -1,4 +1,4 @@
-"""The tensors that go into the chunked delta rules."""
+"""The input tensors of the chunked delta rules."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -7,13 +7,19 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV /
-    H). beta [B, T, HV]; g [B, T, HV]: natural-log decays. p [B, T, H, K] (Comba): what reads the old state,
-    before it decays; without it k does, after. h0 [N, HV, K, V] or, with ``state_v_first``, [N,
-    HV, V, K]. bounds [N + 1], rising, within 0 .. T: sequence n is the rows bounds[n] .. bounds[n + 1] of the
-    single batch row; the rows outside give zeros.
+    """The input tensors of one call of a chunked delta rule.
 
-    Kernels want them contiguous, beta and g in fp32, q, k, v and p in one dtype.
+    q, k: [B, T, H, K].
+    v: [B, T, HV, V]. HV is a multiple of H; value head j reads head j // (HV / H) of q and k.
+    beta: [B, T, HV], the strength of the update.
+    g: [B, T, HV], natural logarithms of the decays; None for no decay.
+    p: [B, T, H, K], for Comba: the vector of the prediction, which reads the state before it decays. Without
+        p, the prediction uses k and the decayed state.
+    h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; None for zeros.
+    bounds: [N + 1], ascending, within 0 .. T. Sequence n is the rows bounds[n] .. bounds[n + 1] of the single
+        batch row. The outputs of rows outside all sequences are zero.
+
+    The kernels require contiguous tensors, beta and g in fp32, and q, k, v and p in the same dtype.
     """
     q: Tensor
     k: Tensor

@@ -170,8 +170,8 @@ def delta_overlapped(
     q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    h0,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    betas, G,  # [HV, R], fp32
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None

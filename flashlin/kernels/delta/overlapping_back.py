@@ -158,8 +158,8 @@ def delta_overlapped_back(
     q, k,  # [rows, H, K]
     do,  # [rows, HV, V], of q's dtype
     A, A_low,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    dht,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    betas, G,  # [HV, R], fp32
+    dht,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
     dy,  # [rows, HV, V]
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     dstates,  # [slots, HV, K, V], one for each chunk

@@ -1,9 +1,9 @@
-"""Split sequences of the delta families: what each part leaves alone, and what it does to a state that enters
-it; see kernels/sequence_split.py.
+"""The first step of split sequences in the delta families; see kernels/sequence_split.py.
 
-The second is the transfer, a K x K matrix: the state that the part would leave if the identity entered it and
-nothing were written, which is the scan over columns of the identity with v = 0. Backward takes it transposed,
-where it has to be as exact as the reverse scan is (HALF).
+For each segment, one kernel computes ``alone``, the state that the segment would end with if it started from
+zero, and its transfer matrix. The transfer matrix [K, K] is the final state for the identity as initial state
+and v = 0, so the same scan computes it from columns of the identity. Backward uses the transposed matrix,
+which must then be as exact as the reverse scan (HALF).
 """
 
 import triton
@@ -20,9 +20,9 @@ def delta_alone(
     p,  # [rows, H, K], or None
     v,  # [rows, HV, V]
     A, A_low,  # [rows, HV, BT]
-    betas, G,  # lines [HV, R], fp32
-    alone,  # [parts, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
-    transfer,  # [parts, HV, K, K], fp32
+    betas, G,  # [HV, R], fp32
+    alone,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
+    transfer,  # [segments, HV, K, K], fp32
     undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
     T, N, H, HV, R, L,
@@ -30,8 +30,11 @@ def delta_alone(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """alone and transfer, where somebody asks for them, and undivided cleared. A program: BV columns of
-    either, of one head."""
+    """Write the final state from zero (alone) and the transfer matrix of each segment, and clear undivided.
+
+    It skips the results that no later launch reads. One program computes BV columns of one of the two results
+    for one head.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
     program = tl.program_id(0)

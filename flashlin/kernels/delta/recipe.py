@@ -1,5 +1,7 @@
-"""Which launches a chunked delta-rule problem makes. Plain Python: no tensor, no torch, no triton. Problem.H
-counts value heads."""
+"""The launches of chunked delta rules on a target. Problem.H is the number of value heads.
+
+Plain Python: this module imports neither torch nor triton.
+"""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -11,27 +13,31 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 
-STAGES_BACK = 2  # chunks under way in the reverse scan in Gluon, whose chunks have more to them
+STAGES_BACK = 2  # chunks in the ring of the reverse scan in Gluon; they are larger than those of forward
 
 
 @scans.calm
 @recurrent.or_token_by_token
 @scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
-    """The inverse of each chunk and the scan; for gradients the scan that rebuilds states, the reverse scan,
-    and the chunk's gradients."""
-    before = "p" in problem.options  # kernels with p are told apart from the others in the launch table
+    """Return the launches of a chunked delta rule.
+
+    Forward inverts a matrix for each chunk, then runs the scan. For gradients, a scan recomputes the states,
+    a reverse scan computes their gradients, and a last kernel computes the gradients of each chunk.
+    narrow: True for strips of half as many state columns.
+    """
+    before = "p" in problem.options  # the launch table has separate entries for kernels with p
     bytes_each, per_chunk = scans.operand_bytes(problem), traits_of(problem, "dot", *["before"] * before)
     dots = per_chunk | trait_set("rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
 
-    # the inverse too, for gradients what its rounding lost, and a product of its size
+    # also counts the inverse, a product of its size and, for gradients, the rounding error of the inverse
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
         p = before * config.num_stages * config.BT * config.BK
         return scans.shared_bytes(config, bytes_each, target) + size * (squares * config.BT ** 2 + p)
 
-    def inverting(BT: int) -> int:  # k and p, and three float32 tiles of an inverse's side
+    def inverting(BT: int) -> int:  # k, p, and three float32 tiles of 32 x 32
         return size * (1 + before) * BT * wide + 12 * 32 ** 2
 
     def finishing(strip: int, num_stages: int) -> int:
@@ -45,7 +51,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     scan = scan._replace(BV=scans.NARROW) if narrow else scan
     kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options else []
     states = scans.deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
-    # a warp waits at no barriers; two have the registers
+    # one warp never waits at barriers; two warps have more registers
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
                                   per_chunk, num_warps=warps) for warps in (1, 2)]
     kernels.append(scans.least_spilled(inverses, target))
@@ -54,16 +60,16 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
     if part:
         kernels += [walk("delta_alone", states), scans.carry_launch(problem, target, part, transfer=True)]
-    # Beside p there are no registers for as many channels, nor on Hopper for a scan's second stage
-    # (benchmarks/results/kernels-*); on other cards it spills less than the first alone.
+    # With p there are not enough registers for as many channels. On Hopper there are also too few for a
+    # second stage of the scan (benchmarks/results/kernels-*). On other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
     kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
     if problem.needs_grad:
-        # but for narrow states it has no registers to spare for a second stage (benchmarks/results/kernels-*)
+        # except for narrow states, it has no registers for a second stage (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
-        # from 3.7 on so tall a state changes its layout in float32 where warpgroups multiply, and from 3.8 on
-        # rows of v in 16 bits do
+        # since Triton 3.7, a state of 256 rows changes its layout in float32 if warpgroups multiply; since
+        # 3.8, rows of v change their layout in 16 bits
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
@@ -79,14 +85,17 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
                  for strip, num_stages in ways]
         back = _overlapped(problem, target, part, back=True)
         kernels.append(walk("delta_states", states))
-        if part or not back:  # which of parts alone makes their gradients
+        if part or not back:  # split sequences always need delta_reverse, with ALONE
             kernels.append(walk("delta_reverse", reverse, moved))
         kernels += [*([back] if back else []), scans.least_spilled_that_fits(grads, target)]
     return tuple(kernels)
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
-    """The forward scan in Gluon or, going back, the reverse one, where it is to be taken. It knows no p."""
+    """Return the launch of the forward or, with back, the reverse scan in Gluon, or None if it cannot be used.
+
+    It does not support p.
+    """
     if "p" in problem.options:
         return None
     K, BT, BV = problem.K, BLOCK, 64
@@ -100,7 +109,7 @@ def _overlapped(problem: Problem, target: Target, part: int, back: bool = False)
 
 
 def two_steps(sizes: Sizes) -> Sizes:
-    """The rows of a delta product that takes two steps a token, as fla's layer does unless told otherwise."""
+    """Return sizes with two rows per token, for a delta product of two steps (default of fla's layer)."""
     return sizes._replace(T=2 * sizes.T)
 
 

@@ -1,4 +1,4 @@
-"""What several kernels of the delta families do with a chunk."""
+"""Triton functions that several kernels of the delta families share: loads and updates of one chunk."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
-    """[BT] of a line [HV, R], zeros past the end."""
+    """Load BT values of one head of a tensor [HV, R], with zeros after the end of the sequence."""
     rows = tl.arange(0, BT)
     return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
 
@@ -14,9 +14,12 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 @triton.jit
 def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
               EARLIER: tl.constexpr):
-    """[BT], to base 2: how much the state has decayed since its block of BLOCK tokens began, where the tokens
-    from t0 on read it: D, the sums up to their own, or with EARLIER one token earlier. Rows past the end hold
-    the sequence's last sum."""
+    """Return the log2 decay, [BT], of the state that each token's prediction reads, since its block began.
+
+    Without EARLIER this is D, the sums that include the token's own decay. With EARLIER (Comba), it is the
+    sum up to the token before. G is summed within blocks of BLOCK tokens. Rows after the end of the sequence
+    have its last sum.
+    """
     if EARLIER and DECAY == 2:
         at = tl.minimum(t0 + tl.arange(0, BT), length)
         return tl.load(G + i_h.to(tl.int64) * R + first + at - 1, mask=at % BLOCK != 0, other=0.0)
@@ -27,19 +30,21 @@ def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def written(
     h,  # [BK, BV], fp32: the state that enters the chunk
-    b_p,  # [BT, BK]: what reads it
+    b_p,  # [BT, BK]: vectors of the predictions, which read h
     b_k,  # [BT, BK]
     b_v,  # [BT, BV]
     b_A,  # [BT, BT]
     b_beta,  # [BT]
-    read,  # [BT]: how much it has decayed there
-    D,  # [BT]: the chunk's decays, summed
-    total,  # their sum
-    b_low,  # [BT, BT]: with HALF what rounding A has lost
+    read,  # [BT]: log2 decay of h at each read
+    D,  # [BT]: cumulative log2 decays of the chunk
+    total,  # log2 decay of the whole chunk
+    b_low,  # [BT, BT]: with HALF, the rounding error of A
     DECAY: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """(u [BT, BV], the state that leaves the chunk), with the notation of forward.py. HALF: neither side of A
-    y loses what it would by being rounded, as in the reverse scan."""
+    """Return u [BT, BV] and the final state [BK, BV] of a chunk, with the notation of forward.py.
+
+    HALF: compensate the rounding of A and y to 16 bits in the product A y, as the reverse scan does.
+    """
     ph = tl.dot(b_p, h.to(b_k.dtype), input_precision=PRECISION)
     if DECAY == 0:
         y = (b_v - ph) * b_beta[:, None]

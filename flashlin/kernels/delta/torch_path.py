@@ -1,7 +1,8 @@
-"""The family in plain, differentiable torch: chunks of 64 tokens, one triangular solve for all of them, a
-loop over chunks for the state.
+"""The delta rules in plain, differentiable torch.
 
-torch.compile would unroll that loop, so traced it runs inside of a library operator (ops/_common/chunked.py).
+It uses chunks of 64 tokens, one triangular solve for all chunks, and a loop over chunks for the state.
+torch.compile would unroll this loop. Under torch.compile it therefore runs inside a library operator
+(ops/_common/chunked.py).
 """
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from flashlin.kernels.simple_gla.torch_path import decay_between, decay_to_end, 
 
 
 def compute(x: Inputs, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
-    V].
+    """Return the outputs [B, T, HV, V] and the final states [N, HV, K, V] of a delta rule.
 
-    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    They are float32, or float64 if q, k or v is float64. x.h0 is [N, HV, K, V]. The host reads the values of
+    x.bounds, if given, which synchronizes with a GPU.
     """
     p, group = x.p, x.v.shape[2] // max(x.q.shape[2], 1)
     if p is not None and group > 1:
@@ -42,7 +43,7 @@ def _rows(
         between, total = decay_between(g), g.sum(-1).exp()[..., None, None]
         into, onwards = q * from_start, k * decay_to_end(g)[..., None]
         read, apart = from_start, between
-        if before:  # one token earlier
+        if before:  # predictions read the state one token earlier
             read, apart = (F.pad(x[..., :-1, :], (0, 0, 1, 0), value=1.0) for x in (from_start, between))
         read = p * read
     system = (p @ k.mT * apart * beta).masked_fill(~below, 0) + eye
