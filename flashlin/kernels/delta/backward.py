@@ -1,7 +1,7 @@
 """Backward kernels of the delta families. All of them are deterministic.
 
 A scan recomputes the states, a reverse scan computes their gradients, and a last kernel computes the other
-gradients of all chunks in parallel. The notation is that of forward.py; dh is the gradient of the state after
+gradients of all chunks in parallel. See forward.py for the notation; dh is the gradient of the state after
 a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan computes, split over V like
 forward:
 
@@ -22,8 +22,9 @@ the factor beta_i:
 With EARLIER (Comba), p_i and G_{i-1} replace k_i and G_i in predictions, that is, in z, dbeta and dh'. The
 terms of dk with dv_i h^T and with sum_j z_ij k_j then belong to dp.
 
-The gradient of the gate g_t is computed as in simple_gla: it sums all effects of tokens before t on t or later
-tokens. To avoid differences of large sums, it leaves out pairs i = j, and starts each chunk from <h, dh>.
+The gradient of the gate g_t is computed as in simple_gla: it sums all effects of tokens before t on t or
+later tokens. To avoid differences of large sums, it leaves out pairs i = j, and starts each chunk from
+<h, dh>.
 """
 
 import torch
@@ -74,8 +75,8 @@ def delta_reverse(
 ):
     """Write dy [rows, HV, V], the gradient of the state after each chunk (dstates), and dh0.
 
-    ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence, as
-    if the final state of the segment had no gradient.
+    ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence,
+    as if the final state of the segment had no gradient.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -195,11 +196,12 @@ def grads_of_chunk(
         ds *= between * scale
         z *= -scaled_decay(read, D, below, 1.0) if EARLIER else -between
     if EARLIER:
-        # Neighbouring tokens have no decay between them. In dg their terms would cancel only without rounding.
+        # Neighbouring tokens have no decay between them. Their terms in dg would cancel only in exact
+        # arithmetic.
         neighbours = rows[:, None] == rows[None, :] + 1
         near = tl.where(neighbours, z, 0.0).to(k.dtype.element_ty)
         z = tl.where(neighbours, 0.0, z)
-        earlier = tl.zeros([BT], dtype=tl.float32)  # like ``here``, for predictions, which read one token earlier
+        earlier = tl.zeros([BT], dtype=tl.float32)  # like ``here``, for predictions with p
     here = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
     across = 0.0
@@ -332,8 +334,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     """Run the backward launches of a plan; return the gradients by tensor name.
 
     x, how: the arguments of launch_forward. A, A_low, lines: its results that it kept for backward.
-    do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of the
-    tensors whose gradients are needed. Gradients of beta, g and h0 are float32.
+    do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of
+    the tensors whose gradients are needed. Gradients of beta, g and h0 are float32.
     """
     batch, whole = Batch(plan, x), needs != STATE_ALONE
     HV, K, V = batch.HV, batch.K, batch.V

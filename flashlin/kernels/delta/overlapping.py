@@ -1,16 +1,20 @@
-"""The forward scan of ``forward.py`` for Hopper, in which loads, products and stores overlap. Imported only
-where a plan names its kernel, since Gluon came with Triton 3.5.
+"""The forward scan of ``forward.py`` for Hopper, in Gluon: loads, products and stores overlap.
 
-A chunk is a chain of three products: k h, A y, and the state's update. Everything is transposed here, so each
-of them leaves in registers what the next one takes from there:
+This module is imported only if a plan uses its kernel, because Gluon exists since Triton 3.5.
+
+A chunk needs a chain of three products: k h, A y, and the update of the state. All matrices are transposed
+here, so that the result of each product is in registers as the left operand of the next one:
+
     y^T = (v^T - h^T k^T e^G) beta
     u^T = y^T A^T
     o^T = scale (h^T q^T e^G + u^T s^T)
     h^T = e^{G_L} h^T + (u^T e^{G_L - G}) k
-Four warps multiply 64 rows at a time, here columns of v, so a program has a group of four for each 64 of
-its columns. They share q, k and A, and one multiplies while the other does something else. A warp of its own
-loads the next chunks (TMA, a ring of STAGES), and writes what their beta and decays come to, a line each. It
-takes whole chunks of dense sequences (``recipe.py``).
+
+A group of four warps multiplies 64 rows at a time. After transposition these are columns of v, so a program
+has one group for each 64 of its columns. Two groups share q, k and A, and one multiplies while the other does
+other work. A separate warp loads the next chunks with TMA into a ring buffer of STAGES slots. It also
+computes the factors for beta and the decays, and stores them as rows of shared memory (``lines``). The kernel
+supports only whole chunks of dense sequences (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -26,22 +30,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlin.compat.descriptors import described
 from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.7 named it anew
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
 def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empty, line, row0, qk_column,
          v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
          GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
-    """The warp that loads: chunk i goes to slot i % STAGES, once every group has left that. It is full when
-    its bytes have come and its lines are written: beta, then of decays, with G to base 2, G_i, 2^{G_i},
-    2^{G_L - G_i} and 2^{G_L}. line: where in betas and G the program's rows begin."""
+    """Load all chunks of a program into the ring buffer; this is the program of the loading warp.
+
+    Chunk i goes to slot i % STAGES, as soon as all groups have finished with this slot. The slot is full when
+    its TMA transfers have arrived and its rows of ``lines`` are written. These rows are beta and, with
+    decays, G_i, 2^{G_i}, 2^{G_L - G_i} and 2^{G_L}, where G is the cumulative log2 decay.
+    line: offset of the program's first token in betas and G.
+    """
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
         row = row0 + i * BT
         at = line + i * BT
-        beta = gl.load(betas + at + tokens)  # on their way while the slot is not empty yet
+        beta = gl.load(betas + at + tokens)  # loads overlap the wait for an empty slot
         if DECAY == 2:
             sums = gl.load(G + at + tokens)
             total = gl.load(G + at + BT - 1 + 0 * tokens)
@@ -60,14 +68,14 @@ def load(q, k, v, A, betas, G, ring_q, ring_k, ring_v, ring_A, lines, full, empt
             lines.index(first + 2).store(gl.exp2(sums))
             lines.index(first + 3).store(gl.exp2(total - sums))
             lines.index(first + 4).store(gl.exp2(total))
-        barrier()  # all lanes have written before one says so
+        barrier()  # all lanes must have written before one signals
         mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
 def state_tile(x, nh, v0, k0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
                V_FIRST: gl.constexpr):
-    """Where a [BV, BK] tile of state nh is, K = BK, stored [K, V] or, with V_FIRST, [V, K]."""
+    """Return pointers to a [BV, BK] tile of state nh, stored [K, V] or, with V_FIRST, [V, K]; K is BK."""
     rows = gl.arange(0, BV, gl.SliceLayout(1, layout))[:, None]
     columns = (k0 + gl.arange(0, BK, gl.SliceLayout(0, layout)))[None, :]
     state = x + nh.to(gl.int64) * (BK * V)
@@ -83,8 +91,11 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
              BK: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr,
              DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr, V_FIRST: gl.constexpr,
              STAGES: gl.constexpr):
-    """A group: four warps, which multiply. v0: the program's first column in a state, v_column: in v and o.
-    entering, leaving: numbers of states, the second negative where nobody asks for that."""
+    """Compute all chunks for BV columns of the state; this is the program of a group of four warps.
+
+    v0: first column of the program in a state. v_column: its first column in v and o. entering: number of the
+    initial state in h0. leaving: number of the final state in ht, or negative if it is not needed.
+    """
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
@@ -128,7 +139,7 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
             weights = scores * (gl.exp2(apart) * scale)
         s_weights.store(weights.to(dtype))
         fence_async_shared()
-        # no sooner: its accumulators would not fit beside those of the scores
+        # not earlier, because there are no registers for its accumulators and those of the scores
         out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         u = warpgroup_mma_wait(1, [u])
         w = u
@@ -150,12 +161,12 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
         s_o.permute((1, 0)).store(out.to(s_o.dtype))
         fence_async_shared()
         async_store(o, [row0 + i * BT, v_column], s_o)
-        barrier()  # all warps have read the slot before one thread says so
+        barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
     if HAS_HT:
         if leaving >= 0:
-            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in h0 till here
+            zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep h0's addresses until here
             gl.store(state_tile(ht, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), h)
 
 
@@ -178,13 +189,15 @@ def delta_overlapped(
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, HV, R, L,
-    rows,  # of the batch
+    rows,  # number of rows in the batch
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """o and ht, as delta_scan; BK is K. A program: GROUPS, one or two, times BV columns of one head's
-    state."""
+    """Write the outputs o and the final states ht, like delta_scan; BK is K.
+
+    One program computes GROUPS (1 or 2) times BV columns of the state of one head.
+    """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     dtype: gl.constexpr = q.dtype
@@ -199,7 +212,7 @@ def delta_overlapped(
     row0 = n * T + i_part * L
     length = gl.minimum(T - i_part * L, L)
     last = i_part == parts - 1
-    if undivided is not None:  # such a head is one part, its first
+    if undivided is not None:  # a marked head is one segment, its first
         whole = gl.load(undivided + n * HV + i_h) != 0
         length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
         last = gl.where(whole, i_part == 0, last)
@@ -216,12 +229,13 @@ def delta_overlapped(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(full.index(slot), count=2)  # one for the TMA transfers, one for the rows of lines
         mbarrier.init(empty.index(slot), count=GROUPS)
     fence_async_shared()
     qk_column = i_h // (HV // H) * BK
     v_column = i_h * V + v0
-    # Of 168 registers a thread at entry, with two groups, the loading warp's four leave 232 to each other.
+    # With two groups, each thread has 168 registers at entry. The loading warp's group of four keeps 40, so
+    # the other two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,

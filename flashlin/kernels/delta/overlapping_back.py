@@ -1,12 +1,14 @@
-"""The reverse scan of ``backward.py`` for Hopper, as ``overlapping.py`` is the forward one: everything is
-transposed, so that each product leaves in registers what the next one takes from there.
+"""The reverse scan of ``backward.py`` for Hopper, in Gluon, with the same structure as ``overlapping.py``.
+
+All matrices are transposed, so that the result of each product is in registers as the left operand of the
+next one:
 
     du^T = dh^T k^T e^{G_L - G} + do^T s
-    dy^T = du^T A, of which neither side loses what rounding it would lose
+    dy^T = du^T A   (the rounding of both operands is compensated)
     dh^T = e^{G_L} dh^T + (do^T scale e^G) q - (dy^T beta e^G) k
 
-with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. The state that leaves a chunk is written while its
-products run.
+with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i. The gradient of the state after a chunk is stored
+while the products of the chunk run.
 """
 
 from triton.experimental import gluon
@@ -29,7 +31,7 @@ def load_back(q, k, do, A, A_low, betas, G, ring_q, ring_k, ring_do, ring_A, rin
               line, row0, qk_column, v_column, A_column, chunks, BT: gl.constexpr, BK: gl.constexpr,
               BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
               STAGES: gl.constexpr):
-    """The warp that loads, as in ``overlapping.py``, from the last chunk to the first."""
+    """Load all chunks of a program from the last to the first, like ``load`` of ``overlapping.py``."""
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
     for i in range(chunks):
         slot = i % STAGES
@@ -65,8 +67,12 @@ def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_l
                   group: gl.constexpr, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
                   BV: gl.constexpr, GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr,
                   HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """A group: four warps, which multiply. table: the row of dstates where the first chunk's state begins,
-    step: how far the next chunk's is. leaving: the number of dh0's state, negative where there is none."""
+    """Compute all chunks, from last to first, for BV columns; this is the program of a group of four warps.
+
+    table: row of dstates where the entry of the program's first chunk begins. step: rows from the entry of
+    one chunk to the next. entering: number of the state in dht. leaving: number of the state in dh0, or
+    negative if it is not needed.
+    """
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
@@ -94,7 +100,7 @@ def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_l
         scores = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         du = warpgroup_mma(gl.convert_layout(entered, left), b_k.permute((1, 0)), nothing, use_acc=False,
                            is_async=True)
-        tma.store_wait(1)  # the state before this one has been read; dy of the chunk before may still be
+        tma.store_wait(1)  # the buffer of the last state is free now; that of dy may not be
         s_state.permute((1, 0)).store(entered)
         fence_async_shared()
         async_store(dstates, [table + at * step, v0], s_state)
@@ -131,17 +137,17 @@ def multiply_back(dy, dstates, dht, dh0, ring_q, ring_k, ring_do, ring_A, ring_l
         if DECAY == 2:
             dv = dv * lines.index(line + 2).load(a_column)[None, :]
         dh = warpgroup_mma(gl.convert_layout((-dv).to(dtype), left_of_state), b_k, dh, is_async=True)
-        tma.store_wait(1)  # dy of the chunk before has been read; this chunk's state may still be
+        tma.store_wait(1)  # the buffer of the last dy is free now; that of the state may not be
         s_dy.permute((1, 0)).store(out.to(dtype))
         fence_async_shared()
         async_store(dy, [row0 + at * BT, v_column], s_dy)
         dh = warpgroup_mma_wait(0, [dh])
-        barrier()  # all warps have read the slot before one thread says so
+        barrier()  # all warps must have read the slot before one thread signals
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
     if HAS_DH0:
         if leaving >= 0:
-            zero = gl.minimum(chunks, 0)  # a compiler that knew would keep the addresses in dht till here
+            zero = gl.minimum(chunks, 0)  # a known 0 would make the compiler keep dht's addresses until here
             gl.store(state_tile(dh0, leaving, v0, zero, of_state, BK, V, BV, V_FIRST), dh)
 
 
@@ -167,14 +173,16 @@ def delta_overlapped_back(
     scale,
     T,  # tokens of a sequence, a multiple of BT
     H, HV, R, L,
-    rows,  # of the batch
-    slots,  # of dstates
+    rows,  # number of rows in the batch
+    slots,  # number of entries of dstates
     V: gl.constexpr, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, GROUPS: gl.constexpr,
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """dy, dstates and dh0, as delta_reverse; BK is K. A program: GROUPS, one or two, times BV columns of one
-    head's state."""
+    """Write dy, dstates and dh0, like delta_reverse; BK is K.
+
+    One program computes GROUPS (1 or 2) times BV columns of the state of one head.
+    """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1
     dtype: gl.constexpr = q.dtype
@@ -189,7 +197,7 @@ def delta_overlapped_back(
     row0 = n * T + i_part * L
     length = gl.minimum(T - i_part * L, L)
     entered = i_p
-    if undivided is not None:  # such a head is one part, its first
+    if undivided is not None:  # a marked head is one segment, its first
         whole = gl.load(undivided + n * HV + i_h) != 0
         length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
         entered = gl.where(whole & (i_part == 0), i_p + parts - 1, i_p)
@@ -209,7 +217,7 @@ def delta_overlapped_back(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # its bytes, its lines
+        mbarrier.init(full.index(slot), count=2)  # one for the TMA transfers, one for the rows of lines
         mbarrier.init(empty.index(slot), count=GROUPS)
     fence_async_shared()
     qk_column = i_h // (HV // H) * BK

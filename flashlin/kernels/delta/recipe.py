@@ -66,10 +66,10 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
     kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
     if problem.needs_grad:
-        # except for narrow states, it has no registers for a second stage (benchmarks/results/kernels-*)
+        # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
-        # since Triton 3.7, a state of 256 rows changes its layout in float32 if warpgroups multiply; since
-        # 3.8, rows of v change their layout in 16 bits
+        # Since Triton 3.7, a state of 256 rows changes its layout in float32 if warpgroups multiply.
+        # Since 3.8, rows of v change their layout in 16 bits.
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0
@@ -92,9 +92,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 
 
 def _overlapped(problem: Problem, target: Target, part: int, back: bool = False) -> Launch | None:
-    """Return the launch of the forward or, with back, the reverse scan in Gluon, or None if it cannot be used.
+    """Return the launch of the forward scan in Gluon, or None if it cannot be used.
 
-    It does not support p.
+    It does not support p. back: True for the reverse scan instead.
     """
     if "p" in problem.options:
         return None

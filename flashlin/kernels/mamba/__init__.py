@@ -1,2 +1,4 @@
-"""Steps of a Mamba layer while decoding: one token of the state space model, a few of the convolution. (Its
-scan is kernels/simple_gla.)"""
+"""The decoding steps of Mamba layers: one token of the state space model, a few tokens of the convolution.
+
+The scan of Mamba2 over many tokens is in kernels/simple_gla.
+"""

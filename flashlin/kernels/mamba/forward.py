@@ -1,11 +1,16 @@
-"""The decoding steps of a Mamba layer. Tensors in, tensors out; states are read and written where they lie,
-whatever their strides.
+"""Kernels for the decoding steps of a Mamba layer. States have any strides and are updated in place.
 
-    h = e^{dt A} h + dt x B^T          y = (h C + D x) silu(z)
-for each sequence and head, h [P, N], and
+The state update, for each sequence and head with state h [P, N]:
+
+    h = e^{dt A} h + dt x B^T
+    y = (h C + D x) silu(z)
+
+The convolution, for each sequence and channel, where the state contains x before t = 0:
+
     y_t = act(b + sum_w W_w x_{t - W + 1 + w})
-for each sequence and channel, where the state holds x before t = 0. A state update only moves the state, once
-in and once out: a program owns BP rows of it, so nothing else is read more than P / BP times.
+
+The time of a state update is the time to read and write the state once. A program has BP rows of the state,
+so other tensors are read at most P / BP times.
 """
 
 import torch
@@ -21,8 +26,11 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def spread(t, BD: tl.constexpr):
-    """[BD] of one number t. Compared with another it makes a mask; two scalars do not in the interpreter of
-    3.9."""
+    """Return the scalar t as an int32 vector [BD].
+
+    Its comparison with a scalar is a mask. In the interpreter of Triton 3.9, the comparison of two scalars is
+    not.
+    """
     return tl.zeros([BD], dtype=tl.int32) + t
 
 
@@ -37,9 +45,9 @@ def state_update(
     z,  # [n, H, P] or None
     y,  # [n, H, P]
     indices,  # [n] or None
-    pool,  # states in all
+    pool,  # number of states
     H,
-    heads,  # heads to a group
+    heads,  # heads in a group that shares B and C
     state_n,  # strides of the state: by state
     state_h,  # by head
     state_p,  # by row
@@ -61,9 +69,11 @@ def state_update(
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
-    """y [n, H, P] of one token, and the state in place. TIED: a head has one dt and one A. heads: how many
-    share B and C. indices [n]: which state each sequence has; outside the pool it has none. A program: BP
-    rows of a head's state."""
+    """Update the states by one token, in place, and write y [n, H, P].
+
+    TIED: each head has a single dt and A. indices: [n], the state of each sequence. A sequence whose index is
+    outside the pool is skipped, and its y is zero. One program computes BP rows of the state of one head.
+    """
     STRIPS: tl.constexpr = (P + BP - 1) // BP
     program = tl.program_id(0)
     n = (program // STRIPS // H).to(tl.int64)
@@ -116,7 +126,7 @@ def state_update(
 
 @triton.jit
 def column_of(x, channels, known, along_d, along_t, t, BD: tl.constexpr):
-    """[BD] of column t, in fp32, zeros where known is false."""
+    """Load element t of each channel as [BD] in float32, with zeros where ``known`` is false."""
     return tl.load(x + t * along_t + channels * along_d, mask=known, other=0.0).to(tl.float32)
 
 
@@ -128,18 +138,22 @@ def conv_window(
     state,  # [pool, D, L]
     y,  # [n, D, T]
     seqlens, indices,  # [n] or None
-    T,  # tokens
-    pool,  # states in all
+    T,  # tokens of each sequence
+    pool,  # number of states
     x_n,  # strides of x: by sequence
     x_d,  # by channel
     x_t,  # by token
     state_n,  # of the state: by state
     state_d,  # by channel
-    state_l,  # by slot
+    state_l,  # by token of the window
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):
-    """y [n, D, T] of T tokens, and the state [pool, D, L] in place: the newest token last, or with seqlens
-    [n] token t in slot (seqlens + t) mod L. A program: a sequence and BD channels."""
+    """Convolve T new tokens, write y [n, D, T], and update the windows in state [pool, D, L] in place.
+
+    A window has the last L tokens of a sequence, with the newest one last. With seqlens [n] it is a ring
+    buffer, and new token t goes to position (seqlens + t) mod L. One program computes BD channels of one
+    sequence.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     channels = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)).to(tl.int64)
@@ -152,7 +166,7 @@ def conv_window(
     x += n * x_n
     y += n * T * D
     state += slot * state_n
-    oldest = 0  # slot of the oldest token, or of the token that is L tokens before the first
+    oldest = 0  # position in the window of the token that is L tokens before the first new one
     if seqlens is not None:
         oldest = (tl.load(seqlens + n) % L).to(tl.int32)
         oldest = (oldest + L) % L
@@ -169,14 +183,14 @@ def conv_window(
         if SILU:
             value *= tl.sigmoid(value)
         tl.store(y + channels * T + t, tl.where(known, value, 0.0).to(y.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # other threads may still read what is overwritten from here on
+    tl.debug_barrier()  # other threads may still read values that the next loop overwrites
     if seqlens is not None:
         for t in range(tl.maximum(T - L, 0), T):
             kept = column_of(x, channels, known, x_d, x_t, t, BD)
             tl.store(state + (oldest + t) % L * state_l + channels * state_d, kept.to(state.dtype.element_ty),
                      mask=known)
     else:
-        # a thread has its channels to itself, and what it writes lies before what it still reads
+        # each thread has its own channels, and writes positions before the ones that it still reads
         for to in range(L):
             at = to + T - L
             kept = column_of(x, channels, known & (spread(at, BD) >= 0), x_d, x_t, at, BD)
@@ -191,9 +205,12 @@ def update(
     softplus: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """y [n, H, P] of that dtype, after updating state [S, H, P, N] in place. x, z [n, H, P] and B, C [n, G,
-    N]: contiguous but for the step from one sequence to the next; dt [n, H, P], A [H, P, N], D, dt_bias [H,
-    P]: any strides, 0 too; indices [n] or None. Any dtypes."""
+    """Update state [S, H, P, N] by one token, in place; return y [n, H, P] in ``dtype``.
+
+    x, z: [n, H, P]. B, C: [n, G, N]. These four are contiguous except for the stride of the first dimension.
+    dt: [n, H, P]. A: [H, P, N]. D, dt_bias: [H, P]. These may have any strides, including 0. indices: [n],
+    the state of each sequence; None for the first n states. All tensors may have any dtype.
+    """
     n, H, P = x.shape
     y = torch.empty((n, H, P), dtype=dtype, device=x.device)
     if y.numel():
@@ -217,8 +234,11 @@ def convolve(
     silu: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """y [n, D, T] of that dtype, after putting x [n, D, T] into state [S, D, L] in place, both of any
-    strides; the others contiguous."""
+    """Convolve x [n, D, T] with the windows in state [S, D, L]; return y [n, D, T] in ``dtype``.
+
+    It updates state in place with the new tokens. x and state may have any strides; the other tensors are
+    contiguous: weight [D, W], bias [D], seqlens and indices [n].
+    """
     n, D, T = x.shape
     y = torch.empty((n, D, T), dtype=dtype, device=x.device)
     if y.numel():

@@ -1,8 +1,8 @@
-"""Which launches the decoding steps of a Mamba layer make, and with which tiles. Plain Python: no tensor, no
-torch, no triton.
+"""The launches and tiles of the decoding steps of a Mamba layer.
 
-Of a state update H counts heads, V is the head's size P and K the state's size N; of a convolution's K is the
-channels D and V the width W.
+In problems of the state update, H is the number of heads, V the head's size P, and K the state's size N. In
+problems of the convolution, K is the number of channels D, and V the width W. Plain Python: this module
+imports neither torch nor triton.
 """
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from flashlin.kernels.conv.recipe import AXES, CHANNELS, DECODING, LIMITS
 from flashlin.kernels.elementwise import block, cdiv, having, moving
 
 STATE_UPDATE, WINDOW = "state_update", "conv_window"
-ELEMENTS = 2048  # of the state in a program: 16 a thread
+ELEMENTS = 2048  # state elements per program, which is 16 per thread
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """A program for each sequence, head and strip of its rows; or for each sequence and strip of channels."""
+    """Return the single launch of a decoding step.
+
+    The state update has one program for each sequence, head and strip of state rows. The convolution has one
+    program for each sequence and strip of channels.
+    """
     if problem.family == STATE_UPDATE:
         BN = block(problem.K, 16)
         BP = block(problem.V, 1, max(1, ELEMENTS // BN))
@@ -25,13 +29,13 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     else:
         BD = block(problem.K, 16, CHANNELS)
         tile, elements, programs = dict(BD=BD), BD * block(problem.V, 16), cdiv(problem.K, BD)
-    # shared: sums of each warp, and at most one exchange of a tile between warps; offsets in 32 bits are
-    # those of a tile
+    # Shared memory: the sums of each warp, and at most one exchange of a tile between warps. Only the offsets
+    # within a tile have 32 bits.
     return (moving(problem.family, problem, problem.N * programs, tile, shared=4 * elements + 4096,
                    span=elements),)
 
 
-MAX_STATE = 4096  # columns of a state, which a program adds up
+MAX_STATE = 4096  # columns of a state; one program sums over all of them
 SPECS = (
     Family(WINDOW, launches,
            (Op("mamba_causal_conv1d_update", "causal_conv1d", in_place="causal_conv1d_fn"),),

@@ -1,5 +1,8 @@
-"""The recurrence of Mamba2 and Mamba and the convolution beside it in float64, token by token, written from
-the mathematics. Everything else, ``kernels/selective`` too, is checked against it."""
+"""References in float64 of Mamba, Mamba2, Mamba-3 and the causal convolution, token by token.
+
+They are written from the formulas. All other implementations are compared with them, including
+``kernels/selective``.
+"""
 from __future__ import annotations
 
 import math
@@ -12,11 +15,13 @@ from flashlin.kernels.oracle import before, token_by_token
 
 
 def silu(x: Tensor) -> Tensor:
+    """Return x sigmoid(x)."""
     return x / (1 + (-x).exp())
 
 
 def step_size(dt: Tensor, bias: Tensor | None, softplus: bool,
               limit: tuple[float, float] = (-math.inf, math.inf)) -> Tensor:
+    """Return the time step: dt plus bias, then softplus if asked for, then clamped to ``limit``."""
     dt = dt if bias is None else dt + bias
     dt = torch.logaddexp(dt, torch.zeros_like(dt)) if softplus else dt
     return dt.clamp(*limit)
@@ -27,10 +32,13 @@ def step(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [..., H, P], state [..., H, P, N]) after one token: h = e^{dt A} h + dt x B^T,  y = (h C + D x) silu(z).
+    """Compute one token of the state space model; return y [..., H, P] and the state [..., H, P, N].
 
-    x, dt, z [..., H, P], A [H, P, N], B, C [..., G, N], D, dt_bias [H, P]; in dt, A and D a 1 may stand for P or
-    N.
+        h = e^{dt A} h + dt x B^T
+        y = (h C + D x) silu(z)
+
+    x, dt, z: [..., H, P]. A: [H, P, N]. B, C: [..., G, N]. D, dt_bias: [H, P]. In dt, A and D, the dimensions
+    P and N may be 1 and then broadcast.
     """
     dt = step_size(dt, dt_bias, softplus)
     B, C = (m.repeat_interleave(x.shape[-2] // m.shape[-2], -2).unsqueeze(-2) for m in (B, C))
@@ -47,12 +55,14 @@ def scan(
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
     return_varlen_states: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (y [b, T, H, P], states after rows [b, H, P, N], states after packed sequences [n, H, P, N]) of
-    Mamba2's scan, a step for each token. Without return_varlen_states the last of these is None.
+    """Run Mamba2's scan, one step for each token; return (y, final states, states of packed sequences).
 
-    x, z [b, T, H, P], dt [b, T, H], A, dt_bias [H], B, C [b, T, G, N], D [H] or [H, P], initial_states
-    [b, H, P, N]. The state is zero before a token whose seq_idx [b, T] is not that of the token before it,
-    and before each packed sequence but the first.
+    y is [b, T, H, P]. The final states, after each batch row, are [b, H, P, N]. The states after each packed
+    sequence are [n, H, P, N], or None without return_varlen_states.
+
+    x, z: [b, T, H, P]. dt: [b, T, H]. A, dt_bias: [H]. B, C: [b, T, G, N]. D: [H] or [H, P]. initial_states:
+    [b, H, P, N]. seq_idx: [b, T]; the state is reset to zero before a token whose value differs from the
+    previous token's. It is also zero before each packed sequence except the first.
     """
     b, T, H, P = x.shape
     dt = step_size(dt, dt_bias, dt_softplus, dt_limit)[..., None]
@@ -71,7 +81,7 @@ def scan(
     y = y if z is None else y * silu(z)
     if cu_seqlens is None:
         return y, ends, None
-    last = max(cu_seqlens.diff().nonzero().flatten().tolist(), default=0)  # the last with any tokens
+    last = max(cu_seqlens.diff().nonzero().flatten().tolist(), default=0)  # the last nonempty sequence
     return y, ends[last:last + 1], ends if return_varlen_states else None
 
 
@@ -80,16 +90,17 @@ def selective(
     D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], the last state [b, D, N]) of Mamba's scan: a step for each token, a channel being a head
-    of one.
+    """Run Mamba's selective scan, one step per token; return y [b, D, T] and the final state [b, D, N].
 
-    u, delta, z [b, D, T], A [D, N], B, C [b, N, T], [b, G, N, T] or [D, N], D, delta_bias [D].
+    Each channel is computed as a head of size 1.
+
+    u, delta, z: [b, D, T]. A: [D, N]. B, C: [b, N, T], [b, G, N, T] or [D, N]. D, delta_bias: [D].
     """
     b, channels, T = u.shape
     dt = step_size(delta, None if delta_bias is None else delta_bias[:, None], delta_softplus)
 
     def grouped(m: Tensor) -> Tensor:
-        """B or C as [b, G, N, T]: one of [D, N] has a group for each channel."""
+        """Return B or C as [b, G, N, T]; if it is [D, N], each channel is a group."""
         return m[None, :, :, None].expand(b, -1, -1, T) if m.ndim == 2 else m if m.ndim == 4 else m[:, None]
     def of_channels(state: Tensor, **token: Any) -> tuple[Tensor, Tensor]:
         y, state = step(state, A=A[:, None], D=None if D is None else D[:, None], **token)
@@ -103,9 +114,11 @@ def selective(
 
 def window(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
            cache_seqlens: Tensor | None = None, activation: str | None = "silu") -> tuple[Tensor, Tensor]:
-    """(y [b, D, T], state [b, D, L]) after T tokens of the convolution. A sequence's state is its last L
-    tokens, the newest last; with cache_seqlens [b] a ring, in which token t of the whole sequence has slot t
-    mod L."""
+    """Convolve T new tokens x [b, D, T]; return y [b, D, T] and the new state [b, D, L].
+
+    The state of a sequence is its last L tokens, with the newest one last. With cache_seqlens [b] it is a
+    ring buffer, and token t of the whole sequence is at position t mod L.
+    """
     T, (L, W) = x.shape[2], (state.shape[2], weight.shape[1])
     y, after = torch.zeros_like(x), state.clone()
     for i, turns in enumerate([0] * len(x) if cache_seqlens is None else cache_seqlens.tolist()):
@@ -123,12 +136,16 @@ def trapezoid(
     states: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, angles, states, k, v) of Mamba-3, a step for each token of each sequence:
+    """Run Mamba-3, one step for each token; return y and the final (angles, states, k, v).
 
-        theta <- theta + pi tanh(Angles) DT      k, q = (K + K_bias) e^{i theta}, (Q + Q_bias) e^{i theta}
-        S <- e^{ADT} (S + (1 - r) DT v_before k_before^T) + r DT v k^T          r = 1 / (1 + e^{-Trap})
+        theta <- theta + pi tanh(Angles) DT
+        k = (K + K_bias) e^{i theta}
+        q = (Q + Q_bias) e^{i theta}
+        r = 1 / (1 + e^{-Trap})
+        S <- e^{ADT} (S + (1 - r) DT v_before k_before^T) + r DT v k^T
         y = (S q + D v) silu(Z)
-    where pairs of channels (2 i, 2 i + 1) are complex numbers. Shapes as in ops/mamba3.py.
+
+    Pairs of channels (2 i, 2 i + 1) are complex numbers. ops/mamba3.py describes the shapes.
     """
     H, P, N, R = *V.shape[2:], Q.shape[3], Angles.shape[3]
     Q, K = (x.repeat_interleave(H // max(x.shape[2], 1), 2) for x in (Q, K))
@@ -150,7 +167,10 @@ def trapezoid(
 
 
 def turned(x: Tensor, theta: Tensor) -> Tensor:
-    """x [H, N], its first pairs as complex numbers times e^{i theta} [H, R]."""
+    """Rotate the first R pairs of channels of x [H, N] by the angles theta [H, R].
+
+    Channels (2 i, 2 i + 1) are a pair. Channels after the first 2 R do not change.
+    """
     R = theta.shape[1]
     pairs = torch.complex(x[:, :2 * R:2], x[:, 1:2 * R:2]) * torch.polar(torch.ones_like(theta), theta)
     return torch.cat([torch.view_as_real(pairs).reshape(len(x), 2 * R), x[:, 2 * R:]], 1)

@@ -1,5 +1,7 @@
-"""A token of the state space model in plain, differentiable torch, for CPUs, float64 and cards that no Triton
-compiles for."""
+"""One token of the state space model in plain, differentiable torch.
+
+It is used for CPUs, float64 tensors, and GPUs that Triton does not support.
+"""
 from __future__ import annotations
 
 import torch.nn.functional as F
@@ -13,14 +15,17 @@ def step(
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y [b, H, P], state [b, H, P, N]), both in float32, or in float64 if any tensor is. Shapes as
-    reference.step; nothing is written to."""
+    """Compute one token; return y [b, H, P] and the new state [b, H, P, N].
+
+    Both are float32, or float64 if any tensor is. The shapes are as in ``step`` of reference.py. The inputs
+    do not change.
+    """
     state, x, dt, A, B, C, D, z, dt_bias = wide(state, x, dt, A, B, C, D, z, dt_bias)
     dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if softplus else dt
     heads = x.shape[1] // max(B.shape[1], 1)
     B, C = (t.repeat_interleave(heads, 1) for t in (B, C))
     state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)  # a matrix product traced under autocast would be rounded
+    y = (state * C[:, :, None]).sum(-1)  # not a matrix product, which traced autocast would round
     y = y if D is None else y + D * x
     return y if z is None else y * F.silu(z), state

@@ -1,1 +1,1 @@
-"""The generic recurrence, token by token: every fused_recurrent op's kernels."""
+"""The kernels of all fused_recurrent ops: one generic recurrence, computed token by token."""

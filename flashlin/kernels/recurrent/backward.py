@@ -1,19 +1,21 @@
-"""The generic recurrence, backward. Program: a [K, BV] strip of one state, walking segments of 64 tokens from
-the last to the first.
+"""Backward kernel of the generic recurrence.
 
-Of each segment the states are computed anew from the one that forward kept, and written to scratch memory;
-then the tokens are walked backwards. With dS the gradient of S_t on entering token t, and what inputs.py
-calls P, u:
+One program has a [K, BV] strip of one state, and runs over segments of 64 tokens from the last to the first.
+For each segment, it first recomputes the states from the state that forward kept, and writes them to scratch
+memory. Then it runs backwards over the tokens. At the start of token t, dS is the gradient of S_t. P and u
+are defined in inputs.py. The steps for one token:
+
     dS += scale q do^T     dq = scale S_t do     du = dS^T k     dk = dS u
     delta: e = v - P^T k, dbeta = du . e, dv = beta du, dk -= P dv, dS -= k dv^T          else: dv = du
     a, b:  db = dS (S_{t-1}^T a), w = dS^T b, da = S_{t-1} w
         (dS is by now the gradient of P)
     decays: dg = <dS, P>, dgk its rows, dgv its columns (P without the low-rank term)
     gradient of S_{t-1}: the decayed dS, + a w^T
-    before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus gives its own share to dq,
+    before: o reads S_{t-1}, so scale q do^T is added last instead, and the bonus adds its own terms to dq,
         dk, dv.
-No state is recovered by dividing by a decay. Sums over V are partial sums of a strip, added up by torch:
-deterministic, no atomics.
+
+The kernel never divides by a decay to recover a state. Each program writes partial sums over its columns of
+V, and torch adds them up. So there are no atomics, and the results are deterministic.
 """
 
 import torch
@@ -38,9 +40,9 @@ from flashlin.kernels.recurrent.inputs import Inputs
 from flashlin.kernels.recurrent.recipe import SEGMENT
 from flashlin.kernels.tile_ops import sequence_of
 
-# The gradients that the kernel writes where they are needed.
+# The gradients that the kernel writes if they are needed.
 GRADS = ("q", "k", "v", "beta", "g", "gk", "gv", "bonus", "a", "b")
-# bytes of one launch's scratch memory: more sequences than that holds go one launch after another
+# The most bytes of scratch memory of one launch. If all sequences need more, they run in several launches.
 SCRATCH = 2**30
 
 
@@ -72,14 +74,17 @@ def recurrent_backward(
     bounds,  # [N + 1]
     scale,
     T, N, H, HV,
-    R,  # rows in all
+    R,  # number of rows in the batch
     TS,  # tokens of a segment
     K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, DELTA: tl.constexpr, EARLIER: tl.constexpr, REVERSE: tl.constexpr,
     PER_CHANNEL: tl.constexpr, V_FIRST: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Partial sums: dq, dk, dgk, da, db [NV, R, HV, K], dg, dbeta (one per head) [NV, R, HV], dbonus [NV, N,
-    HV, K]; fp32. scratch [programs, TS, BK, BV] fp32."""
+    """Write the gradients of all inputs, from the kept states and the gradients of the outputs.
+
+    Gradients with a first dimension NV are partial sums, one for each strip of V: dq, dk, dgk, da, db, dg,
+    dbonus and, without PER_CHANNEL, dbeta. Gradients that are not needed are None.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     i_v = program % NV
@@ -124,7 +129,7 @@ def recurrent_backward(
                 i_h=i_h, in_k=in_k, in_v=in_v,
                 K=K, V=V, DELTA=DELTA, PER_CHANNEL=PER_CHANNEL, SIGMOID=0, RATE=False, BOUND=0,
                 ERASE_RATE=False, UNDECAYED=False)
-        tl.debug_barrier()  # other threads may read what this one wrote
+        tl.debug_barrier()  # other threads read the states that this one wrote
         for j in range(tokens):
             i = tokens - 1 - j
             token = first + token_of(i0 + i, length, REVERSE)
@@ -199,7 +204,7 @@ def recurrent_backward(
             tl.store(dq + part * K + in_k, b_dq * scale, mask=in_k < K)
             tl.store(dk + part * K + in_k, b_dk, mask=in_k < K)
             tl.store(dv + row * V + in_v, b_dv.to(dv.dtype.element_ty), mask=in_v < V)
-        tl.debug_barrier()  # before the next segment's states take the place of these
+        tl.debug_barrier()  # the states of the next segment overwrite these
     if dh0 is not None:
         tl.store(dh0 + state, dS, mask=inside)
     if dbonus is not None:
@@ -209,21 +214,26 @@ def recurrent_backward(
 def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[str, ...], scale: float,
                     do: torch.Tensor, dht: torch.Tensor | None,
                     needed: frozenset[str]) -> dict[str, torch.Tensor]:
-    """The gradients by name, each in its tensor's dtype: of v always, of q, k, beta, g, gk, gv, bonus, a, b,
-    h0 if ``needed``; q and k, and a and b, are needed together. x: launch_forward's tensors, all contiguous.
-    do like o, dht like the final state, contiguous."""
+    """Run the backward launch; return the gradients by tensor name, each in the dtype of its tensor.
+
+    x: the tensors of launch_forward, all contiguous.
+    states: the states that launch_forward kept.
+    do, dht: gradients of the outputs and of the final states (or None), contiguous.
+    needed: names of the tensors whose gradients are needed. v always gets one. q and k are needed together,
+        and so are a and b.
+    """
     launch = plan.launch("recurrent_backward")
     BK, BV = launch.block("BK"), launch.block("BV")
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
     NV, TS = -(-V // BV), min(T, SEGMENT)
     batch = Batch(plan, x, most=max(1, SCRATCH // max(1, 4 * HV * NV * TS * BK * BV)))
     headwise = x.beta is not None and x.beta.ndim == 4
-    # Sums of the strips, whose first dimension NV is added up in the end; and what a strip computes alone.
+    # shapes, sums: gradients with a partial sum for each of NV strips. own: gradients without partial sums.
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "k", "gk", "a", "b"), (B, T, HV, K))
     shapes.update(g=(B, T, HV), bonus=(batch.N, HV, K))
     if not headwise:
         shapes["beta"] = B, T, HV
-    # rows outside bounds have no program that would write them
+    # no program writes the rows outside bounds, so they must be zero
     new = torch.zeros if batch.packed or not batch.slices else torch.empty
     sums = {name: new((NV, *shape), dtype=torch.float32, device=batch.device)
             for name, shape in shapes.items() if name in needed}
@@ -233,8 +243,8 @@ def launch_backward(plan: Plan, x: Inputs, states: torch.Tensor, flags: tuple[st
     dh0, constants = batch.initial_gradient(needed), constants_of(x, flags)
     for part in batch.parts(launch, do=do, dht=dht, dh0=dh0, states=by_sequence(states, batch), scale=scale,
                             R=B * T, TS=TS, **{f"d{name}": own.get(name) for name in GRADS}):
-        # The kernel's N is that of the whole batch, since a bonus has a sum for each of its sequences; with
-        # bounds every part sees all rows.
+        # The kernel gets the N of the whole batch, because dbonus has a sum for each of its sequences. With
+        # bounds, each slice of the batch gets all rows.
         n, part["N"] = part["N"], batch.N
         part.update((f"d{name}", grad if batch.packed and name != "bonus" else grad[:, part["part"]])
                     for name, grad in sums.items())

@@ -1,9 +1,8 @@
-"""The generic recurrence (inputs.py has its formula), forward: one program owns a [K, BV] tile of one state
-and walks the tokens.
+"""Forward kernel of the generic recurrence, whose formula is in inputs.py.
 
-The tile stays in registers, so a token costs its vectors and two sums over K. Optional tensors are None where
-a call has none, which the compiler knows: each combination is a kernel of its own. Nothing is ever divided by
-a decay.
+One program has a [K, BV] tile of one state, and runs over the tokens of the sequence. The tile stays in
+registers, so a token costs the loads of its vectors and two sums over K. Missing tensors are None, and each
+combination of tensors compiles to another kernel. The kernels never divide by a decay.
 """
 
 import torch
@@ -20,19 +19,22 @@ from flashlin.kernels.tile_ops import sequence_of, zero_gaps, zero_rows
 
 @triton.jit
 def vector(x, offset, at, D: tl.constexpr):
-    """x[offset + at] in fp32, zeros past D."""
+    """Load the vector x[offset + at] in float32, with zeros where the index ``at`` is D or more."""
     return tl.load(x + offset + at, mask=at < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def of_unit_length(x):
+    """Return the vector x divided by its length; an epsilon of 1e-6 is added to the squared length."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), also where e^x is lost beside 1: there by its series, because log(1 + e) would keep few
-    digits or none."""
+    """Return log(1 + e^x), precise also for very negative x.
+
+    If e^x is small compared with 1, log(1 + e^x) would lose most of its digits, so a series is used.
+    """
     e = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + tl.where(e < 0.015625, e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25))),
                                          tl.log(1.0 + e))
@@ -40,7 +42,10 @@ def softplus(x):
 
 @triton.jit
 def gated(x, A_log, i_h, BOUND: tl.constexpr):
-    """The log decay of a raw gate. BOUND: 0 for none."""
+    """Return the log decay of a raw gate x.
+
+    It is -e^{A_log} softplus(x) or, with a nonzero BOUND, BOUND * sigmoid(e^{A_log} x).
+    """
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     if BOUND != 0:
         return BOUND / (1.0 + tl.exp(-rate * x))
@@ -57,13 +62,13 @@ def decayed(
     gv,  # [rows, HV, V]
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
-    row,  # token and value head
+    row,  # index of the token and value head: token * HV + i_h
     i_h,
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
     K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr,
 ):
-    """S after the decays of one token. row: token and value head."""
+    """Return the state S after all decays of one token; each decay is None if the call has none."""
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
         if A_log is not None:
@@ -88,7 +93,10 @@ def decayed(
 
 @triton.jit
 def strength(beta, row, in_v, V: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr):
-    """beta of one token: a number, or [BV]. SIGMOID: what a sigmoid of it is multiplied by; 0 for none."""
+    """Load beta of one token: a scalar or, with PER_CHANNEL, [BV].
+
+    SIGMOID: 0, or a factor. With a factor, return SIGMOID * sigmoid(beta).
+    """
     if PER_CHANNEL:
         x = vector(beta, row * V, in_v, V)
     else:
@@ -111,17 +119,20 @@ def updated(
     a, b,  # [rows, HV, K]
     A_log,  # [HV]
     dt_bias,  # [HV] or, of gk, [HV, K]
-    row,  # token and value head
+    row,  # index of the token and value head: token * HV + i_h
     i_h,
     in_k,  # [BK]: channels
     in_v,  # [BV]: channels
     K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
     RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr, UNDECAYED: tl.constexpr,
 ):
-    """The state after one token. b_p: what DELTA's prediction reads the state with, UNDECAYED before it
-    decays. RATE: what multiplies a is -a b. ERASE_RATE: beta multiplies v alone."""
+    """Return the state after one token, see the formula in inputs.py.
+
+    b_p: the vector with which the prediction of DELTA reads the state. UNDECAYED: it reads the state before
+    the decay. RATE: use -a b instead of b. ERASE_RATE: beta multiplies only v, and not the prediction.
+    """
     if DELTA:
-        if beta is not None:  # loaded before warps wait for each other's sums, not after
+        if beta is not None:  # load before the reductions, in which warps wait for each other
             b_beta = strength(beta, row, in_v, V, PER_CHANNEL, SIGMOID)
     if b is not None:
         b_a = vector(a, row * K, in_k, K)
@@ -151,7 +162,7 @@ def updated(
 
 @triton.jit
 def token_of(i, length, REVERSE: tl.constexpr):
-    """Where in its sequence the i-th token of the walk is."""
+    """Return the position in its sequence of the token of step i."""
     if REVERSE:
         return length - 1 - i
     else:
@@ -160,8 +171,11 @@ def token_of(i, length, REVERSE: tl.constexpr):
 
 @triton.jit
 def kept_states(n, first, T, SEGMENT: tl.constexpr, VARLEN: tl.constexpr):
-    """Where sequence n's kept states begin. Of each sequence one is kept per full segment before its last
-    token, so none overlap."""
+    """Return the index of the first kept state of sequence n.
+
+    Each sequence keeps one state for each full segment before its last token, so the ranges of different
+    sequences do not overlap.
+    """
     if VARLEN:
         return first // SEGMENT
     else:
@@ -170,7 +184,7 @@ def kept_states(n, first, T, SEGMENT: tl.constexpr, VARLEN: tl.constexpr):
 
 @triton.jit
 def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Offsets of a tile within a state stored [K, V] or, with V_FIRST, [V, K]."""
+    """Return the offsets of a [BK, BV] tile within a state stored [K, V] or, with V_FIRST, [V, K]."""
     if V_FIRST:
         return in_k[:, None] + in_v[None, :] * K
     else:
@@ -199,7 +213,7 @@ def recurrent_forward(
     bounds,  # [N + 1]
     scale,
     T, N, H, HV,
-    P,  # states of the pool
+    P,  # number of states in the pool
     q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state of h0 and ht to the next
     K: tl.constexpr, V: tl.constexpr, SEGMENT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
@@ -208,9 +222,11 @@ def recurrent_forward(
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, ERASE_RATE: tl.constexpr,
     UNDECAYED: tl.constexpr,
 ):
-    """q_row, k_row, v_row: elements from one token to the next. state_row: from one state of h0 and ht to the
-    next. With indices, h0 and ht are one pool of P states, and sequence n has the one at indices[n]; one of
-    none, or outside the pool, is left alone."""
+    """Run the recurrence over the tokens; write the outputs o, the final states ht and the kept states.
+
+    Optional tensors are None. With indices, h0 and ht are the same pool of P states, and sequence n uses
+    state indices[n]. If this index is outside the pool, the outputs of the sequence are zero, and no state changes.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -232,7 +248,7 @@ def recurrent_forward(
         mine = (slot >= 0) & (slot < P)
         zero_rows(o, first, tl.where(mine, 0, length), i_h, HV, V, v0, BT, BV)
         length = tl.where(mine, length, 0)
-        # not "& mine": in 3.9's interpreter two scalars make no mask
+        # not "& mine": in the interpreter of Triton 3.9, two scalars do not make a mask
         here = inside & (in_v < tl.where(mine, V, 0))[None, :]
     at = slot * state_row + i_h.to(tl.int64) * (K * V)
     if h0 is not None:
@@ -281,11 +297,16 @@ def recurrent_forward(
 def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, has_ht: bool,
                    out_dtype: torch.dtype, in_place: bool = False, indices: torch.Tensor | None = None,
                    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(o [B, T, HV, V], final state or None, the states backward starts its segments from or None).
+    """Run the forward launch; return o [B, T, HV, V], the final states or None, and the kept states or None.
 
-    x: all contiguous but q, k and v, whose tokens may lie further apart, and the states of a pool, which may,
-    too. in_place: states are written back to x.h0, of any float dtype; indices [N]: h0 is a pool of states,
-    and these are the ones to use."""
+    Backward starts its segments from the kept states.
+
+    x: its tensors are contiguous, except that q, k and v may have any stride between tokens, and a pool any
+        stride between states.
+    flags: see FLAGS in inputs.py.
+    in_place: True to write the final states to x.h0, which may have any float dtype.
+    indices: [N]; if given, x.h0 is a pool of states, and these are the states to use.
+    """
     x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     batch, launch = Batch(plan, x), plan.launch("recurrent_forward")
     HV, K, V = batch.HV, batch.K, batch.V
@@ -303,7 +324,7 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
     for part in batch.parts(launch, o=o, ht=ht, states=by_sequence(states, batch), indices=indices,
                             scale=scale, q_row=row_stride(x.q), k_row=row_stride(x.k), v_row=row_stride(x.v),
                             state_row=state_row):
-        if indices is not None:  # a pool is not divided
+        if indices is not None:  # each slice of the batch gets the whole pool
             part.update(h0=x.h0, ht=ht)
         h0 = part["h0"]
         start(launch, recurrent_forward, part["N"] * HV * strips,
@@ -312,15 +333,17 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
 
 
 def by_sequence(states: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
-    """The kept states as [N, kept, HV, K, V]; of packed sequences, each of which has another number, as they
-    are."""
+    """Return the kept states as a view [N, kept, HV, K, V].
+
+    For packed sequences return them unchanged, because each sequence may have another number of them.
+    """
     if states is None or batch.packed:
         return states
     return states.view(batch.N, -1, *states.shape[1:]) if len(states) else states
 
 
 def constants_of(x: Inputs, flags: tuple[str, ...]) -> dict[str, object]:
-    """The constexprs that forward and backward share, besides the tile."""
+    """Return the constexpr arguments that forward and backward share, except the tile sizes."""
     return dict(K=x.q.shape[3], V=x.v.shape[3], SEGMENT=SEGMENT, DELTA="delta" in flags,
                 EARLIER="before" in flags, REVERSE="reverse" in flags,
                 PER_CHANNEL=x.beta is not None and x.beta.ndim == 4, V_FIRST="v_first" in flags,

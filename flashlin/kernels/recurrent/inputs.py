@@ -1,15 +1,16 @@
-"""What goes into the generic recurrence. With S the state [K, V] of one sequence and value head, for each
-token t:
+"""The inputs and the formula of the generic recurrence.
+
+For each token t, with S the state [K, V] of one sequence and value head:
 
     P_t = e^{g_t + gamma} Diag(e^{gk_t}) S_{t-1} Diag(e^{gv_t})  [+ b_t (a_t^T S_{t-1})]
         (a reads the state before it decays)
-    u_t = v_t, or with ``delta`` beta_t (v_t - P_t^T k_t)
-        (the prediction reads the decayed state)
-        with ``erase`` beside it beta_t v_t - P_t^T (a_t k_t)
-        with ``undecayed`` beside it beta_t (v_t - S_{t-1}^T a_t), a_t being k_t if not given
+    u_t = v_t                               without ``delta``
+        = beta_t (v_t - P_t^T k_t)          with ``delta``; the prediction reads the decayed state
+        = beta_t v_t - P_t^T (a_t k_t)      with ``delta`` and ``erase``
+        = beta_t (v_t - S_{t-1}^T a_t)      with ``delta`` and ``undecayed``; a_t is k_t if not given
     S_t = P_t + k_t u_t^T
-    o_t = scale S_t^T q_t, or with ``before`` scale (S_{t-1} + Diag(u) k_t v_t^T)^T q_t
-        (read before the update, with rwkv6's bonus)
+    o_t = scale S_t^T q_t                                  without ``before``
+        = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t    with ``before``, as in rwkv6
 """
 from __future__ import annotations
 
@@ -17,32 +18,40 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# What a call does besides the bare recurrence. The first three say what is computed; the rest what the
-# kernels still have to do to their inputs (q and k to unit length; beta through a sigmoid, times 2; b, which
-# is a rate so far, to -a b; gates to a bounded form), what a prediction reads otherwise (``erase`` and
-# ``undecayed``, where b is None; backward knows neither, and gets the same call with an a and a b), and how
-# states are laid out. ``bound`` carries its number, "bound:-5.0": flags are words, which torch.library takes
-# as one string.
+# The flags of a call; torch.library passes them as one string of words.
+#     delta, before: choose the formula above.
+#     reverse: run from the last token to the first.
+#     l2norm: normalize q and k to unit length.
+#     sigmoid: apply a sigmoid to beta; neg_eigval: and multiply it by 2.
+#     rate: b is a rate, and the kernel uses -a b instead.
+#     erase, undecayed: change what a prediction reads; b is None then. Backward does not support them, and
+#         gets an equivalent call with a and b.
+#     bound: gates have a bounded form; the flag includes the number, as in "bound:-5.0".
+#     v_first: states are stored [V, K].
 FLAGS = ("delta", "before", "reverse", "l2norm", "sigmoid", "neg_eigval", "rate", "erase", "undecayed",
          "bound", "v_first")
 
 
 def bound_of(flags: tuple[str, ...]) -> float:
-    """What bounds a gate of channels from below, 0 if nothing does."""
+    """Return the lower bound of a channel gate's log decay, or 0.0 if the flags have no bound."""
     return next((float(flag.removeprefix("bound:")) for flag in flags if flag.startswith("bound:")), 0.0)
 
 
 class Inputs(NamedTuple):
-    """q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV /
-    H).
+    """The input tensors of one call of the generic recurrence.
 
-    beta [B, T, HV] or, headwise, [B, T, HV, V]; None for ones. g [B, T, HV], gamma [HV], gk [B, T, HV, K], gv
-    [B, T, HV, V]: natural-log decays that add up. A_log, dt_bias [HV]: where given, g is raw and decays by
-    -e^{A_log} softplus(g + dt_bias). Without g, gk is what is raw, dt_bias is [HV, K], and with a bound the
-    decay is bound sigmoid(e^{A_log} (gk + dt_bias)). bonus [HV, K]: rwkv6's u. a, b [B, T, HV, K]; with
-    ``undecayed`` a is shaped like k, and brought to its length with ``l2norm``. h0 [N, HV, K, V], or [N, HV,
-    V, K] with ``v_first``. bounds [N + 1], rising, within 0 .. T: sequence n is the rows bounds[n] .. bounds[n
-    + 1] of the single batch row.
+    q, k: [B, T, H, K].
+    v: [B, T, HV, V]. HV is a multiple of H; value head j reads head j // (HV / H) of q and k.
+    beta: [B, T, HV], or [B, T, HV, V] for one value per channel; None for ones.
+    g, gamma, gk, gv: [B, T, HV], [HV], [B, T, HV, K], [B, T, HV, V]; log decays, which are added.
+    bonus: [HV, K], the u of rwkv6.
+    a, b: [B, T, HV, K]. With ``undecayed``, a has the shape of k, and ``l2norm`` also normalizes a.
+    A_log, dt_bias: [HV]. If A_log is given, g is a raw gate with log decay -e^{A_log} softplus(g + dt_bias).
+        Without g, gk is the raw gate and dt_bias is [HV, K]. With a bound, its log decay is
+        bound sigmoid(e^{A_log} (gk + dt_bias)).
+    h0: initial states [N, HV, K, V] or, with ``v_first``, [N, HV, V, K]; None for zeros.
+    bounds: [N + 1], ascending, within 0 .. T. Sequence n is the rows bounds[n] .. bounds[n + 1] of the single
+        batch row.
     """
     q: Tensor
     k: Tensor
@@ -62,4 +71,5 @@ class Inputs(NamedTuple):
 
     @property
     def sequences(self) -> int:
+        """Return the number of sequences: that of ``bounds`` if given, else the batch size."""
         return self.q.shape[0] if self.bounds is None else self.bounds.shape[0] - 1

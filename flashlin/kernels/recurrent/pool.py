@@ -1,8 +1,8 @@
-"""The gated delta rule on a pool of states, token by token: decoding, drafts, prompts.
+"""The gated delta rule on a pool of states, token by token: for decoding, draft tokens and prompts.
 
-One compiled kernel serves them all. What a call lacks (drafts, packed sequences, states to begin with) is a
-number at run time, not another kernel, and the state is rounded to the pool's dtype after every token, so a
-prompt read in one call leaves to the bit what token after token leaves.
+One compiled kernel is used for all of these. Draft tokens, packed sequences and initial states are options at
+run time and need no other kernel. The state is rounded to the pool's dtype after every token. Therefore a
+prompt in one call gives bitwise the same states as one call per token.
 """
 
 import torch
@@ -33,21 +33,26 @@ def recurrent_pool(
     accepted,  # [N] if counted
     bounds,  # [N + 1] if packed
     scale,
-    T,  # tokens of a sequence, or of all of them if packed
+    T,  # tokens of a sequence, or of all sequences if packed
     N, H, HV,
-    P,  # states of the pool
-    columns,  # states that a sequence may leave
-    packed,  # whether bounds tell where sequences lie
-    gaps,  # whether rows outside of them have to be zeroed
-    counted,  # whether accepted tells where to begin
+    P,  # number of states in the pool
+    columns,  # number of states that are written for each sequence
+    packed,  # 1 if bounds contains the sequences' positions
+    gaps,  # 1 if rows outside all sequences must be zeroed
+    counted,  # 1 if accepted selects the initial states
     q_row, k_row, v_row,  # elements from one token to the next
     state_row,  # elements from one state to the next
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, BOUND: tl.constexpr,
 ):
-    """Sequence n begins with the state at indices[n, accepted[n] - 1], or with zeros if that is column -1,
-    and the states after its last ``columns`` tokens go to indices[n]. One that begins outside the pool is
-    padding: zeros, and nothing is written; a column outside of it is not written."""
+    """Run the gated delta rule over the tokens of each sequence, on states of a pool.
+
+    Sequence n starts with state indices[n, accepted[n] - 1] of the pool, or with zeros if accepted[n] is 0.
+    Without accepted it starts with state indices[n, 0]. The states after its last ``columns`` tokens are
+    written to the states indices[n, :] of the pool. A state whose index is outside the pool is not written.
+    If the initial state is outside the pool, the sequence is padding: its outputs are zero, and the pool does
+    not change.
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     v0 = program % NV * BV
@@ -74,7 +79,7 @@ def recurrent_pool(
     in_v = v0 + tl.arange(0, BV)
     tile = tile_of_state(in_k, in_v, K, V, True)
     of_head = i_h.to(tl.int64) * (K * V)
-    # not a scalar in the mask: in 3.9's interpreter two scalars make none
+    # no scalar in the mask: in the interpreter of Triton 3.9, two scalars do not make a mask
     mask = (in_k < K)[:, None] & (in_v < tl.where(there & (column >= 0), V, 0))[None, :]
     S = tl.load(pool + (slot * state_row + of_head) + tile, mask=mask, other=0.0).to(tl.float32)
     unwritten = tl.maximum(length - columns, 0)
@@ -107,9 +112,12 @@ def recurrent_pool(
 def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor,
                 accepted: torch.Tensor | None, flags: tuple[str, ...], scale: float,
                 out_dtype: torch.dtype) -> torch.Tensor:
-    """o [B, T, HV, V], after writing to the pool [P, HV, V, K]. x without h0, all contiguous but q, k and v,
-    whose tokens may lie further apart; indices [N, columns] contiguous, accepted and bounds of its dtype;
-    each state of the pool contiguous."""
+    """Run the plan's launch on a pool of states; return o [B, T, HV, V] in ``out_dtype``.
+
+    It writes new states to the pool [P, HV, V, K], whose states are contiguous. x has no h0. Its tensors are
+    contiguous, except that q, k and v may have any stride between tokens. indices: [N, columns], contiguous.
+    accepted: [N] or None. accepted and bounds have the dtype of indices.
+    """
     x = x._replace(q=with_rows(x.q), k=with_rows(x.k), v=with_rows(x.v))
     batch, launch = Batch(plan, x), plan.launch("recurrent_pool")
     HV, V = batch.HV, batch.V
@@ -122,7 +130,7 @@ def launch_pool(plan: Plan, x: Inputs, pool: torch.Tensor, indices: torch.Tensor
     strips = -(-V // launch.block("BV"))
     for part in batch.parts(launch, o=o, indices=indices, accepted=accepted, scale=scale,
                             q_row=row_stride(x.q), k_row=row_stride(x.k), v_row=row_stride(x.v)):
-        for name in ("accepted", "bounds"):  # never read where there is none
+        for name in ("accepted", "bounds"):  # a placeholder for a missing tensor, which is never read
             part[name] = part["indices"] if part[name] is None else part[name]
         start(launch, recurrent_pool, part["N"] * HV * strips, own, part)
     return o

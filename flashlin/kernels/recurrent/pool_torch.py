@@ -1,9 +1,11 @@
 """The gated delta rule on a pool of states in plain torch, token by token.
 
-Bits depend on no neighbour, so a prompt in one call, in pieces, packed with others, and token after token
-leave the same ones. A library's product or reduction may go another way for another batch: sums over K are
-made of elementwise additions. Of torch's functions on a CPU, sigmoid, softplus and log1p round another way at
-the end of a tensor: they are made of exp and log, which do not."""
+The results of a sequence are bitwise independent of the other sequences and of how it is divided into calls.
+A prompt gives the same bits in one call, in pieces, packed with others, and token by token. A product or
+reduction of a library may use another algorithm for another batch size, so sums over K are made of
+elementwise additions. On a CPU, torch's sigmoid, softplus and log1p round differently at the end of a tensor,
+so they are made of exp and log, which do not.
+"""
 from __future__ import annotations
 
 import torch
@@ -15,8 +17,11 @@ from flashlin.kernels.sequences import sequences_of, widest
 
 def compute(x: Inputs, pool: Tensor, indices: Tensor, accepted: Tensor | None, flags: tuple[str, ...],
         scale: float) -> Tensor:
-    """o [B, T, HV, V] in float32, or float64 if any tensor is, after writing to the pool [P, HV, V, K]. As
-    kernels/recurrent/pool.py. bounds are read on the host; without them nothing is."""
+    """Run the gated delta rule on a pool of states [P, HV, V, K]; return o [B, T, HV, V].
+
+    It does the same as ``recurrent_pool`` of kernels/recurrent/pool.py, and writes new states to the pool.
+    o is float32, or float64 if any tensor is. The host reads the values of x.bounds, if given, and no others.
+    """
     compute = widest(*x, pool)
     q, k, v, beta, g = _prepared(x, flags, scale, compute)
     N, columns = indices.shape
@@ -38,7 +43,10 @@ def compute(x: Inputs, pool: Tensor, indices: Tensor, accepted: Tensor | None, f
 
 
 def states_of(pool: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
-    """Copies of pool[slots[n]], zeros where it is not wanted [n]; those that are lie in the pool."""
+    """Return copies of the states pool[slots[n]], with zeros for all n where wanted[n] is False.
+
+    Slots of wanted states must be in the pool.
+    """
     if not len(pool):
         return pool.new_zeros(len(slots), *pool.shape[1:])
     states = pool[slots.clamp(0, len(pool) - 1)]
@@ -46,9 +54,12 @@ def states_of(pool: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
 
 
 def put(pool: Tensor, slots: Tensor, states: Tensor, wanted: Tensor) -> None:
-    """pool[slots[n]] = states[n] where wanted[n] and the slot lies in the pool. Reads nothing on the host: a
-    state that has no place is written as a copy of the first one that has, which changes nothing; where none
-    has, the pool's first row is what it was."""
+    """Store states[n] in pool[slots[n]] for all n where wanted[n] is True and the slot is in the pool.
+
+    The host reads no values. A state that must not be stored is replaced by a copy of the first one that must
+    be, with its slot, which changes nothing. If no state must be stored, the pool's first state is written to
+    itself.
+    """
     if not len(pool) or not len(slots):
         return
     known = wanted & (slots >= 0) & (slots < len(pool))
@@ -59,15 +70,18 @@ def put(pool: Tensor, slots: Tensor, states: Tensor, wanted: Tensor) -> None:
 
 
 def rows_of(y: Tensor, bounds: Tensor, wanted: Tensor) -> Tensor:
-    """y [1, T, ...] with zeros in the rows of sequences that are not wanted [N] and in those of none."""
+    """Return y [1, T, ...] with zeros in rows of unwanted sequences and in rows outside all sequences.
+
+    wanted: [N], True for each sequence whose rows are kept. bounds: [N + 1].
+    """
     number, _ = sequences_of(bounds, y.shape[1])
-    mine = torch.cat([wanted, wanted.new_zeros(1)])[number]  # the last for -1 and for N
+    mine = torch.cat([wanted, wanted.new_zeros(1)])[number]  # the last entry is for numbers -1 and N
     return torch.where(mine.view(-1, *[1] * (y.ndim - 2)), y, 0)
 
 
 def _token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
            g: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The states [N, HV, V, K] after a token of each, and its outputs [N, HV, V]."""
+    """Compute one token of each sequence; return the states [N, HV, V, K] and the outputs [N, HV, V]."""
     k = k[:, :, None]
     if g is not None:
         S = S * (g[:, :, None, None] if g.ndim == 2 else g[:, :, None]).exp()
@@ -77,7 +91,7 @@ def _token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over the last dimension, by halves."""
+    """Return the sum over the last dimension, by adding halves elementwise, so its order is fixed."""
     while (size := x.shape[-1]) > 1:
         half = size // 2
         rest = x[..., 2 * half:]
@@ -87,11 +101,15 @@ def summed(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e^-x), whose bits do not depend on the position in the tensor."""
     return 1 / (1 + (-x).exp())
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x). The quotient takes back what 1 + e lost of e (Kahan's log1p)."""
+    """Return log(1 + e^x).
+
+    The quotient in the code corrects the rounding error of 1 + e (Kahan's log1p).
+    """
     e = (-x.abs()).exp()
     u = 1 + e
     return x.clamp(min=0) + torch.where(u == 1, e, u.log() * (e / (u - 1)))
@@ -99,8 +117,10 @@ def softplus(x: Tensor) -> Tensor:
 
 def _prepared(x: Inputs, flags: tuple[str, ...], scale: float,
               compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k [rows, HV, K], v [rows, HV, V], beta [rows, HV] and log decays [rows, HV] or [rows, HV, K], as
-    the recurrence wants them."""
+    """Return q, k [rows, HV, K], v [rows, HV, V], beta [rows, HV] and log decays, ready for the recurrence.
+
+    The log decays are [rows, HV], [rows, HV, K] or None. Norms, sigmoids, gates and scale are applied.
+    """
     group = x.v.shape[2] // max(x.q.shape[2], 1)
     q, k = (y.to(compute).contiguous() for y in (x.q, x.k))
     if "l2norm" in flags:
@@ -121,7 +141,7 @@ def _prepared(x: Inputs, flags: tuple[str, ...], scale: float,
 
 
 def _extents(x: Inputs, N: int) -> tuple[Tensor, Tensor, int]:
-    """First row and length of each sequence, and the most tokens that one has."""
+    """Return the first row and the length of each sequence, both [N], and the largest length."""
     T, device = x.q.shape[1], x.q.device
     if x.bounds is None:
         return torch.arange(N, device=device) * T, torch.full((N,), T, device=device), T

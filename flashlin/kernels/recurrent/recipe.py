@@ -1,5 +1,8 @@
-"""Which launches a token-by-token problem makes. Plain Python: no tensor, no torch, no triton. Problem.H
-counts value heads, which own the states."""
+"""The launches of the token-by-token recurrence.
+
+Problem.H is the number of value heads; each of them has a state. Plain Python: this module imports neither
+torch nor triton.
+"""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -9,20 +12,23 @@ from flashlin.kernels.configs import Config, is_hopper, padded, token
 from flashlin.kernels.scans import state_launch
 
 SEGMENT = 64  # tokens between the states that forward keeps for backward
-# elements of the state per program, 16 to a thread: backward holds two to four such tiles, and should not
-# spill
+# State elements per program of backward, which is 16 per thread. Backward has two to four such tiles in
+# registers, and should not spill.
 BACKWARD_TILE = 2048
-# Who takes back what it reads (delta rules, DPLR) sums over K twice a token, for which warps wait for each
-# other; one warp has its own sums, of COLUMNS or of as many as leave it OF_A_WARP elements. The only token of a
-# call is read best in rows twice as wide where it erases, which takes most registers, and otherwise, of MANY
-# states (heads of all sequences), by 4 warps in wide rows, unless a third vector over K takes their registers.
-# On Hopper, where it was timed, and where 32 columns by one warp made a loop over tokens slow
-# (benchmarks/results/decode-tiles-*).
+# Tiles of forward on Hopper; other GPUs have not been timed (benchmarks/results/decode-tiles-*). Delta rules
+# and DPLR reduce over K twice per token, and warps wait for each other in a reduction. One warp per program
+# does not wait. Its tile has at most COLUMNS columns and OF_A_WARP elements; with 32 columns, a loop over
+# tokens was slow. Two kinds of calls with a single token are faster with another tile. With ``erase``, which
+# needs most registers, it is twice as wide. With MANY states (heads of all sequences) or more, 4 warps have a
+# tile of OF_MANY elements, unless a third vector over K needs their registers.
 COLUMNS, OF_A_WARP, OF_MANY, MANY = 16, 2048, 8192, 1024
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, and backward's if gradients are wanted; or the one on a pool of states."""
+    """Return the launches of a token-by-token problem.
+
+    They are forward and, for gradients, backward; or the single launch on a pool of states.
+    """
     if "pool" in problem.options:
         return (_launch("recurrent_pool", token(problem.K, problem.V), problem),)
     if not problem.needs_grad:
@@ -34,8 +40,10 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def or_token_by_token(chunked: Recipe) -> Recipe:
-    """The recipe of a family that goes chunk by chunk or, in the mode fused_recurrent, token by token. Before
-    the mode is chosen there is nothing to say."""
+    """Return a recipe that calls ``chunked`` or, in mode "fused_recurrent", plans token-by-token kernels.
+
+    In mode "auto" it returns no launches, because planning chooses the mode later.
+    """
     def recipe(problem: Problem, target: Target) -> tuple[Launch, ...]:
         if problem.mode == "auto":
             return ()
@@ -44,12 +52,12 @@ def or_token_by_token(chunked: Recipe) -> Recipe:
 
 
 def forward(problem: Problem, target: Target) -> Launch:
-    """Forward's launch, which families with a chunked backward share."""
+    """Return the launch of the forward kernel; families with a chunked backward also use it."""
     config = token(problem.K, problem.V)
     options, alone = set(problem.options), problem.T == 1 and not problem.invariant
     if is_hopper(target) and {"delta", "b"} & options and (128 if alone else 64) <= config.BK <= 256:
         BV, num_warps = min(COLUMNS, OF_A_WARP // config.BK), 1
-        # with gradients it is another recurrence (ops/_common/recurrent.py)
+        # with gradients, another recurrence runs (ops/_common/recurrent.py)
         if alone and "erase" in options and not problem.needs_grad:
             BV *= 2
         elif alone and problem.N * problem.H >= MANY and not {"b", "erase", "undecayed"} & options:
@@ -59,13 +67,17 @@ def forward(problem: Problem, target: Target) -> Launch:
 
 
 def _launch(kernel: str, config: Config, problem: Problem) -> Launch:
-    # shared: a tile that changes its layout (states of [V, K]), and the sums that warps exchange
+    # Shared memory: a tile that changes its layout (for states [V, K]), and the sums that warps exchange.
     return state_launch(kernel, config, problem, 8 * config.BK * config.BV + 4096, traits_of(problem))
 
 
 def kept(T: int, N: int, packed: bool) -> int:
-    """How many states forward keeps for backward: one per full segment before a sequence's last token."""
+    """Return the number of states that forward keeps for backward.
+
+    It keeps one for each full segment of 64 tokens before the last token of a sequence. For packed sequences
+    it is an upper limit.
+    """
     return T // SEGMENT if packed else N * (max(T - 1, 0) // SEGMENT)
 
 
-SPECS = (over_heads("recurrent", launches),)  # its ops stand beside those that go chunk by chunk
+SPECS = (over_heads("recurrent", launches),)  # the recipes of the chunked families list its ops

@@ -1,6 +1,8 @@
-"""The generic recurrence in plain, differentiable torch: a loop over tokens, all sequences and heads at once.
-Serves CPUs and cards that no Triton compiles for; right for short inputs, slow for long ones, which are what
-chunked paths are for."""
+"""The generic recurrence in plain, differentiable torch: a loop over tokens, for all sequences and heads.
+
+It is used for CPUs and GPUs that Triton does not support. It is suitable for short inputs, and slow for long
+ones, for which the chunked torch paths exist.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -13,10 +15,11 @@ from flashlin.kernels.sequences import over_sequences
 
 
 def compute(x: Inputs, flags: tuple[str, ...], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]) in float32, or float64 for float64 tensors. h0 is [N, HV, K,
-    V]; g, beta, q and k are as the recurrence wants them (no gate, sigmoid or norm is left to do).
+    """Run the recurrence; return the outputs [B, T, HV, V] and the final states [N, HV, K, V].
 
-    With bounds their values are read on the host (for tensors on a GPU that is a synchronisation).
+    They are float32, or float64 if q, k or v is float64. x.h0 is [N, HV, K, V]. The caller has already
+    applied gates, sigmoids and norms to g, beta, q and k. The host reads the values of x.bounds, if given,
+    which synchronizes with a GPU.
     """
     rows = partial(_rows, gamma=x.gamma, bonus=x.bonus, delta="delta" in flags, before="before" in flags)
     beta = x.beta[..., None] if x.beta is not None and x.beta.ndim == 3 else x.beta
@@ -44,7 +47,8 @@ def _rows(S: torch.Tensor, *tensors: Any, gamma: torch.Tensor | None, bonus: tor
         u = u if beta is None else u * beta
         S = S + k[..., None] * u[:, :, None]
         outputs.append(o if before else _read(S, q))
-    # nobody reads what the last token leaves: its gradient is zero, not None, also where it is the only one
+    # No output reads the state after the last token. Inputs that only affect this state need a gradient of
+    # zero instead of None, even if there is only one token.
     if before:
         unread = [x.flatten(2).sum(-1, keepdim=True) for x in (beta, gk, a, b, gv) if x is not None]
         unread += [] if g is None else [g[..., None]]
@@ -54,5 +58,5 @@ def _rows(S: torch.Tensor, *tensors: Any, gamma: torch.Tensor | None, bonus: tor
 
 
 def _read(S: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """S^T k: [B, HV, V] of [B, HV, K, V] and [B, HV, K]."""
+    """Return S^T k of each head, [B, HV, V], for S [B, HV, K, V] and k [B, HV, K]."""
     return (k[:, :, None] @ S)[:, :, 0]
