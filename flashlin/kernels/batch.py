@@ -21,7 +21,7 @@ NO_DECAY, HEAD_DECAY, TOKEN_DECAY = 0, 1, 2
 # Kernel arguments with one entry for each sequence. Any other tensor with more than two dimensions is
 # [B, T, ...]; the remaining tensors are parameters of heads.
 STATES = ("h0", "ht", "dh0", "dht", "indices", "accepted")
-GROUPED = ("q", "k", "p")  # tensors of H heads; a group of heads of v shares each head
+GROUPED = ("q", "k", "p")  # tensors with H heads; several heads of v may share one of them
 
 
 def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: int,
@@ -51,7 +51,7 @@ def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
     e^A f(x) would get this error times a decay of any size.
     """
     if dg is not None and g is not None:
-        torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # one launch
+        torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # a single launch
 
 
 class Batch:
@@ -67,7 +67,7 @@ class Batch:
         _, _, self.HV, self.V = x.v.shape
         self.packed = x.bounds is not None
         self.N = x.bounds.shape[0] - 1 if self.packed else self.B
-        self.slices = parts(plan, self.N, most) if self.HV else []  # without heads no program would run
+        self.slices = parts(plan, self.N, most) if self.HV else []  # no launches without heads
         part = max([launch.part for launch in plan.launches])
         self.split, self.L = part > 0, part or WHOLE
         # True if kernels zero the rows outside the packed sequences. Only a launch of all sequences can do
@@ -129,7 +129,7 @@ class Batch:
         """
         launch = self.plan.launch(kernel.fn.__name__)
         columns = 1
-        for name, size in launch.tile:  # runs in every call, and takes half the time of a dict
+        for name, size in launch.tile:  # half the time of dict(launch.tile), in every call
             if name in ("BV", "GROUPS"):
                 columns *= size
         strips = -(-self.V // columns)

@@ -66,7 +66,7 @@ def avoiding(*facts: str) -> Rewrite:
 
 
 def share_heads(problem: Problem, target: Target, reason: Reason) -> Problem | None:
-    """Give each rank whole sequences of 1 / ranks of the heads, by an all-to-all exchange."""
+    """Give each rank whole sequences of H / ranks of the heads, by an all-to-all exchange."""
     if problem.over or problem.ranks == 1 or problem.H % problem.ranks:
         return None
     return problem._replace(over="heads", T=problem.T * problem.ranks, H=problem.H // problem.ranks)
@@ -87,7 +87,7 @@ class Remedy(NamedTuple):
 
     rewrite: returns the rewritten Problem, or None if the remedy cannot help.
     measure: a number of the Problem that this remedy lowers and no remedy raises.
-    exact: True if the same kernels run on the same operands, so results and order of speed stay the same.
+    exact: True if the same kernels run on the same operands, so results are equal and speed is similar.
     means: the effect, as the rest of a sentence that begins with the op's name.
     note: the effect in a few words, printed after the path; a format string over the Problem.
     burden: rank of the remedy by its distance from the normal path; higher is worse.

@@ -117,7 +117,7 @@ def part_length(problem: Problem, target: Target, strips: int, ratio: float, wor
     """Return the tokens of a segment, a multiple of BLOCK, or 0 if sequences are not split.
 
     strips: programs for the state of one head. ratio: BY_DECAY or BY_TRANSFER. worth: the fewest segments
-    that are faster than none.
+    that are faster than whole sequences.
 
     The lengths of packed sequences are unknown on the host, so their total number of tokens decides. With
     several packed sequences, segments are twice as long as otherwise (four times with BY_TRANSFER), because a
@@ -176,14 +176,14 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
 
 
 def narrow_state(config: Config) -> frozenset[str]:
-    """Return the trait narrow_state if a scan's tile has it, else no trait; see compat/traits.py."""
+    """Return the set of the trait narrow_state if the tile of a scan has it, else an empty set."""
     return of_tile("narrow_state", config.BT, config.BK, config.BV)
 
 
 def calm(recipe: Recipe) -> Recipe:
     """Return a recipe that replaces launches which are known to be slow (``launch_table.slow_on``).
 
-    A slow launch is replaced by the same tile with other warps or stages. If all of these are very slow, all
+    A slow launch is replaced by the same tile with other warps or stages. If a launch is still very slow, all
     launches of the problem get shorter chunks, which need twice the steps and memory for states. If every
     alternative is slow, the recipe returns the least slow launches.
     """
@@ -289,7 +289,8 @@ def spilled(launch: Launch, target: Target) -> int:
 def slow_here(target: Target) -> dict[str, launch_table.Slow]:
     """Return the configurations that are known to be slow on a target.
 
-    Configurations were timed on Hopper. There, only configurations for which ptxas gave up are slow.
+    Hopper was timed. There, only configurations are slow for which ptxas could not allocate registers and
+    fell back to a small number of them.
     """
     return launch_table.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
 

@@ -72,7 +72,7 @@ def parts_of(n, bounds, T, L, VARLEN: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_decayed(
     alone,  # [segments, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
-    kept,  # [segments, H] or, with VECTOR, [parts, H, K], fp32, to base 2
+    kept,  # [segments, H] or, with VECTOR, [segments, H, K], fp32, log2
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
     T, H, L,
@@ -130,10 +130,10 @@ def carry_transferred(
 ):
     """Replace ``alone``, in place, by the initial state of each segment, carried by transfer matrices.
 
-    It does the same as ``carry_decayed`` for ops whose segments multiply a state by a matrix. It sets
-    ``undivided`` for each head with a carried state that is not finite. Transfer matrices of keys that are
-    too long overflow float32 even if no state does, and 0 x inf is NaN. The scan computes such a head as one
-    segment.
+    It does the same as ``carry_decayed``, for ops whose segments multiply the state by a matrix. It sets
+    ``undivided`` for each head with a carried state that is not finite. If the norms of keys are too large,
+    transfer matrices overflow float32 even if no state does, and 0 x inf is NaN. The later scan computes such
+    a head as one segment.
 
     One program computes BV columns of the state of one head. A matrix that is too large for one step
     (BC < BK) is read in slices, and the state is then read in slices from memory.
@@ -186,17 +186,17 @@ def carry_transferred(
 @triton.jit
 def identity_strip(
     strip,  # number of the strip
-    NV: tl.constexpr,  # strips of v
+    NV: tl.constexpr,  # number of strips of v
     i_part,  # number of the segment in its sequence
     length,  # tokens of the segment
     last,  # true for the last segment of the sequence
     BK: tl.constexpr, BV: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
 ):
-    """Return the initial state, token count and v's token count of a program of step 1.
+    """Return the initial state and two token counts of a program of step 1 (see the module).
 
     Strips below NV compute ``alone``, which starts from zeros. Later strips compute the transfer matrix,
-    which starts from columns of the identity. The token count is 0 if the result is not needed. v's token
-    count is 0 for the transfer, which has v = 0.
+    which starts from columns of the identity. The first count is the number of tokens to compute, which is 0
+    if the result is not needed. The second count is the number of tokens with v, which is 0 for the transfer.
     """
     columns = (strip - NV) * BV + tl.arange(0, BV)
     h = tl.where(tl.arange(0, BK)[:, None] == columns[None, :], 1.0, 0.0)

@@ -73,7 +73,7 @@ def delta_reverse(
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dy [rows, HV, V], the gradient of the state after each chunk (dstates), and dh0.
+    """Write dy [rows, HV, V]; dstates, the gradients of the states after each chunk; and dh0.
 
     ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence,
     as if the final state of the segment had no gradient.
@@ -165,7 +165,7 @@ def grads_of_chunk(
     K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, EARLIER: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Compute and store dq, dk, dp [BT, K], dv [BT, V], dbeta and dg [BT] of one chunk and head."""
+    """Compute and store the gradients dq, dk, dp, dv, dbeta and dg of one chunk and head."""
     i_qk = i_h // (HV // H)
     rows = tl.arange(0, BT)
     below = rows[:, None] > rows[None, :]

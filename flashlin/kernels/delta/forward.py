@@ -66,10 +66,11 @@ def beta_rows(
 
 @triton.jit
 def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
-    """Return the matrix M of the triangular system (see the module) from the products of its keys.
+    """Return the matrix M of the triangular system (see the module).
 
-    D_row, D_column: log2 decays of rows and columns. Elements outside ``keep`` are zero. They are masked
-    before exp2, because their difference of decays would overflow.
+    products: the products k_i . k_j of its keys (p_i . k_j for Comba). D_row, D_column: log2 decays of rows
+    and columns. Elements outside ``keep`` are zero. They are masked before exp2, because their difference of
+    decays would overflow.
     """
     if DECAY == 0:
         return tl.where(keep, products * b_beta[:, None], 0.0)
@@ -83,10 +84,10 @@ def put_both(
     A, A_low,  # [rows, HV, BT]
     X,  # [SIDE, SIDE]
     first,
-    t0,  # the tile's first token
+    t0,  # first token of the tile
     length, i_h, HV,
     BT: tl.constexpr,
-    column: tl.constexpr,  # the tile's first column
+    column: tl.constexpr,  # first column of the tile
     SIDE: tl.constexpr, HAS_LOW: tl.constexpr,
 ):
     """Store X as a tile of A that begins at row t0 and the given column.
@@ -316,9 +317,10 @@ def delta_states(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, V_FIRST: tl.constexpr,
     VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Recompute, for backward, u [rows, HV, V] and the state before each chunk, states [slots, HV, K, V].
+    """Recompute u and the state before each chunk, for backward.
 
-    It is a separate kernel because two more flags in delta_scan would need registers that it does not have.
+    u: [rows, HV, V]. states: [slots, HV, K, V], with one slot per chunk. It is a separate kernel because two
+    more flags in delta_scan would need registers that it does not have.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

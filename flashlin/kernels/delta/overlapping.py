@@ -139,7 +139,7 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
             weights = scores * (gl.exp2(apart) * scale)
         s_weights.store(weights.to(dtype))
         fence_async_shared()
-        # not earlier, because there are no registers for its accumulators and those of the scores
+        # not earlier, because its accumulators and those of the scores do not fit in registers together
         out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         u = warpgroup_mma_wait(1, [u])
         w = u
@@ -212,7 +212,7 @@ def delta_overlapped(
     row0 = n * T + i_part * L
     length = gl.minimum(T - i_part * L, L)
     last = i_part == parts - 1
-    if undivided is not None:  # a marked head is one segment, its first
+    if undivided is not None:  # an undivided head is a single segment, its first
         whole = gl.load(undivided + n * HV + i_h) != 0
         length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
         last = gl.where(whole, i_part == 0, last)

@@ -13,7 +13,7 @@ from flashlin.kernels import scans
 from flashlin.kernels.configs import BLOCK, Config, is_hopper, over_v, padded, room
 from flashlin.kernels.recurrent import recipe as recurrent
 
-STAGES_BACK = 2  # chunks in the ring of the reverse scan in Gluon; they are larger than those of forward
+STAGES_BACK = 2  # chunks in the ring buffer of the Gluon reverse scan; each needs more memory than in forward
 
 
 @scans.calm

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
-    """Load BT values of one head of a tensor [HV, R], with zeros after the end of the sequence."""
+    """Load BT values of one head of ``line`` [HV, R], with zeros after the end of the sequence."""
     rows = tl.arange(0, BT)
     return tl.load(line + i_h.to(tl.int64) * R + first + t0 + rows, mask=t0 + rows < length, other=0.0)
 
@@ -29,7 +29,7 @@ def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def written(
-    h,  # [BK, BV], fp32: the state that enters the chunk
+    h,  # [BK, BV], fp32: the state before the chunk
     b_p,  # [BT, BK]: vectors of the predictions, which read h
     b_k,  # [BT, BK]
     b_v,  # [BT, BV]

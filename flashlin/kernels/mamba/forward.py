@@ -28,8 +28,8 @@ from flashlin.kernels.recurrent.forward import softplus
 def spread(t, BD: tl.constexpr):
     """Return the scalar t as an int32 vector [BD].
 
-    Its comparison with a scalar is a mask. In the interpreter of Triton 3.9, the comparison of two scalars is
-    not.
+    Its comparison with a scalar gives a mask. In the interpreter of Triton 3.9, a comparison of two scalars
+    does not.
     """
     return tl.zeros([BD], dtype=tl.int32) + t
 
@@ -48,24 +48,24 @@ def state_update(
     pool,  # number of states
     H,
     heads,  # heads in a group that shares B and C
-    state_n,  # strides of the state: by state
-    state_h,  # by head
-    state_p,  # by row
-    state_s,  # by column
-    x_n,  # of x: by sequence
-    dt_n,  # of dt: by sequence
-    dt_h,  # by head
-    dt_p,  # by row
-    bias_h,  # of dt_bias: by head
-    bias_p,  # by row
-    A_h,  # of A: by head
-    A_p,  # by row
-    A_s,  # by column
-    B_n,  # of B: by sequence
-    C_n,  # of C: by sequence
-    D_h,  # of D: by head
-    D_p,  # by row
-    z_n,  # of z: by sequence
+    state_n,  # stride between states
+    state_h,  # stride between heads of a state
+    state_p,  # stride between rows of a state
+    state_s,  # stride between columns of a state
+    x_n,  # stride between sequences of x
+    dt_n,  # stride between sequences of dt
+    dt_h,  # stride between heads of dt
+    dt_p,  # stride between rows of dt
+    bias_h,  # stride between heads of dt_bias
+    bias_p,  # stride between rows of dt_bias
+    A_h,  # stride between heads of A
+    A_p,  # stride between rows of A
+    A_s,  # stride between columns of A
+    B_n,  # stride between sequences of B
+    C_n,  # stride between sequences of C
+    D_h,  # stride between heads of D
+    D_p,  # stride between rows of D
+    z_n,  # stride between sequences of z
     P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SOFTPLUS: tl.constexpr,
     TIED: tl.constexpr,
 ):
@@ -140,12 +140,12 @@ def conv_window(
     seqlens, indices,  # [n] or None
     T,  # tokens of each sequence
     pool,  # number of states
-    x_n,  # strides of x: by sequence
-    x_d,  # by channel
-    x_t,  # by token
-    state_n,  # of the state: by state
-    state_d,  # by channel
-    state_l,  # by token of the window
+    x_n,  # stride between sequences of x
+    x_d,  # stride between channels of x
+    x_t,  # stride between tokens of x
+    state_n,  # stride between states
+    state_d,  # stride between channels of a state
+    state_l,  # stride between tokens of a state
     D: tl.constexpr, W: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr,
 ):
     """Convolve T new tokens, write y [n, D, T], and update the windows in state [pool, D, L] in place.

@@ -50,7 +50,7 @@ SCRATCH = 2**30
 def recurrent_backward(
     q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    beta,  # [rows, HV] or, with PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
     gamma,  # [HV]
     gk,  # [rows, HV, K]
@@ -60,16 +60,16 @@ def recurrent_backward(
     h0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]
     states,  # [kept, HV, K, V], fp32
     do,  # [rows, HV, V]
-    dht,  # like h0
+    dht,  # same shape as h0
     dq, dk,  # [NV, R, HV, K], fp32
     dv,  # [rows, HV, V]
-    dbeta,  # [NV, R, HV], fp32, or, PER_CHANNEL, [R, HV, V]
+    dbeta,  # [NV, R, HV] or, with PER_CHANNEL, [R, HV, V], fp32
     dg,  # [NV, R, HV], fp32
     dgk,  # [NV, R, HV, K], fp32
     dgv,  # [R, HV, V], fp32
     dbonus,  # [NV, N, HV, K], fp32
     da, db,  # [NV, R, HV, K], fp32
-    dh0,  # like h0, fp32
+    dh0,  # same shape as h0, fp32
     scratch,  # [programs, TS, BK, BV], fp32
     bounds,  # [N + 1]
     scale,
@@ -154,7 +154,7 @@ def recurrent_backward(
                 b_a = vector(a, row * K, in_k, K)
                 b_b = vector(b, row * K, in_k, K)
                 read = tl.sum(S * b_a[:, None], 0)
-            # o
+            # backward of o
             if EARLIER:
                 b_dq = tl.sum(S * b_do[None, :], 1)
             else:
@@ -162,7 +162,7 @@ def recurrent_backward(
                 b_dq = tl.sum(P * b_do[None, :], 1) + b_k * tl.sum(u * b_do, 0)
                 if a is not None:
                     b_dq += b_b * tl.sum(read * b_do, 0)
-            # S_t = P + b read^T + k u^T
+            # backward of S_t = P + b read^T + k u^T
             b_dv = tl.sum(dS * b_k[:, None], 0)
             b_dk = tl.sum(dS * u[None, :], 1)
             if DELTA:
@@ -179,7 +179,7 @@ def recurrent_backward(
                 b_w = tl.sum(dS * b_b[:, None], 0)
                 tl.store(db + part * K + in_k, tl.sum(dS * read[None, :], 1), mask=in_k < K)
                 tl.store(da + part * K + in_k, tl.sum(S * b_w[None, :], 1), mask=in_k < K)
-            # P = the decayed S_{t-1}
+            # backward of P, the decayed S_{t-1}
             if dg is not None:
                 tl.store(dg + part, tl.sum(tl.sum(dS * P, 1), 0))
             if dgk is not None:

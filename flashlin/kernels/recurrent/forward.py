@@ -61,14 +61,14 @@ def decayed(
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
     A_log,  # [HV]
-    dt_bias,  # [HV] or, of gk, [HV, K]
+    dt_bias,  # [HV] or, for gk, [HV, K]
     row,  # index of the token and value head: token * HV + i_h
     i_h,
-    in_k,  # [BK]: channels
-    in_v,  # [BV]: channels
+    in_k,  # [BK]: indices of key channels
+    in_v,  # [BV]: indices of value channels
     K: tl.constexpr, V: tl.constexpr, BOUND: tl.constexpr,
 ):
-    """Return the state S after all decays of one token; each decay is None if the call has none."""
+    """Return the state S after the decays of one token: g, gamma, gk and gv, each of which may be None."""
     if g is not None:
         rate = tl.load(g + row).to(tl.float32)
         if A_log is not None:
@@ -111,18 +111,18 @@ def updated(
     S,  # [BK, BV]
     b_k, b_p,  # [BK]
     b_v,  # [BV]
-    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    beta,  # [rows, HV] or, with PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
     gamma,  # [HV]
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
     a, b,  # [rows, HV, K]
     A_log,  # [HV]
-    dt_bias,  # [HV] or, of gk, [HV, K]
+    dt_bias,  # [HV] or, for gk, [HV, K]
     row,  # index of the token and value head: token * HV + i_h
     i_h,
-    in_k,  # [BK]: channels
-    in_v,  # [BV]: channels
+    in_k,  # [BK]: indices of key channels
+    in_v,  # [BV]: indices of value channels
     K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr,
     RATE: tl.constexpr, BOUND: tl.constexpr, ERASE_RATE: tl.constexpr, UNDECAYED: tl.constexpr,
 ):
@@ -195,19 +195,19 @@ def tile_of_state(in_k, in_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.cons
 def recurrent_forward(
     q, k,  # [rows, H, K]
     v,  # [rows, HV, V]
-    beta,  # [rows, HV] or, PER_CHANNEL, [rows, HV, V]
+    beta,  # [rows, HV] or, with PER_CHANNEL, [rows, HV, V]
     g,  # [rows, HV]
     gamma,  # [HV]
     gk,  # [rows, HV, K]
     gv,  # [rows, HV, V]
     bonus,  # [HV, K]
-    a,  # [rows, HV, K] or, UNDECAYED, [rows, H, K]
+    a,  # [rows, HV, K] or, with UNDECAYED, [rows, H, K]
     b,  # [rows, HV, K]
     A_log,  # [HV]
-    dt_bias,  # [HV] or, of gk, [HV, K]
+    dt_bias,  # [HV] or, for gk, [HV, K]
     h0,  # [N or P, HV, K, V] or, with V_FIRST, [N or P, HV, V, K]
     o,  # [rows, HV, V]
-    ht,  # like h0
+    ht,  # same shape as h0
     states,  # [kept, HV, K, V], fp32
     indices,  # [N]
     bounds,  # [N + 1]
@@ -224,8 +224,9 @@ def recurrent_forward(
 ):
     """Run the recurrence over the tokens; write the outputs o, the final states ht and the kept states.
 
-    Optional tensors are None. With indices, h0 and ht are the same pool of P states, and sequence n uses
-    state indices[n]. If this index is outside the pool, the outputs of the sequence are zero, and no state changes.
+    Missing tensors are None. With indices, h0 and ht are the same pool of P states, and sequence n uses state
+    indices[n]. If this index is outside the pool, the outputs of the sequence are zero, and the pool does not
+    change.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

@@ -26,7 +26,7 @@ def recurrent_pool(
     g,  # [rows, HV] or None
     gk,  # [rows, HV, K] or None
     A_log,  # [HV] or None
-    dt_bias,  # [HV] or, of gk, [HV, K], or None
+    dt_bias,  # [HV] or, for gk, [HV, K], or None
     pool,  # [P, HV, V, K]
     o,  # [rows, HV, V]
     indices,  # [N, columns]
@@ -37,7 +37,7 @@ def recurrent_pool(
     N, H, HV,
     P,  # number of states in the pool
     columns,  # number of states that are written for each sequence
-    packed,  # 1 if bounds contains the sequences' positions
+    packed,  # 1 if sequences are packed, with their positions in bounds
     gaps,  # 1 if rows outside all sequences must be zeroed
     counted,  # 1 if accepted selects the initial states
     q_row, k_row, v_row,  # elements from one token to the next
