@@ -1,1 +1,1 @@
-"""What several ops share: check, plan, and run a family of kernels or its torch path, eagerly or traced."""
+"""Shared code of the ops: check arguments, plan, and run kernels or plain torch, eagerly or traced."""

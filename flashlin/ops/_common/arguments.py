@@ -1,4 +1,7 @@
-"""Checks of arguments that several ops share; guards/tensors.py and guards/scalars.py have the basic ones."""
+"""Checks of arguments that several ops share.
+
+guards/tensors.py and guards/scalars.py contain the basic checks.
+"""
 from __future__ import annotations
 
 import warnings
@@ -25,21 +28,27 @@ from flashlin.ops._common.casting import under_autocast
 from flashlin.ops._common.entry import without_autocast
 from flashlin.ops._common.pipeline import users_line
 
-_suspected: set[str] = set()  # ops that have warned of it
+_suspected: set[str] = set()  # ops that have already warned about a suspicious layout
 
 
 def check_nonempty(name: str, x: Any, meaning: str, dims: Collection[int], letter: str = "D",
                    at: int = -1) -> None:
-    """Check that x is a floating-point tensor with one of these numbers of dimensions (none: any but 0), and
-    that dimension ``at``, which ``meaning`` calls by that letter, is not empty."""
+    """Check that x is a floating-point tensor whose dimension ``at`` is not empty.
+
+    meaning: the expected shape as the error prints it, in which ``letter`` names dimension ``at``.
+    dims: allowed numbers of dimensions; if empty, any number but 0.
+    """
     check_floats(name, x, meaning)
     if x.ndim == 0 or (dims and x.ndim not in dims) or x.shape[at] == 0:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning} with {letter} of at least 1")
 
 
 def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns: int = 1) -> None:
-    """Check that x is a floating-point tensor of so many dimensions (None: any), of which the last
-    ``columns`` make a row that is not empty."""
+    """Check that x is a floating-point tensor whose rows are not empty.
+
+    dims: number of dimensions of x; None for any.
+    columns: the last ``columns`` dimensions of x form a row.
+    """
     check_floats(name, x, meaning)
     if x.ndim < columns or x.ndim != (dims or x.ndim) or 0 in x.shape[x.ndim - columns:]:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}" + " with at least 1 column"
@@ -47,7 +56,12 @@ def check_rows(name: str, x: Any, meaning: str, dims: int | None = None, columns
 
 
 def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, first: Tensor) -> None:
-    """Check that x has so many elements, in any shape: models keep parameters as [D] and as [1, 1, D]."""
+    """Check that a parameter x has ``count`` elements in any shape, on the device of ``first``.
+
+    Models store parameters as [D] or as [1, 1, D], so the shape is free.
+    meaning: the expected number of elements as the error prints it.
+    beside: the name of ``first`` in the error.
+    """
     check_dense(name, x, f"a tensor of {meaning} elements")
     check_dtype(name, x.dtype, "dtype ")
     if x.numel() != count:
@@ -57,16 +71,21 @@ def check_parameter(name: str, x: Any, count: int, meaning: str, beside: str, fi
 
 def check_optional(beside: str, first: Tensor,
                    given: Iterable[tuple[str, Any, tuple[int | None, ...], str]]) -> None:
-    """Check each (name, tensor or None, shape, meaning) that is not None as ``need_tensor`` does. All must be
-    on the device of ``first``; ``beside`` is the name of that tensor."""
+    """Check each optional tensor that is not None with ``need_tensor``.
+
+    given: (name, tensor or None, shape, meaning) of each tensor.
+    All tensors must be on the device of ``first``; ``beside`` is the name of ``first`` in errors.
+    """
     for name, x, shape, meaning in given:
         if x is not None:
             need_tensor(name, x, shape, meaning, first.device, beside)
 
 
 def check_written(name: str, x: Tensor, op: str, why: str) -> None:
-    """Check that x, which the op overwrites, wants no gradient, and that its elements do not overlap. why:
-    the end of the sentence that says so."""
+    """Check that a tensor x that the op overwrites requires no gradient and does not overlap itself.
+
+    why: the end of the error's sentence, which says how the op uses x.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: got a tensor that requires a gradient, need one that does not: "
                          f"it is {why}")
@@ -75,9 +94,12 @@ def check_written(name: str, x: Tensor, op: str, why: str) -> None:
 
 def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: str = "x",
                  values: bool = False) -> tuple[Tensor | None, int]:
-    """Return the checked bounds of the sequences packed in x [B, T, ...] and their number; None and B if each
-    row is a sequence. first: the name of x in errors. values: refuse bounds on meta and other tensors without
-    values."""
+    """Return the checked cu_seqlens of packed sequences and the number of sequences.
+
+    x: the tokens [B, T, ...]. Without cu_seqlens each row of x is one sequence, and the result is (None, B).
+    first: the name of x in errors.
+    values: refuse bounds without readable values, such as meta tensors.
+    """
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: got a tensor without cu_seqlens, need both")
@@ -89,8 +111,11 @@ def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: 
 
 
 def suspect_layout(op: str, T: int, H: int) -> None:
-    """Warn once per op that fewer tokens than heads may be [B, H, T, D] tensors; a single token is decoding.
-    Packed tokens are counted by their bounds."""
+    """Warn once per op if T < H, because the tensors may be [B, H, T, D] instead of [B, T, H, D].
+
+    A single token is decoding and gives no warning. Callers skip this check for packed sequences, whose
+    bounds determine the number of tokens.
+    """
     if torch.compiler.is_compiling() or not 1 < T < H:
         return
     if op not in _suspected and not op.startswith("mamba_"):  # mamba_ssm never had tensors of that layout
@@ -100,8 +125,11 @@ def suspect_layout(op: str, T: int, H: int) -> None:
 
 
 def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
-    """Raise TypeError unless weights and biases of a linear layer have the dtype of x, or autocast casts
-    them. first: the name of x in the error."""
+    """Raise TypeError unless the weights and biases of a linear layer have the dtype of x.
+
+    Under autocast any dtype is accepted, because autocast casts them.
+    first: the name of x in the error.
+    """
     if not under_autocast(x):
         for name, weight in given.items():
             if weight is not None and weight.dtype != x.dtype:
@@ -110,5 +138,5 @@ def check_linear(first: str, x: Tensor, **given: Tensor | None) -> None:
 
 @without_autocast
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x W^T + b of a linear layer, with the product computed in that dtype."""
+    """Return x W^T + b of a linear layer, with the product computed in ``dtype``."""
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

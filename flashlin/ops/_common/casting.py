@@ -1,4 +1,4 @@
-"""The dtype and the layout in which kernels take their tensors, as the plan says."""
+"""Conversion of tensors to the dtype and layout that the kernels of a plan need."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
@@ -11,14 +11,14 @@ from flashlin.guards.plan_types import Plan
 
 X = TypeVar("X", bound=tuple[Any, ...])
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# dtypes in the order in which a machine is likely to lack something for them
+# The dtypes most likely to lack support on a machine come first.
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16  # bytes
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in STRICTEST}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the dtype without ``torch.``, as a Problem has it."""
+    """Return the name of a dtype without ``torch.``, as a Problem stores it."""
     return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -28,7 +28,7 @@ def dtypes_of(tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
 
 
 def strictest(dtypes: Collection[torch.dtype]) -> str:
-    """Return the name of the first of these dtypes in STRICTEST."""
+    """Return the name of the dtype that comes first in STRICTEST."""
     for dtype in STRICTEST:
         if dtype in dtypes:
             return name_of(dtype)
@@ -45,8 +45,11 @@ def common_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
 
 
 def as_planned(x: X, dot: str) -> X:
-    """Return the tensors of a tuple in the dtype of the plan's products (``Problem.dot``). If that is fp32,
-    kernels must neither load nor store 16-bit values."""
+    """Return the tensors of a tuple in the dtype of the plan's matrix products (``Problem.dot``).
+
+    If that dtype is fp32, the kernels must neither load nor store 16-bit values, so 16-bit tensors become
+    float32.
+    """
     if dot != "fp32":
         return x
     make: Any = getattr(x, "_make", tuple)
@@ -55,32 +58,35 @@ def as_planned(x: X, dot: str) -> X:
 
 
 def dtype_as_planned(dtype: torch.dtype, dot: str) -> torch.dtype:
-    """Return the dtype that a plan's kernels write where ``dtype`` is asked for."""
+    """Return the dtype that a plan's kernels write when the call requests ``dtype``."""
     return torch.float32 if dot == "fp32" and dtype in SIXTEEN_BITS else dtype
 
 
 def can_write(plan: Plan, pool: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the plan's kernels can update a pool of states in place. dtype: of the tokens."""
+    """Return True if the plan's kernels can update a pool of states in place.
+
+    dtype: dtype of the tokens.
+    """
     problem = plan.problem
     return problem.path != "torch" and pool.dtype in (dtype_as_planned(dtype, problem.dot), torch.float32)
 
 
 def contiguous(*tensors: Tensor | None) -> Any:
-    """Return the tensors as contiguous ones, with None for None."""
+    """Return the tensors in contiguous memory, with None for None."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
 def dense(gradient: Tensor | None, x: Tensor) -> Tensor:
-    """Return the gradient as a contiguous tensor; for None zeros of x's shape and dtype."""
+    """Return the gradient as a contiguous tensor; zeros of x's shape and dtype if it is None."""
     return x.new_zeros(x.shape) if gradient is None else gradient.contiguous()
 
 
 def aligned(x: Iterable[Tensor | None]) -> Any:
-    """Return the tensors, with copies of those whose address is no multiple of 16.
+    """Return the tensors, with a copy of each tensor whose address is not a multiple of 16 bytes.
 
-    Descriptors need that alignment. Plain Triton compiles other code for unaligned tensors, in which no load
-    overlaps a product; that code faults where states are narrow (hopper-narrow-state). A copy keeps
-    ``requires_grad``, from which compile_ahead.py derives the kernels of backward.
+    Tensor descriptors need that alignment. For unaligned tensors plain Triton compiles different code, which
+    does not overlap loads with products. That code faults if states are narrow (hopper-narrow-state). A copy
+    keeps ``requires_grad``, from which compile_ahead.py derives the kernels of backward.
     """
     addresses = 0
     for y in x:
@@ -93,15 +99,19 @@ def aligned(x: Iterable[Tensor | None]) -> Any:
 
 
 def count_of(x: Tensor, bounds: Tensor | None) -> int:
-    """Return the number of sequences in x [B, T, ...]: one for each row, or those that bounds [N + 1]
-    separates."""
+    """Return the number of sequences in x [B, T, ...].
+
+    bounds: edges [N + 1] of packed sequences; if None, each row of x is one sequence.
+    """
     return x.shape[0] if bounds is None else bounds.shape[0] - 1
 
 
 def empty_outputs(x: Any, how: Any, v_first: bool) -> tuple[Tensor, Tensor | None]:
-    """Return tensors like o and the final state of a recurrence (None if that is not asked for).
+    """Return empty tensors for o and the final state of a recurrence; the state is None if not requested.
 
-    x: a NamedTuple with q [B, T, H, K], v [B, T, HV, V] and bounds. how: one with has_ht and out_dtype.
+    x: a NamedTuple with q [B, T, H, K], v [B, T, HV, V] and bounds.
+    how: scalars with has_ht and out_dtype.
+    v_first: the state is [N, HV, V, K] instead of [N, HV, K, V].
     """
     (HV, V), K, N = x.v.shape[2:], x.q.shape[3], count_of(x.v, x.bounds)
     state = (N, HV, V, K) if v_first else (N, HV, K, V)
@@ -111,8 +121,10 @@ def empty_outputs(x: Any, how: Any, v_first: bool) -> tuple[Tensor, Tensor | Non
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
-    """Return True if backward may be asked of this call. Inside autograd.Function.forward it is too late to
-    find out."""
+    """Return True if autograd may later run the backward of this call.
+
+    Inside autograd.Function.forward gradients are already off, so callers check before they enter it.
+    """
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -126,8 +138,10 @@ def under_autocast(x: Tensor) -> bool:
 
 
 def linear_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes x: the autocast dtype under autocast, else x's own.
-    Autocast does not affect float64."""
+    """Return the dtype that a linear layer computes in: the autocast dtype under autocast, else x's own.
+
+    Autocast does not affect float64.
+    """
     if x.dtype == torch.float64 or not under_autocast(x):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)

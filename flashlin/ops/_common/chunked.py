@@ -1,13 +1,18 @@
-"""Ops that go chunk by chunk: their checks, and the operator of a family.
+"""Ops that compute chunk by chunk: their argument checks, and the operator of each family.
 
-A family says which tensors it takes; kernels/<name>/forward.py and backward.py compute:
+A family declares its tensors. kernels/<name>/forward.py and backward.py compute:
+
     launch_forward(plan, x, how) -> (o, ht or None, *kept)
-    launch_backward(plan, x, how, do, dht, needs, *kept) -> gradients by name, None where not asked for
-with x the Inputs of kernels/<name>/inputs.py, contiguous, those of 16 bits in one dtype and the wide ones in
-float32; how: Scalars; ``needs``: names that want a gradient. Under torch.compile the same two functions run
-inside one library operator per direction, planned at run time, so that no length is ever specialised. The
-torch path is plain differentiable torch. While torch.compile traces, it runs inside of the operators if a
-graph of it would not serve all lengths.
+    launch_backward(plan, x, how, do, dht, needs, *kept) -> gradients by name, None if not requested
+
+x: the Inputs of kernels/<name>/inputs.py. All tensors are contiguous. The 16-bit tensors share one dtype, and
+    wide tensors are float32.
+how: the Scalars.
+needs: the names of the tensors that need a gradient.
+
+Under torch.compile the same two functions run inside one library operator per direction. The operator plans
+when it runs, so torch.compile never specialises a length. The torch path is plain differentiable torch. If a
+traced graph of the torch path would not be valid for all lengths, the torch path runs inside the operators.
 """
 from __future__ import annotations
 
@@ -49,8 +54,13 @@ CHUNK_SIZES = (16, 32, 64)  # of the delta rules and DPLR; chunk_kda accepts 32 
 
 
 class Argument(NamedTuple):
-    """shape: in letters of B, T, H, HV, K and V. wide: float32 in the kernels, whatever it comes as.
-    constant: gets no gradient. hint: what an error adds to its shape."""
+    """One tensor argument of a chunked family.
+
+    shape: letters of B, T, H, HV, K and V.
+    wide: the kernels read it in float32, whatever dtype the caller passes.
+    constant: it gets no gradient.
+    hint: text that an error appends to the expected shape.
+    """
     shape: tuple[str, ...]
     wide: bool = False
     optional: bool = False
@@ -59,10 +69,14 @@ class Argument(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a chunked op is asked for beside its tensors, as the user gave it. op: its public name, which
-    errors and plans begin with. has_ht: whether the final state is returned. mode: one of MODES. reverse:
-    from the last token of each sequence to its first. cp_context, process_group: where ranks share the
-    sequences, see ranks.py."""
+    """The arguments of a chunked op other than its tensors, as the user passed them.
+
+    op: the op's public name, with which errors and plans begin.
+    has_ht: True if the final state is returned.
+    mode: one of MODES.
+    reverse: process each sequence from its last token to its first.
+    cp_context, process_group: set if several ranks share the sequences, see ranks.py.
+    """
     op: str
     scale: float | None
     h0: Tensor | None
@@ -86,17 +100,22 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class Chunked:
-    """A family of ops that go chunk by chunk.
+    """A family of ops that compute chunk by chunk.
 
-    name: of the folder in kernels/, of the Family that plans it, and of its torch.library operators.
-    tensors: the NamedTuple of what goes in: the arguments in their order, h0 and bounds. arguments: by public
-    name, q, k, v first. torch_path(x, scale) -> (o, states). kept: names of what forward keeps for backward;
-    room(needs_grad, *tensors): tensors like that. one_graph: the torch path traced once serves all lengths.
-    decays: what the tokens of a call do to each of its states, [B, HV] or [B, HV, K], the natural logarithms
-    of factors; None where they do more. scalars: the NamedTuple of the other arguments. One with more
-    fields than ``Scalars`` ends with the same two, and the torch path takes the others by name.
-    over_ranks: runs a call whose sequences several ranks share, ``run_over_ranks``. options: where the optional
-    tensors are that planning knows of. operator: the family's kernels.
+    name: the name of the folder in kernels/, of the Family that plans it, and of its torch.library operators.
+    tensors: NamedTuple class of the inputs: the arguments in their order, h0 and bounds.
+    arguments: the declared tensors by public name; q, k, v come first.
+    torch_path: computes (o, states) from (x, scale).
+    kept: names of the tensors that forward keeps for backward.
+    room: ``room(needs_grad, *tensors)`` returns empty tensors like the kept tensors.
+    one_graph: True if one traced graph of the torch path is valid for all lengths.
+    decays: returns log decays [B, HV] or [B, HV, K] by which the tokens of a call scale each state; None if
+        the tokens change a state in any other form.
+    scalars: NamedTuple class of the other arguments. A class with more fields than ``Scalars`` ends with the
+        same two fields, and the torch path gets the additional fields by name.
+    over_ranks: runs a call whose sequences several ranks share (``run_over_ranks``).
+    options: names and indices of the optional tensors that planning distinguishes.
+    operator: the kernels of the family as a differentiable operator.
     """
     name: str
     tensors: type[tuple[Any, ...]]
@@ -120,7 +139,10 @@ class Chunked:
             kept=lambda x, y, how: (x, (None, None, *y[2:])), backward=self.backward, empty=self.empty)
 
     def problem(self, x: Sequence[Tensor | None], how: Scalars | Asked) -> Problem:
-        """Return the Problem of a call. x: the family's tensors in their order, h0 (not read) and bounds."""
+        """Return the Problem of a call.
+
+        x: the family's tensors in their order, then h0 (not read) and bounds.
+        """
         q, v = x[0], x[2]
         assert q is not None and v is not None
         options = [name for name, at in self.options if x[at] is not None]
@@ -131,22 +153,29 @@ class Chunked:
         return problem_of_heads(how.call, self.name, how.mode, q, v, x[-1], how.needs_grad, options)
 
     def while_tracing(self, x: Any, how: Scalars) -> TracedCall:
+        """Return the facts from which planning chooses a path while torch.compile traces."""
         return traced_over_heads(x, how, how.mode, ("v_first",) * how.state_v_first)
 
     def inside(self, x: Any) -> bool:
-        """Return True if the torch path runs inside of the operator while torch.compile traces: a loop over
-        chunks would be unrolled, and bounds cannot be read. The same holds under autocast, where AOTAutograd
-        would trace the products of backward."""
+        """Return True if the torch path runs inside the library operator while torch.compile traces.
+
+        A traced loop over chunks would be unrolled, and bounds cannot be read during tracing. Under autocast
+        it also runs inside, because otherwise AOTAutograd would trace the products of backward.
+        """
         return not self.one_graph or x.bounds is not None or exporting() or outside.autocast
 
     def cast(self, x: Any, how: Scalars, dot: str) -> tuple[Any, Scalars]:
-        """Return the tensors as the kernels take them. Odd head sizes would make every row of a tile
-        misaligned (and crash some ptxas, fla #1262), so they are padded with zeros; ``trimmed`` cuts the
-        outputs."""
+        """Return the tensors and scalars in the form that the kernels need.
+
+        Head sizes that are not a multiple of 8 are padded with zeros. Otherwise every row of a tile would be
+        misaligned, which also crashes some releases of ptxas (fla #1262). ``trimmed`` removes the padding
+        from the outputs.
+        """
         K, V = x.q.shape[3], x.v.shape[3]
         pads = {"K": -K % 8, "V": -V % 8} if K % 8 or V % 8 else {}
         wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-        # bounds, the last, stay; of `*operands, bounds = ...` torch 2.11's compiler would make a tuple
+        # `*operands, bounds = ...` is avoided, because torch 2.11's compiler would make operands a tuple.
+        # The loop below does not change bounds, the last operand.
         operands = list(x)
         if dot != "native":
             operands = list(as_planned(x, dot))
@@ -162,19 +191,23 @@ class Chunked:
         return operands, how
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
+        """Run the family's forward kernels, by a replay if one is recorded."""
         return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
 
     def on_torch(self, x: Any, how: Scalars) -> tuple[Tensor, Tensor]:
+        """Return (o, final state) by plain differentiable torch."""
         x = x._replace(h0=x.h0.mT) if how.state_v_first and x.h0 is not None else x
         o, ht = self.torch_path(x, how.scale, **{name: getattr(how, name) for name in self.own})
         return o, ht.mT if how.state_v_first else ht
 
     def empty(self, x: Any, how: Scalars) -> tuple[Tensor | None, ...]:
+        """Return empty tensors like the outputs and kept tensors of forward."""
         return *empty_outputs(x, how, how.state_v_first), *self.room(how.needs_grad, *x[:-2])
 
     def backward(self, plan: Plan, x: Any, y: Any, grads: Any, how: Scalars,
                  wanted: frozenset[str]) -> Gradients:
+        """Run the family's backward kernels and return gradients by name."""
         count = len(x)
         gradients: Gradients = run_replayed(
             kernels(self.name, "backward").launch_backward, plan,
@@ -192,7 +225,7 @@ class Chunked:
 
 
 def _outputs(kept: tuple[str, ...]) -> Any:
-    """The NamedTuple class of o, the final state and what is kept."""
+    """Return the NamedTuple class of o, the final state and the tensors kept for backward."""
     return NamedTuple("Outputs", [("o", Tensor), *((name, Tensor | None) for name in ("ht", *kept))])
 
 
@@ -212,12 +245,14 @@ def run_chunked(
     run: Callable[[Any, Scalars], tuple[Tensor, Tensor]] | None = None,
     **own: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check a chunked op's call, and return (o, final state or None).
+    """Check and run a call of a chunked op, and return (o, final state or None).
 
-    tensors: the family's, in its order. out_dtype: of o, if the caller goes on computing with it; else v's.
-    grouped: v may have several heads to each of q's. called: public names of arguments; a tensor that is in
-    it must be there, even if the family can do without. run: what runs the checked call in place of the
-    family's operator. own: the fields of the family's scalars that are not in ``Scalars``.
+    tensors: the family's tensors, in its order.
+    out_dtype: dtype of o if the caller continues to compute with o; default v's dtype.
+    grouped: v may have several heads for each head of q.
+    called: public names of arguments. A tensor listed here is required, even if it is optional in the family.
+    run: a function that runs the checked call instead of the family's operator.
+    own: the fields of the family's scalars that ``Scalars`` does not have.
     """
     called = called or {}
     if request.process_group is not None or request.cp_context is not None:
@@ -225,10 +260,10 @@ def run_chunked(
                                  called=called, **own)
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
-    # values of cu_seqlens are not part of a key
+    # A key does not contain the values of cu_seqlens, so packed calls have none.
     key = None if run is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else key_of(
         given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype, *own.values())
-    # None while torch.compile traces: a graph would guard on the table
+    # The key is None while torch.compile traces; otherwise the graph would guard on the table of calls.
     if key is not None and key in calls and (again := family.operator.run_again(key, given)) is not None:
         o, ht = again
         return o, ht if has_ht else None
@@ -256,9 +291,9 @@ def run_chunked(
     if scale < 0:  # some kernels keep the scale in an exponent
         tensors, scale = (-q, *tensors[1:]), -scale
     padded = K % 8 != 0 or V % 8 != 0
-    if q is not tensors[0] or reverse or padded:  # kernels get more than casts of what was given
-        key = None
-    # wide tensors are not multiplied with the others
+    if q is not tensors[0] or reverse or padded:
+        key = None  # a replay can only repeat casts, and the kernels need more than casts here
+    # Wide tensors are not operands of the matrix products, so they do not need the common dtype.
     multiplied = [x for argument, x in zip(arguments, tensors, strict=True)
                   if x is not None and not argument.wide]
     dtype = q.dtype if len({x.dtype for x in multiplied}) == 1 else common_dtype(*multiplied)
@@ -286,7 +321,10 @@ def run_chunked(
 
 def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapping[str, str],
                  sizes: Mapping[str, int]) -> None:
-    """Check the tensors other than q, k and v. sizes: by letter."""
+    """Check the tensors of a chunked call other than q, k and v.
+
+    called: public names of the arguments. sizes: the size for each letter of a shape.
+    """
     q = tensors[0]
     assert q is not None
     for (name, argument), x in zip(family.arguments.items(), tensors, strict=True):
@@ -297,9 +335,13 @@ def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapp
 
 def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None, ...],
               *others: Tensor | None) -> bool:
-    """Whether an op with a choice of modes goes chunk by chunk. auto is decided by the plan; a traced call,
-    of which T may not be known, goes chunk by chunk, and a beta per value channel token by token. tensors:
-    the family's, in its order, q, k and v checked already. others: what else may want gradients."""
+    """Return True if an op with a choice of modes computes chunk by chunk.
+
+    The plan decides for mode "auto". A traced call, whose T may be unknown, computes chunk by chunk. A beta
+    per value channel requires token by token.
+    tensors: the family's tensors in its order; q, k and v are already checked.
+    others: further tensors that may require gradients.
+    """
     scalars.choice("mode", mode, MODES)
     if mode != "auto":
         return mode == "chunk"
@@ -317,7 +359,7 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
 
 def check_options(chunk_size: Any, chunk_sizes: tuple[int | None, ...],
                   lower_bound: float | None = None) -> None:
-    """What the ops of the delta rules take for compatibility and only look at."""
+    """Check options that the delta rules accept for compatibility but do not use."""
     scalars.choice("chunk_size", chunk_size, chunk_sizes)
     if lower_bound is not None:
         scalars.number("lower_bound", lower_bound, high=-scalars.ABOVE_ZERO, need="a number below 0, or None")

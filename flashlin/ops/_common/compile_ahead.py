@@ -1,14 +1,18 @@
-"""The first run of a family's kernels: they compile all at once, and backward's as soon as forward's do.
+"""Parallel compilation in the first run of a family: all kernels of forward, then those of backward.
 
-Triton compiles a kernel when it is started, so a run would wait for one after the other. Here a start whose
-kernel has to be compiled is put off, with all that come after it, and a thread compiles (most of that time
-without Python's lock). The host's code goes on meanwhile as long as it makes buffers and views. The end of
-the run starts what was put off, in its order; so does whatever else torch is asked for, which may read what
-kernels write, and a kernel that is put off already: the batch's next part wants its memory. So what compiles
-is what starts, and no list of kernels is kept anywhere.
+Triton compiles a kernel at its first launch, so a run would compile one kernel after the other. Here a launch
+that needs compilation is deferred, together with all later launches, and a thread compiles its kernel.
+Compilation releases Python's lock most of the time. Meanwhile the host code continues, as long as it only
+makes buffers and views. The deferred launches start in their order at the end of the run. They start earlier
+in two cases:
 
-What backward will start is found out by its host code on tensors without memory, whose starts are compiled
-and nothing more. A wrong guess costs seconds of a core, and decides nothing.
+- torch is called for any other operation, which may read the kernels' results.
+- A kernel is launched that is already deferred, because the next part of the batch reuses its memory.
+
+Only kernels that are launched are compiled, so no list of kernels has to be maintained.
+
+To find the launches of backward, its host code runs on tensors without memory, and the kernels it would
+launch are only compiled. A wrong guess costs seconds of one core and has no effect on results.
 """
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from flashlin.compat.installed_triton import make_key
 from flashlin.compat.launch_cache import Kernel
 from flashlin.guards.plan_types import Plan
 
-MOST = 16  # threads that compile at a time: no call has many more kernels
+MOST = 16  # threads that compile at a time; few calls have more kernels
 aten = torch.ops.aten
 MAKING = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
           aten.empty_strided.default)
@@ -39,14 +43,17 @@ PLAIN = (aten.empty.memory_format, aten.empty_strided.default)
 
 _compiling: dict[Any, threading.Thread] = {}
 _foreseen: set[Any] = set()
-if hasattr(os, "register_at_fork"):  # a child has none of these threads
+if hasattr(os, "register_at_fork"):  # a forked child does not inherit these threads
     os.register_at_fork(after_in_child=_compiling.clear)
 
 
 def compile_together(function: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...], device: int,
                      forward: Any) -> Any:
-    """``function(plan, *arguments)``, for the first time with such arguments. device: the current one.
-    forward: (operator, x, how), if this is an operator's forward."""
+    """Run ``function(plan, *arguments)`` for the first time with such arguments, and compile in parallel.
+
+    device: the current device.
+    forward: (operator, x, how) if the function is an operator's forward, else None.
+    """
     if cores() < 2 or capturing():
         return function(plan, *arguments)
     queue = Queue(device)
@@ -65,25 +72,25 @@ def compile_together(function: Callable[..., Any], plan: Plan, arguments: tuple[
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is captured here, whose memory is its own."""
+    """Return True if a CUDA graph is being captured in this stream; a capture has its own memory pool."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Queue:
-    """Starts that were put off, each with what tells its compiled kernel, None for one that is there."""
+    """Deferred launches, each with its compile key; the key is None if the kernel is already compiled."""
 
     def __init__(self, device: int) -> None:
         self.device, self.starts = device, list[tuple[Any, tuple[Any, ...]]]()
-        self.slots = threading.Semaphore(min(cores(), MOST))  # served in the order of asking
+        self.slots = threading.Semaphore(min(cores(), MOST))  # wakes threads in first-come order
         self.order: _Order | None = None
 
     def hold(self, *start: Any) -> None:
-        """In the place of ``launch.begin``."""
+        """Take a launch instead of ``launch.begin``: start it now, or compile its kernel and defer it."""
         key = self.lacking(*start)
         if key is not None and any(key == other for other, _ in self.starts):
             self.begin()
@@ -99,41 +106,48 @@ class Queue:
             self.order.__enter__()
 
     def foresee(self, *start: Any) -> None:
-        """The same for a start that will come later."""
+        """Compile the kernel of a launch that will come later, without launching it."""
         key = self.lacking(*start)
         if key is not None:
             self.compile(key, False, *start)
 
     def lacking(self, known: Kernel, programs: int, values: tuple[Any, ...], warps: int, stages: int) -> Any:
+        """Return the compile key of a launch's kernel, or None if it is already compiled."""
         return known.lacks(values, warps, stages, self.device)
 
     def compile(self, key: Any, load: bool, known: Kernel, programs: int, values: tuple[Any, ...],
                 warps: int, stages: int) -> None:
-        """In a thread, unless one is at it. load: to the card, too, which might disturb a later capture."""
+        """Compile a launch's kernel in a thread, unless a thread already compiles it.
+
+        load: also load the kernel to the GPU. A load could disturb a later capture of a CUDA graph.
+        """
         if (key, load) not in _compiling:
-            # made by the first who asks, which threads may not be
+            # Triton creates this cache on first access, which must not happen in a thread.
             _ = known.kernel.device_caches[self.device]
             thread = threading.Thread(target=self._compile, args=(_compiling.get((key, False)), load, known,
                                                                   values, warps, stages))
-            with suppress(RuntimeError):  # the process ends, or may have no more threads: the start compiles
+            # If no thread can start (interpreter exit, thread limit), the launch itself compiles.
+            with suppress(RuntimeError):
                 thread.start()
                 _compiling[key, load] = thread
 
     def _compile(self, first: threading.Thread | None, load: bool, known: Kernel, values: tuple[Any, ...],
                  warps: int, stages: int) -> None:
-        if first is not None:  # it compiles this kernel, but does not load it
+        if first is not None:  # a thread that compiles this kernel, but does not load it
             first.join()
-        # its start raises the same; a process that ends waits for this thread
+        # Errors are dropped, because the launch raises the same one. The interpreter waits for this thread.
         with self.slots, suppress(Exception):
             if threading.main_thread().is_alive():
                 if torch.cuda.is_initialized():
-                    torch.cuda.set_device(self.device)  # of this thread
+                    torch.cuda.set_device(self.device)  # the current device is per thread
                 make_key()
                 known.compile(values, warps, stages, load)
 
     def begin(self) -> None:
-        """Start what was put off, each when it has been compiled. A compiler's error is raised by the start
-        itself, which asks it again."""
+        """Start the deferred launches in order, each after its kernel is compiled.
+
+        A launch whose compilation failed compiles again and raises the compiler's error.
+        """
         starts, self.starts = self.starts, []
         for key, start in starts:
             if (compiling := _compiling.get((key, True))) is not None:
@@ -143,7 +157,7 @@ class Queue:
             launch.begin(*start)
 
     def end(self) -> None:
-        """From here on torch is not watched."""
+        """Stop watching torch's operations."""
         order, self.order = self.order, None
         if order is not None:
             order.__exit__(None, None, None)
@@ -158,7 +172,7 @@ class Mode(TorchDispatchMode):
 
 
 class _Order(Mode):
-    """Has the queue's starts begin before torch does what may read what they write."""
+    """Dispatch mode that starts deferred launches before torch may read what they write."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__()
@@ -171,8 +185,11 @@ class _Order(Mode):
 
 
 class _Shadows(Mode):
-    """Nothing is computed. What is alike is made here, since torch would import its compiler and sympy for
-    it. Raises NotImplementedError where nobody knows what would come out."""
+    """Dispatch mode that computes nothing and returns tensors without memory.
+
+    It makes such tensors itself, because torch would import its compiler and sympy for them. Raises
+    NotImplementedError for an operation whose result it cannot derive.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,14 +208,16 @@ class _Shadows(Mode):
 
 
 def is_view(function: Any) -> bool:
-    """Whether what it returns is a part of what it gets, which it only looks at."""
+    """Return True if an operation only reads its argument and returns a view of it."""
     aliases = [returned.alias_info for returned in function._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any) -> None:
-    """Compile what backward will start, if the gradient of the first output is what it gets. made: by
-    forward."""
+    """Compile the kernels that backward will launch if only the first output has a gradient.
+
+    made: the outputs of forward.
+    """
     needs = [t is not None and t.requires_grad for t in x]
     facts = (operator.name, how, *needs, *[launch.config for launch in plan.launches],
              *[t is not None and t.dtype for t in x])
@@ -217,14 +236,14 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
         with launch.noting(held=queue.foresee), _Shadows():
             operator.gradients(partial(operator.backward, plan, x, y, grads, how), grads, how, needs)
     except Exception:
-        # Of any kind, since host code that is right on a card may fail on tensors without memory, and forward is
-        # not to fail for it. Backward compiles what is missing, and raises what is wrong;
-        # tests/ops/test_compile_ahead.py tells where nothing was foreseen.
+        # Host code that is correct on a GPU may fail in any manner on tensors without memory. Forward must not
+        # fail because of it. Backward compiles the missing kernels and raises real errors.
+        # tests/ops/test_compile_ahead.py fails if no kernel was compiled here.
         pass
 
 
 def like(t: Tensor) -> Tensor:
-    """A tensor without memory, as far from a multiple of 16 bytes."""
+    """Return a tensor without memory that has t's layout and its offset from a multiple of 16 bytes."""
     apart = t.data_ptr() % 16 // t.itemsize
     room = torch.empty(apart + t.untyped_storage().nbytes() // t.itemsize, dtype=t.dtype, device="meta")
     return room.as_strided(t.shape, t.stride(), apart)

@@ -1,13 +1,23 @@
-"""The chunked ops over several ranks: a share of the heads each, or states carried from rank to rank.
+"""Chunked ops over several ranks: each rank computes some of the heads, or ranks pass states on.
 
-Heads: an all-to-all, the op as it is, an all-to-all back. States: one autograd node per call (``_Chain``), in
-which a family's own forward and backward, by kernels or plain torch, run between the exchanges:
-    forward   what this rank's tokens leave alone of its last sequence (where that begins with them and is
-              all there is, the op tells), and what they do to a state that enters (``Chunked.decays``, or by
-              the op itself); the op, which waits for all ranks' states, folded up to this one, before its
-              first kernel that reads them (``launch.enter``).
-    backward  the gradient of what enters, by this rank's tokens alone; all ranks' folded from the last; the
-              op's backward with what comes from behind.
+By heads: an all-to-all gives each rank all tokens of its heads. The op runs unchanged, and a second
+all-to-all restores the layout.
+
+By states: one autograd node per call (``_Chain``) runs the family's own forward and backward, by kernels or
+plain torch, between the exchanges.
+
+Forward:
+1. Each rank computes the state that its tokens of its last sequence would end with from a zero state. If that
+sequence starts on this rank and is its only one, the op itself computes that state.
+2. Each rank computes the effect of its tokens on an entering state, by ``Chunked.decays`` or by the op
+itself.
+3. The op runs. Before its first kernel that reads the entering states (``launch.enter``), it waits for all
+ranks' states and combines the states of the ranks before this one.
+
+Backward:
+1. Each rank computes the gradient of its entering state from its own tokens alone.
+2. The gradients of all ranks are combined, from the last rank to the first.
+3. The op's backward runs with the combined gradient of the ranks after this one.
 """
 from __future__ import annotations
 
@@ -35,7 +45,10 @@ INSTEAD = "none have them over several ranks"
 @ranks.untraced
 def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...],
         **how: Any) -> tuple[Tensor, Tensor | None]:
-    """run_chunked of a request with a process_group or a cp_context."""
+    """Run a chunked op whose request has a process_group or a cp_context.
+
+    how: the keyword arguments of ``run_chunked``.
+    """
     op, context, group = request.op, request.cp_context, request.process_group
     alone = request._replace(cp_context=None, process_group=None)
     q, k, v = tensors[:3]
@@ -74,6 +87,7 @@ def run_over_ranks(family: Chunked, request: Request, tensors: tuple[Tensor | No
 
 def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, ...], shard: Shard,
               how: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Run a chunked op with some of the heads on each rank, between two all-to-all exchanges."""
     def mine(x: Tensor, dim: int) -> Tensor:
         return x.chunk(shard.size, dim)[shard.rank]
 
@@ -82,7 +96,7 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
     h0 = None if request.h0 is None else mine(request.h0, 1)
     o, ht = run_chunked(family, request._replace(h0=h0), tuple(given), **how)
     o = ranks.of_tokens(shard, o)
-    if ht is not None:  # to each rank the states of sequences that end on it
+    if ht is not None:  # each rank receives the final states of the sequences that end on it
         end = torch.full((ht.shape[0],), shard.size - 1, device=ht.device)
         edges, T = shard.whole, o.shape[1]
         if edges is not None:
@@ -95,18 +109,21 @@ def _by_heads(family: Chunked, request: Request, tensors: tuple[Tensor | None, .
 
 
 def _zeros(x: Any, columns: int) -> Tensor:
-    """[B, HV, K, columns], float32 or wider."""
+    """Return zeros [B, HV, K, columns] in float32 or wider."""
     wide = torch.promote_types(x.q.dtype, torch.float32)
     return torch.zeros(x.q.shape[0], x.v.shape[2], x.q.shape[3], columns, dtype=wide, device=x.q.device)
 
 
 def _turned(states: Tensor, how: Scalars) -> Tensor:
-    """[B, HV, K, V] as the call has it, or the other way round."""
+    """Return states [B, HV, K, V] in the layout of the call, or convert that layout back to [B, HV, K, V]."""
     return states.mT if how.state_v_first else states
 
 
 class Over(NamedTuple):
-    """The scalars of a call over several ranks."""
+    """The scalars of a call over several ranks.
+
+    how: the scalars of the family. shard: the tokens of this rank. call: the call string of the op.
+    """
     how: Scalars
     shard: Shard
     needs_grad: bool
@@ -115,7 +132,7 @@ class Over(NamedTuple):
 
 @cache
 def operator(family: Chunked) -> Operator[Any, Over, Any]:
-    """The family's, with states that come from other ranks."""
+    """Return the family's operator that receives states from other ranks and passes states on."""
     chain = _Chain(family)
     return Operator(f"{family.name}_across", family.tensors, Over, chain.outputs, 2, family=family.name,
                     problem=lambda x, over: family.problem(x, over.how), cast=chain.cast,
@@ -127,8 +144,12 @@ def _outputs(names: tuple[str, ...]) -> Any:
 
 
 class _Chain:
-    """Outputs: the family's, the states that its own sequences began with, and the transfers of the ranks
-    behind that have tokens of its last one before and after theirs."""
+    """Forward and backward of a family's op with exchanges of states between ranks.
+
+    Its outputs are the family's outputs, ``began`` and ``transfers``. began: the states that this rank's
+    sequences started from. transfers: the effects on an entering state, for each later rank that has tokens
+    of this rank's last sequence before and after its own.
+    """
 
     def __init__(self, family: Chunked) -> None:
         self.family = family
@@ -141,7 +162,8 @@ class _Chain:
     def forward(self, plan: Plan, x: Any, over: Over) -> Outputs:
         how, shard, B = over.how, over.shard, x.q.shape[0]
         y: Outputs = ()
-        if shard.after and not shard.before and not shard.begin:  # nothing enters what it leaves
+        if shard.after and not shard.before and not shard.begin:
+            # No state from another rank enters this sequence, so the op itself computes the state to pass on.
             y = self._forward(plan, x, how._replace(has_ht=True))
             left = _turned(self.family.operator.outputs(*y).ht[-B:], how)
         else:
@@ -151,14 +173,14 @@ class _Chain:
         arrived = ranks.gathering(shard.op, shard.group, parts)
         began, size, first = x.h0, left.numel(), shard.rank - shard.before
         transfers: list[Tensor] = []
-        if shard.before:  # NaN until they come: who reads them too early is found out
+        if shard.before:  # NaN until the states arrive, so that a read before their arrival is visible
             rest = x.h0
             if rest is None:
                 n = B if x.bounds is None else x.bounds.shape[0] - 1
                 rest = _turned(left.new_zeros(n, *left.shape[1:]), how)
             began = torch.cat([torch.full_like(rest[:B], float("nan")), rest[B:]])
         else:
-            y = y or self._forward(plan, x, how)  # which waits for nobody
+            y = y or self._forward(plan, x, how)  # this rank needs no states of other ranks
 
         def wait() -> None:
             told = arrived()
@@ -194,16 +216,19 @@ class _Chain:
             dht[n - B:] += came
             grads = grads._replace(ht=dht)
         gradients = dict(self._backward(plan, x, y, grads, how, wanted))
-        if not shard.after:  # nobody's gradient was waited for
+        if not shard.after:  # no earlier line has waited for the exchange
             arrived()
         dh0 = gradients.get("h0")
-        if shard.before and dh0 is not None:  # what entered first is the ranks' before, not the caller's
+        # The first entering states came from earlier ranks and not from the caller, so their gradient is zero.
+        if shard.before and dh0 is not None:
             gradients["h0"] = torch.cat([torch.zeros_like(dh0[:B]), dh0[B:]])
         return gradients
 
     def _left(self, x: Any, how: Scalars, shard: Shard) -> Tensor:
-        """[B, HV, K, V]: the state that this rank's tokens of its last sequence leave to the rank behind,
-        without what came from ranks before."""
+        """Return the state [B, HV, K, V] that this rank's tokens of its last sequence pass to the next rank.
+
+        States from earlier ranks are not included.
+        """
         if not shard.after:
             return _zeros(x, x.v.shape[3])
         h0 = x.h0
@@ -215,8 +240,11 @@ class _Chain:
         return _turned(left, how)
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
-        """What this rank's tokens do to a state that enters: decays [B, HV] or [B, HV, K], or a matrix [B,
-        HV, K, K]; zeros where no rank asks. None where none can be asked."""
+        """Return the effect of this rank's tokens on an entering state, or None if no rank can need it.
+
+        The effect is a decay [B, HV] or [B, HV, K], or a matrix [B, HV, K, K]. It is zero if no rank needs
+        the effect of this one.
+        """
         if shard.size == 2:
             return None
         K = x.q.shape[3]
@@ -226,14 +254,14 @@ class _Chain:
             return decays.exp() if middle else torch.zeros_like(decays)
         if not middle:
             return _zeros(x, K)
-        # backward multiplies by its transpose, which asks for more digits than 16 bits have
+        # Backward multiplies by the transpose, which needs more precision than 16-bit dtypes have.
         exact = x._make([y.float() if y is not None and y.dtype in SIXTEEN_BITS else y for y in x])
         eye = _zeros(x, K) + torch.eye(K, device=x.q.device)
         return self._state_after(exact._replace(v=exact.v.new_zeros(*x.v.shape[:3], K), h0=eye, bounds=None),
                                  how._replace(state_v_first=False))
 
     def _state_after(self, x: Any, how: Scalars) -> Tensor:
-        """The final states of a call of its own, planned as such."""
+        """Return the final states of a separate call on these tokens, which is planned separately."""
         how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
         return self.family.trimmed(self.family.operator.run_planned(x, how), x, how)[1]
 

@@ -1,27 +1,28 @@
-"""The entry of every public function. A call goes through it before its own code, and so does its backward.
+"""The entry of every public function, through which each call and its backward pass.
 
-Five things hold for every op, whatever its path:
+The entry guarantees the following for every op, whatever its path:
 
 - Autocast changes nothing. The op and its backward compute the same values in the same dtypes inside and
   outside of autocast.
-- Kernels read memory, so a lazily negated or conjugated tensor (``z.conj().imag``) is copied first. The same
-  holds for incoming gradients.
-- Inside a transform of torch.func and in forward-mode AD an op runs in plain torch, since kernels compute no
-  tangents and no batches of vmap. Parts of the torch path that torch cannot transform have another form for
-  such calls (``compat.tracing.transformed``).
-- An unknown keyword is an error, also for a function with ``**unknown``, which is in its signature because
-  fla's function takes and ignores any keyword.
-- A new op cannot forget any of this: ``@entry`` is the decorator of a public function, and
-  ``tests/ops/test_entry.py`` finds a public function without it.
+- Lazily negated or conjugated tensors (``z.conj().imag``) are copied first, because kernels read memory. The
+  same holds for incoming gradients.
+- Inside a transform of torch.func and in forward-mode AD an op runs in plain torch, because kernels compute
+  no tangents and no batches of vmap. Some code of the torch path cannot be transformed by torch and has
+  another form for such calls (``compat.tracing.transformed``).
+- An unknown keyword is an error. This includes functions with ``**unknown`` in their signature, which mirrors
+  a function of fla that accepts and ignores any keyword.
+
+Every public function must have the decorator ``@entry``. ``tests/ops/test_entry.py`` finds a public function
+without it.
 
 A function that ends in a linear layer computes that product in the autocast dtype, as ``torch.nn.Linear``
 does. Its decorator is ``linear_entry``: autocast stays on until the function has read ``linear_dtype``, and
 the functions it then calls are decorated with ``without_autocast``.
 
-Backward: autograd runs each node with the autocast state of the thread that calls ``backward()``. So the node
-of each output gets a hook; for a view, this is the node of its base. If autocast is on when backward arrives
-there, the hook turns it off for this node, and for every other node that was made inside the op. torch puts
-the state back after each node.
+Backward: autograd runs each node with the autocast state of the thread that calls ``backward()``. Therefore
+the node of each output gets a hook; for a view, this is the node of its base. If autocast is on when backward
+reaches that node, the hook turns it off for the node and for all other nodes that the op made. torch restores
+the autocast state after each node.
 """
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ FIRST = "flashlin_first_node"  # attribute of our own autograd nodes: the number
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _tracing = torch.compiler.is_compiling
-# numbers of autograd nodes, which rise with each node that this thread makes
+# The number of this thread's next autograd node. Numbers rise with each node.
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _TENSORS, _PLAIN = frozenset(TENSORS), frozenset({NoneType, bool, int, float, str, torch.dtype})
 
@@ -56,7 +57,10 @@ own_nodes: set[type] = set()
 
 
 class _Outside:
-    """State around a traced call. autocast: whether it is on outside the call that torch.compile traces."""
+    """The autocast state around a traced call.
+
+    autocast: True if autocast is on outside the call that torch.compile traces.
+    """
     autocast = False
 
 
@@ -64,20 +68,24 @@ outside = _Outside()
 
 
 def entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: it runs without autocast, on tensors without lazy bits, and so does its
-    backward. Signature, docstring and name stay; ``__wrapped__`` is the function itself."""
+    """Decorate a public function so that it and its backward run without autocast and on non-lazy tensors.
+
+    Signature, docstring and name do not change; ``__wrapped__`` is the undecorated function.
+    """
     return _entered(function, _without_autocast)
 
 
 def linear_entry(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function that computes a linear layer's product in the autocast dtype. Autocast stays
-    on in the function itself, so all functions that compute have to be decorated with ``without_autocast``.
-    Otherwise it does the same as ``entry``."""
+    """Decorate a public function that computes a linear layer's product in the autocast dtype.
+
+    Autocast stays on in the function itself, so all functions that compute must be decorated with
+    ``without_autocast``. Otherwise it does the same as ``entry``.
+    """
     return _entered(function, _as_it_is)
 
 
 def is_entry(function: Any) -> bool:
-    """Return True for a function that ``entry`` or ``linear_entry`` has decorated."""
+    """Return True for a function decorated with ``entry`` or ``linear_entry``."""
     return getattr(function, MARK, False) is True
 
 
@@ -92,14 +100,16 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
-    """Return the function with its entry. under_autocast(function, args, kwargs) calls it if autocast is
-    on."""
+    """Return the function with its entry.
+
+    under_autocast: called with (function, args, kwargs) to run the function if autocast is on.
+    """
     named, any_other = keywords_of(function), bool(function.__code__.co_flags & CO_VARKEYWORDS)
     among = frozenset(named).issuperset
 
     @wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _tracing():  # operators get tensors without lazy bits; AOTAutograd makes the backward
+        if _tracing():  # traced operators get no lazy tensors, and AOTAutograd makes the backward
             for name in kwargs:
                 if any_other and name not in named:
                     no_unknown(function.__name__, named, kwargs)
@@ -127,8 +137,10 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
 
 
 def _is_lazy(x: Any) -> bool:
-    """Return True for a lazily negated tensor, and for a tuple or a list that holds one. Only complex tensors
-    can be conjugated, and every op refuses those."""
+    """Return True for a lazily negated tensor, and for a tuple or list that contains one.
+
+    Only complex tensors can be lazily conjugated, and every op rejects complex tensors.
+    """
     return any(map(_is_lazy, x)) if isinstance(x, (tuple, list)) else isinstance(x, Tensor) and x.is_neg()
 
 
@@ -161,7 +173,7 @@ def _without_autocast(function: Callable[..., R], args: Sequence[Any], kwargs: M
 
 
 def _kind_of(arguments: Iterable[Any]) -> str | None:
-    """Return the device type of the first tensor, or None."""
+    """Return the device type of the first tensor, or None if there is no tensor."""
     for x in arguments:
         if isinstance(x, Tensor):
             return x.device.type
@@ -171,31 +183,34 @@ def _kind_of(arguments: Iterable[Any]) -> str | None:
 # --- backward ---
 
 def _hook_outputs(outputs: Any, first: int) -> None:
-    """Prepare the backward of an op that has made the autograd nodes from number ``first`` on."""
+    """Prepare the backward of an op that made all autograd nodes numbered ``first`` or higher."""
     before = None
     for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         node = y.grad_fn if isinstance(y, Tensor) else None
         if node is not None and y._is_view() and (base := y._base.grad_fn) is not None:
-            # a write to a view replaces its nodes, and the graph goes on at the node of its base
+            # A write to a view replaces its nodes, and the graph continues at the node of its base.
             _hook_nodes(((node, 0),), first, base)
             node = base
         if node is None or node is before:
             continue
         before = node
-        if type(node) in own_nodes:  # no hook, since the attribute costs less
+        if type(node) in own_nodes:  # an attribute costs less than a hook
             setattr(node, FIRST, first)
-        elif node._sequence_nr() >= first:  # else it is an input returned unchanged
-            # a hook that refers to its own node would be a cycle that Python cannot collect
+        elif node._sequence_nr() >= first:  # otherwise the op returned an input unchanged
+            # A hook that refers to its own node would be a cycle that Python cannot collect.
             _Hooks(node, node.next_functions, first, last=True)
 
 
 class _Hooks:
-    """The hooks of one node of an op. behind: its ``next_functions``. first: the op's first node. last: the
-    node makes an output, and the nodes behind it have no hooks yet.
+    """The hooks of one autograd node of an op.
 
-    Holding the nodes behind it keeps the end of a long graph from overflowing the stack. Newer torch (2.13 and
-    2.15, but not 2.9) frees a node that Python has seen inside the destructor of the node before it. Python
-    bounds that depth for its own objects.
+    behind: the node's ``next_functions``.
+    first: the number of the op's first node.
+    last: True if the node makes an output and its next nodes have no hooks yet.
+
+    Why ``behind`` is stored: it keeps the destruction of a long graph from overflowing the stack. Newer torch
+    (2.13 and 2.15, but not 2.9) frees a node that Python has seen inside the destructor of the previous node.
+    Python bounds that depth for its own objects.
     """
 
     def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int, last: bool = False) -> None:
@@ -204,6 +219,7 @@ class _Hooks:
         node.register_hook(self.after)
 
     def before(self, gradients: Sequence[Tensor | None]) -> None:
+        """Turn autocast off before the node runs, and hook the next nodes if the node makes an output."""
         if _tracing() or not (any_autocast() or torch.is_grad_enabled()):
             return
         if any_autocast():
@@ -214,25 +230,30 @@ class _Hooks:
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """Hook the new nodes: with create_graph, the node's own backward also belongs to the op."""
+        """Hook the nodes that the node's backward made, because with create_graph they also belong to the op."""
         if torch.is_grad_enabled() and not _tracing():
             _hook_outputs(made, self.made)
 
 
 def without_autocast_behind(node: Any) -> None:
-    """Keep autocast off in all nodes behind ``node`` that the same op made. node: of a type in
-    ``own_nodes``."""
+    """Keep autocast off in all nodes that follow ``node`` in backward and that the same op made.
+
+    node: an autograd node whose type is in ``own_nodes``.
+    """
     if (first := getattr(node, FIRST, None)) is not None:
         _hook_nodes(node.next_functions, first)
         setattr(node, FIRST, None)
 
 
 def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int, end: Any = None) -> None:
-    """Hook the nodes ``behind`` and all nodes behind them that the op made. end: stop at this node."""
+    """Hook the nodes ``behind`` and all nodes reachable from them that the op made.
+
+    end: a node at which the search stops.
+    """
     seen, left = {end}, [*behind]
     while left:
         node, _ = left.pop()
-        # a leaf's node has the highest number and belongs to no op
+        # The node of a leaf has the highest number and belongs to no op.
         if node is None or node in seen or not node.next_functions or node._sequence_nr() < first:
             continue
         seen.add(node)
@@ -241,7 +262,7 @@ def _hook_nodes(behind: Sequence[tuple[Any, int]], first: int, end: Any = None) 
 
 
 def _turn_off(gradients: Sequence[Tensor | None]) -> None:
-    """Turn autocast off for the node that is about to run; torch puts it back afterwards."""
+    """Turn autocast off for the node that is about to run; torch restores it afterwards."""
     for x in gradients:
         if x is not None and x.device.type != "meta":
             torch.set_autocast_enabled(x.device.type, False)

@@ -1,8 +1,9 @@
-"""Gradients of gradients, and gradients by plain torch where autograd itself is off.
+"""Errors for second-order gradients, and gradients by plain torch inside library operators.
 
-Kernels make first-order gradients only; to differentiate those again is an error that names the op, and never
-a gradient without its second half. ``create_graph=True`` alone is fine. So that the error is met from every
-input that a gradient depends on, what backward reads is either an input or an output of its function.
+The kernels compute first-order gradients only. Differentiating those gradients again raises an error that
+names the op, and never returns an incomplete gradient. ``create_graph=True`` alone is allowed. The error must
+be reachable from every input that a gradient depends on. Therefore backward reads only inputs and outputs of
+its autograd function.
 """
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ INSTEAD = 'FLASHLIN_PATH=torch or flashlin.settings(path="torch") has them, in p
 
 
 def _refusal(call: str, instead: str) -> str:
+    """Return the error text for a second differentiation."""
     return (f"{call.split(' ')[0]}: got a second differentiation, need a first one: there are no "
             f"second-order gradients here; {instead}")
 
 
 class _Once(torch.autograd.Function):
-    """The first ``count`` tensors, whose derivative by all of them is an error."""
+    """An identity on the first ``count`` tensors that raises an error when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, refusal: str, count: int, *tensors: Tensor | None) -> Any:
@@ -39,10 +41,13 @@ class _Once(torch.autograd.Function):
 
 
 def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of an autograd function, which gets as second argument a list of its saved
-    tensors, and may empty it: they may be unpacked only once (torch.utils.checkpoint says so). What torch's
-    once_differentiable does, except that it also sees a derivative by what was saved. who(ctx): what begins
-    with the op's name, and what has second-order gradients."""
+    """Return a decorator for the backward of an autograd function whose gradients cannot be differentiated.
+
+    The decorated backward gets a list of its saved tensors as second argument and may empty the list. The
+    tensors may be unpacked only once, as torch.utils.checkpoint requires. Unlike torch's once_differentiable,
+    the decorator also raises the error for a derivative with respect to saved tensors.
+    who: maps ctx to (text that begins with the op's name, hint which alternative has second-order gradients).
+    """
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
@@ -53,7 +58,7 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
                 if x is not None and x.is_neg():
                     return differentiate(ctx, *map(resolved, grads))
             saved = [*ctx.saved_tensors]
-            if not torch.is_grad_enabled():     # no create_graph
+            if not torch.is_grad_enabled():     # backward runs without create_graph
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
                 gradients = backward(ctx, [*saved], *grads)
@@ -64,8 +69,11 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
 
 
 def once_traced(operator: Any) -> None:
-    """Differentiating a library operator that makes gradients is the same error. Its last arguments are the
-    call, which begins with the op's name, and the names of the gradients it makes."""
+    """Make it an error to differentiate a library operator that returns gradients.
+
+    The last two arguments of the operator are the call string, which begins with the op's name, and the names
+    of the gradients it returns.
+    """
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *_, ctx.call, _ = inputs
 
@@ -76,8 +84,11 @@ def once_traced(operator: Any) -> None:
 
 def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: Collection[str],
                 grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Gradients of the wanted fields of x, a NamedTuple, by those of the function's outputs (None: zero), by
-    name. By torch.func, which works inside of a library operator too, where autograd is off."""
+    """Return the gradients, by name, of the wanted fields of the NamedTuple x.
+
+    grads: gradients of the function's outputs; None for zero.
+    It uses torch.func.vjp, which also works inside a library operator, where autograd is off.
+    """
     named: Any = x  # to mypy a tuple bound by X has no _asdict
     fields = {name: y for name, y in named._asdict().items() if name in wanted}
 
