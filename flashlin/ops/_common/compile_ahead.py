@@ -236,8 +236,8 @@ def foresee(queue: Queue, plan: Plan, operator: Any, x: Any, how: Any, made: Any
         with launch.noting(held=queue.foresee), _Shadows():
             operator.gradients(partial(operator.backward, plan, x, y, grads, how), grads, how, needs)
     except Exception:
-        # Host code that is correct on a GPU may fail in any manner on tensors without memory. Forward must not
-        # fail because of it. Backward compiles the missing kernels and raises real errors.
+        # Host code that is correct on a GPU may fail in any manner on tensors without memory. Forward must
+        # not fail because of it. Backward compiles the missing kernels and raises real errors.
         # tests/ops/test_compile_ahead.py fails if no kernel was compiled here.
         pass
 

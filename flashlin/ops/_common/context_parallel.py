@@ -219,7 +219,7 @@ class _Chain:
         if not shard.after:  # no earlier line has waited for the exchange
             arrived()
         dh0 = gradients.get("h0")
-        # The first entering states came from earlier ranks and not from the caller, so their gradient is zero.
+        # The first entering states came from earlier ranks, so the caller's gradient for them is zero.
         if shard.before and dh0 is not None:
             gradients["h0"] = torch.cat([torch.zeros_like(dh0[:B]), dh0[B:]])
         return gradients

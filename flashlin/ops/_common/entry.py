@@ -230,7 +230,7 @@ class _Hooks:
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """Hook the nodes that the node's backward made, because with create_graph they also belong to the op."""
+        """Hook the nodes that the node's backward made: with create_graph they also belong to the op."""
         if torch.is_grad_enabled() and not _tracing():
             _hook_outputs(made, self.made)
 

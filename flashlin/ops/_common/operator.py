@@ -1,13 +1,13 @@
-"""Kernels as differentiable functions: an autograd function eagerly, library operators when traced.
+"""Kernels as differentiable functions: an autograd function in eager mode, library operators when traced.
 
-An ``Operator`` is made of three NamedTuples, whose fields give names and order: the tensors that go in, the
-scalars beside them, the tensors that come out. Gradients come back by name. So another field is one line in
-one class.
+An ``Operator`` is built from three NamedTuples, whose fields give names and order: the input tensors, the
+scalars and the output tensors. Gradients are returned by name. Therefore a new tensor or scalar needs one
+line in one class.
 
-Eagerly the caller has a plan, and the operator runs its kernels. Under torch.compile there is no plan yet:
-flashlin::<name> and flashlin::<name>_backward make theirs when they run, so that no length is ever
-specialised. By then it may have left the kernels that torch.compile saw (``settings``, a launch table, a
-canary); then they compute by plain torch, forward and backward each as planned for itself.
+In eager mode the caller has a plan, and the operator runs its kernels. Under torch.compile there is no plan
+yet. flashlin::<name> and flashlin::<name>_backward plan when they run, so torch.compile never specialises a
+length. By then the plan may no longer choose kernels, because of ``settings``, a launch table or a canary. In
+that case forward and backward compute in plain torch, each by its own plan.
 """
 
 from __future__ import annotations
@@ -34,41 +34,46 @@ Gradients = Mapping[str, Tensor | None]
 Outputs = Sequence[Tensor | None]
 Kept = tuple[Outputs, Outputs]
 
-NOTHING = torch.uint8  # the dtype of the empty vector that stands for None where an operator returns a tensor
+NOTHING = torch.uint8  # dtype of the empty vector that a library operator returns instead of None
 TYPES: dict[Any, str] = {Tensor: "Tensor", float: "float", bool: "bool", int: "int", str: "str",
                          torch.dtype: "ScalarType"}
 SCHEMA_TYPES = {**TYPES, **{hint | None: f"{name}?" for hint, name in TYPES.items()}}
 
-# Operators that have once gone forward by plain torch when traced: what they kept for backward's kernels may
-# be nothing, so from then on a traced backward that runs kernels repeats forward's.
+# Operators whose traced forward has run in plain torch at least once. Such a forward may keep nothing for the
+# kernels of backward, so from then on a traced backward that runs kernels repeats the forward kernels.
 emptied: set[str] = set()
 
 
 @dataclass(eq=False)
 class Operator(Planned[X, S], Generic[X, S, Y]):
-    """A set of kernels as a differentiable function, eagerly and under torch.compile.
+    """A set of kernels as a differentiable function, in eager mode and under torch.compile.
 
-    tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool``, whether backward may
-        follow, and ``call: str``, whose first word is the op.
-    returns: so many outputs go to the caller, and have gradients; backward may read the others. ``on_torch``
-        returns these or more.
-    forward(plan, x, how) -> outputs, by kernels. One that replays runs (replay.py) may get the record of the
-        call as a fourth argument.
-    kept(x, y, how) -> what backward reads, in the order of x and of y, with None for the rest. A tensor of
-        the same shape may take the place of another. ``problem`` may get such an x.
-    backward(plan, x, y, grads, how, wanted) -> gradients by name, of the wanted ones at least, None for
-        zeros, by kernels. x and y: as kept, y by ``own``. grads: of y, None for zeros.
-    same(how): inputs by name, each with the input or output that has the same gradient.
-    in_place: an input that may be an output, written to. instead: what has second-order gradients.
+    tensors, scalars, outputs: NamedTuple classes. Scalars end with ``needs_grad: bool`` (True if backward may
+        follow) and ``call: str`` (its first word is the op).
+    returns: the number of outputs that the caller receives and that have gradients. Only backward reads the
+        other outputs. ``on_torch`` returns these outputs or more.
+    forward: ``forward(plan, x, how)`` returns the outputs, by kernels. A forward that replays runs
+        (replay.py) may receive the record of the call as a fourth argument.
+    kept: ``kept(x, y, how)`` returns the tensors that backward reads, in the order of x and of y, with None
+        for the others. A tensor may be replaced by another one of the same shape. ``problem`` may receive
+        such an x.
+    backward: ``backward(plan, x, y, grads, how, wanted)`` returns, by kernels, at least the wanted gradients
+        by name, None for zeros. x and y are the kept tensors, y after ``own``. grads: gradients of y, None
+        for zeros.
+    same: ``same(how)`` maps an input to the input or output that has the same gradient.
+    in_place: name of an input that forward may overwrite and return as an output.
+    instead: text for errors: which alternative has second-order gradients.
 
-    Library operators need more; without ``empty`` there are none, and torch.compile sees plain torch.
-    empty(x, how) -> tensors like the outputs, None where there is none.
-    all_on_torch(x, how) -> by plain torch what is returned and kept, if ``on_torch`` makes less.
-    backward_on_torch(x, y, grads, how, wanted): backward by plain torch, if it is not what autograd makes of
-        ``on_torch``.
-    like(x, how, name): a tensor like the gradient of an input, if it is not like what is kept in the input's
-        place.
-    plain_backward: backward is plain torch, which torch.compile traces as it is.
+    The following fields serve the library operators. Without ``empty`` there are no library operators, and
+    torch.compile sees plain torch.
+    empty: ``empty(x, how)`` returns empty tensors like the outputs, None for a missing output.
+    all_on_torch: ``all_on_torch(x, how)`` computes outputs and kept tensors in plain torch, if ``on_torch``
+        returns fewer tensors.
+    backward_on_torch: ``backward_on_torch(x, y, grads, how, wanted)`` is backward in plain torch, if it
+        differs from autograd's backward of ``on_torch``.
+    like: ``like(x, how, name)`` returns a tensor like the gradient of an input, if the gradient differs in
+        shape or dtype from the tensor kept for that input.
+    plain_backward: True if backward is plain torch, which torch.compile traces directly.
     """
 
     name: str
@@ -98,9 +103,12 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
             _Library(self, self.empty)
 
     def __call__(self, plan: Plan | None, x: Iterable[Tensor | None], how: S, *call: Any) -> tuple[Any, ...]:
-        """Return the first ``returns`` outputs. plan: None while torch.compile traces; then a placeholder
-        replaces an output that the call does not have. call: its record, for a ``forward`` that replays
-        runs."""
+        """Return the first ``returns`` outputs.
+
+        plan: None while torch.compile traces. Then a placeholder replaces an output that the call does not
+            have.
+        call: the record of the call, for a ``forward`` that replays runs.
+        """
         if plan is None:
             traced: tuple[Any, ...] = getattr(torch.ops.flashlin, self.name)(*x, *how)[: self.returns]
             return traced
@@ -111,8 +119,11 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
         return eager
 
     def own(self, y: Y) -> Y:
-        """y with other objects for what is not returned, which backward may empty as soon as it has read
-        them, whoever holds y meanwhile. Their memory goes then, unless somebody else has it, too."""
+        """Return y with new tensor objects for the outputs that the caller does not receive.
+
+        Backward may empty these objects as soon as it has read them, even if other code still refers to y.
+        Their memory is then freed, unless another tensor shares it.
+        """
         read: Iterable[Tensor | None] = y
         return self.outputs(*[t if t is None or number < self.returns else t.data
                               for number, t in enumerate(read)])
@@ -120,8 +131,10 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     def gradients(
         self, compute: Callable[[frozenset[str]], Gradients], grads: Y, how: S, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Those of the tensors, in their order, None where it is not needed. Computed are the ones that are
-        not the same as others."""
+        """Return the gradients of the input tensors in their order, None if not needed.
+
+        Only gradients that do not equal another one (``same``) are computed.
+        """
         wanted = _wanted(self.names, tuple(needs))
         if self.same is None:
             gradients = compute(wanted)
@@ -148,10 +161,13 @@ def _who(ctx: Any) -> tuple[str, str]:
 def _gradients(
     ctx: Any, saved: list[Tensor | None], given: tuple[Tensor | None, ...], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the operator's tensors, in their order, None where it is not needed. saved is emptied."""
+    """Return the gradients of the operator's tensors in their order, None if not needed.
+
+    The list ``saved`` is emptied, so that its memory can be reused.
+    """
     operator, plan, how = ctx.call
     x, y = operator.tensors(*saved[: operator.count]), operator.outputs(*saved[operator.count :])
-    if plan is not None:  # else torch.compile traces
+    if plan is not None:  # without a plan torch.compile is tracing
         y = operator.own(y)
         saved.clear()
     grads = operator.outputs(*given, *operator.missing)
@@ -172,7 +188,7 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]], *tensors: Tensor | None
     ) -> Any:
-        operator, plan, how, record = call  # one argument: torch looks at each of them, forward and back
+        operator, plan, how, record = call  # one argument, because torch inspects each one in both directions
         x = operator.tensors(*tensors)
         y = operator.forward(plan, x, how, *record)
         if how.needs_grad:
@@ -187,7 +203,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once(_who)
     def backward(ctx: Any, saved: list[Tensor | None], *given: Tensor | None) -> Any:
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: else they would live until this returns
+        # Free saved tensors now, unless the graph is retained. Otherwise they would live until this returns.
+        ctx.maybe_clear_saved_tensors()
         return None, *_gradients(ctx, saved, given, ctx.needs_input_grad[1:])
 
 
@@ -195,8 +212,10 @@ own_nodes.add(_Eager._backward_cls)
 
 
 class _Library(Generic[X, S, Y]):
-    """An operator's two library operators. Their schemas are spelt out because torch 2.4 cannot read
-    annotations."""
+    """The two library operators of an Operator.
+
+    Their schemas are explicit strings, because torch 2.4 cannot read the annotations.
+    """
 
     def __init__(self, operator: Operator[X, S, Y], empty: Callable[[X, S], Outputs]) -> None:
         self.of, self.empty = operator, empty
@@ -245,8 +264,10 @@ class _Library(Generic[X, S, Y]):
         return _all_there(self.empty(x, how), x[0])
 
     def _on_torch(self, x: X, how: Any, made: Outputs) -> list[Tensor | None]:
-        """Return what plain torch made as kernels would have left it. An output that plain torch does not
-        make is an empty tensor."""
+        """Return the results of plain torch in the layout and dtype that the kernels would produce.
+
+        An output that plain torch does not compute is an empty tensor.
+        """
         outputs: list[Tensor | None] = []
         for room, y in zip_longest(self.empty(x, how), made):
             if room is None or y is None:
@@ -287,14 +308,14 @@ class _Library(Generic[X, S, Y]):
         gradients: Gradients
         if plan.problem.path != "torch":
             if self.of.name in emptied:
-                # x is all there then: kernels that keep more than what is returned read x, too
+                # kept(x) is complete here, because kernels that keep more than the outputs also read x.
                 y = self.of.outputs(*self.of.forward(plan, x, how))
             gradients = self.of.backward(plan, x, self.of.own(y), grads, how, frozenset(wanted))
         elif self.of.backward_on_torch is not None:
             gradients = self.of.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:
             on_torch = self.of.on_torch
-            assert on_torch is not None  # else backward is plain torch
+            assert on_torch is not None  # without on_torch the route is never "torch"
             gradients = pulled_back(
                 lambda x: on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
             )
@@ -306,7 +327,7 @@ class _Library(Generic[X, S, Y]):
         return [self._like(x, how, name) for name in wanted]
 
     def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
-        """(x, y, grads, how, wanted) of the backward operator."""
+        """Return (x, y, grads, how, wanted) from the arguments of the backward operator."""
         given = iter(arguments[:-1])
         x = self.of.tensors(*islice(given, self.of.count))
         y = self.of.outputs(*islice(given, len(self.of.output_names)))
@@ -320,12 +341,12 @@ class _Library(Generic[X, S, Y]):
 
 @dataclass(eq=False)
 class Overwriting(Planned[X, S]):
-    """Kernels that write to one of their tensors and have no gradients.
+    """A set of kernels that overwrite one of their tensors and have no gradients.
 
-    tensors, scalars: NamedTuple classes; scalars end with ``call: str``. written: the name of the tensor, in
-        either of them.
-    launch(plan, x, how) -> the result, by kernels. ``on_torch`` writes to the same tensor.
-    empty(x, how) -> a tensor like the result.
+    tensors, scalars: NamedTuple classes. Scalars end with ``call: str``.
+    written: name of the overwritten tensor, a field of either class.
+    launch: ``launch(plan, x, how)`` returns the result, by kernels. ``on_torch`` overwrites the same tensor.
+    empty: ``empty(x, how)`` returns an empty tensor like the result.
     """
 
     name: str
@@ -337,7 +358,7 @@ class Overwriting(Planned[X, S]):
     empty: Callable[[X, S], Tensor]
 
     def __post_init__(self) -> None:
-        """Define flashlin::<name>, which plans when it runs."""
+        """Define the library operator flashlin::<name>, which plans when it runs."""
         inputs = ", ".join([*typed(self.tensors), *typed(self.scalars)])
         library = torch.library.custom_op(
             f"flashlin::{self.name}",
@@ -359,37 +380,40 @@ class Overwriting(Planned[X, S]):
 
 @cache
 def kernels(family: str, direction: str) -> Any:
-    """The module of a family's kernels. Triton is imported when it is needed, not before."""
+    """Return the kernel module of a family for a direction, and import Triton only then."""
     return import_module(f"flashlin.kernels.{family}.{direction}")
 
 
 def fields_of(named: Any) -> tuple[str, ...]:
-    """The names of the fields of a NamedTuple or its class."""
+    """Return the field names of a NamedTuple or its class."""
     names: tuple[str, ...] = named._fields
     return names
 
 
 def typed(fields: Any) -> list[str]:
-    """The fields of a NamedTuple class as a schema writes them: ``Tensor? h0``."""
+    """Return the fields of a NamedTuple class in the syntax of a torch schema, such as ``Tensor? h0``."""
     return [f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(fields).items()]
 
 
 def _split(
     tensors: Callable[..., X], scalars: Callable[..., S], arguments: Sequence[Any]
 ) -> tuple[X, S]:
-    """What a library operator got, as an operator's functions take it."""
+    """Return the arguments of a library operator as its two NamedTuples, tensors and scalars."""
     count = len(fields_of(tensors))
     return tensors(*arguments[:count]), scalars(*arguments[count:])
 
 
 def _all_there(outputs: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Outputs with an empty vector in the place of each that there is not."""
+    """Return the outputs with an empty vector instead of each None."""
     return tuple(like.new_empty(0, dtype=NOTHING) if t is None else t for t in outputs)
 
 
 def _apart(x: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
-    """x (None: zeros) as ``like`` is, and in memory of its own: an operator may return neither one tensor
-    twice nor one that it got."""
+    """Return x with the dtype of ``like`` in memory of its own; zeros if x is None.
+
+    A library operator must not return one tensor twice, nor one of its inputs.
+    taken: storage addresses that are already in use; the result's address is added.
+    """
     if x is None:
         return torch.zeros_like(like)
     x = x.to(like.dtype).contiguous()

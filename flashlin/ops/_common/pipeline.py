@@ -1,12 +1,13 @@
-"""The way of every op from its checked arguments to its kernels: plan, cast, run, once each.
+"""The steps that every op takes from its checked arguments to its kernels: plan, cast and run.
 
-An op checks its arguments by name (arguments.py, guards/) and makes two NamedTuples of them: ``x``, the
+An op checks its arguments by name (arguments.py, guards/) and puts them into two NamedTuples: ``x``, the
 tensors, and ``how``, the scalars. ``Planned.run_planned`` takes the other steps:
 
-- plan: eagerly, ``planned`` turns the call's Problem into a Plan for this machine. While torch.compile
-  traces, only the path is asked for, as a constant of the graph, from facts that hold for all lengths.
-- cast: the tensors take the dtype and the layout that the plan's kernels need (casting.py).
-- run: the kernels (operator.py) or, if that is the path, plain torch.
+- plan: in eager mode, ``planned`` turns the call's Problem into a Plan for this machine. While torch.compile
+  traces, only the path is chosen, as a constant of the graph. It depends only on facts that are the same for
+  all lengths.
+- cast: the tensors get the dtype and the layout that the plan's kernels need (casting.py).
+- run: the kernels (operator.py), or plain torch if that is the planned path.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from flashlin.ops._common.casting import DTYPE_NAMES, strictest
 from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
 
-# now: torch.compile, if it were the first to ask, could neither read os.environ nor keep what it makes
+# Read the policy at import: inside torch.compile a first read of os.environ would fail and not be cached.
 policy.current()
 X = TypeVar("X", bound=tuple[Any, ...])
 S = TypeVar("S", bound=tuple[Any, ...])
@@ -37,8 +38,11 @@ _told: set[tuple[str, str]] = set()
 
 
 class TracedCall(NamedTuple):
-    """The facts about a traced call that hold for all its lengths. call: a string of ``call_of``. K, V: head
-    sizes, as classes of sizes."""
+    """The facts about a traced call that are the same for all its lengths.
+
+    call: a string made by ``call_of``.
+    K, V: head sizes, rounded up by ``head_size_class``.
+    """
     call: str
     mode: str = ""
     K: int = 1
@@ -51,15 +55,17 @@ def _by_call(x: Any, how: Any) -> TracedCall:
 
 @dataclass(eq=False, kw_only=True)
 class Planned(Generic[X, S]):
-    """Kernels that a plan chooses, and how a checked call of them is planned, cast and run in plain torch.
+    """A set of kernels that a plan chooses, with the functions that plan, cast and run a checked call.
 
-    family: the name of the family that plans a traced call.
-    problem(x, how) -> the Problem.
-    on_torch(x, how) -> what the kernels return, by plain torch; None if the call itself does both.
-    cast(x, how, dot) -> x and how as the kernels take them; None if they take them as they are.
-    while_tracing(x, how) -> the TracedCall; None if torch.compile sees plain torch.
-    inside(x): True if plain torch runs inside of the library operator while torch.compile traces, because a
-        graph of it would not serve all lengths.
+    family: name of the family that plans a traced call.
+    problem: ``problem(x, how)`` returns the Problem.
+    on_torch: ``on_torch(x, how)`` returns the kernels' results by plain torch; None if ``__call__`` does
+        both.
+    cast: ``cast(x, how, dot)`` returns x and how in the form that the kernels need; None if no cast is
+        needed.
+    while_tracing: ``while_tracing(x, how)`` returns the TracedCall; None if torch.compile sees plain torch.
+    inside: ``inside(x)`` is True if plain torch runs inside the library operator while torch.compile traces,
+        because its graph would not be valid for all lengths.
     """
     family: str = ""
     problem: Callable[[X, S], Problem]
@@ -69,17 +75,21 @@ class Planned(Generic[X, S]):
     inside: Callable[[X], bool] = lambda x: False
 
     def __call__(self, plan: Plan | None, x: Any, how: S, *call: Any) -> Any:
-        """Run the kernels. plan: None while torch.compile traces. call: its record, if it may be replayed."""
+        """Run the kernels.
+
+        plan: None while torch.compile traces.
+        call: the record of the call, if it may be replayed.
+        """
         raise NotImplementedError
 
     def run_planned(self, x: X, how: S, key: Any = None, given: Sequence[Tensor | None] = ()) -> Any:
         """Plan, cast and run a checked call. Raises UnsupportedError if it cannot run on this machine.
 
-        key: of the call (``replay.key_of``), if ``run_again`` may repeat it: then x may differ from the given
-        tensors by casts alone.
+        key: the call's key (``replay.key_of``) if ``run_again`` may repeat the call. In that case x must
+            differ from the given tensors only by casts.
         """
         plan = None
-        if torch.compiler.is_compiling():  # library operators plan when they run
+        if torch.compiler.is_compiling():  # library operators plan later, when they run
             path, dot = self._route_while_tracing(x, how)
         else:
             plan = planned(self.problem(x, how), x[0].device)
@@ -91,9 +101,12 @@ class Planned(Generic[X, S]):
         return self(plan, x, how) if key is None else self(plan, x, how, remember(key, plan, given, x, how))
 
     def run_again(self, key: Any, given: Sequence[Tensor | None]) -> Any:
-        """Run a call like an earlier one with this key, without its checks; return None if there was none, or
-        if the call is planned another way now."""
-        if key is None or (call := calls.get(key)) is None:  # a graph would guard on what the table holds
+        """Run a call again without checks, if an earlier call had this key.
+
+        Return None if no earlier call had the key, or if the call's plan now needs another path or dtype.
+        """
+        # Check the key first: a traced graph would guard on the contents of the table.
+        if key is None or (call := calls.get(key)) is None:
             return None
         plan = planned(call.problem, given[0].device)  # type: ignore[union-attr]  # it has passed the checks
         if plan.problem.path != "triton" or plan.problem.dot != "native":
@@ -108,8 +121,10 @@ class Planned(Generic[X, S]):
 
 
 def planned(problem: Problem, device: torch.device) -> Plan:
-    """Return the plan for this call here and now. Raises UnsupportedError; warns once per op and reason where
-    results or speed differ."""
+    """Return the plan for this call on this device under the current settings.
+
+    Raises UnsupportedError for a refused plan. Warns once per op and reason if results or speed differ.
+    """
     if deferred_checks.owed:
         deferred_checks.poll()
     the_plan = dispatch.plan(problem, probe(device), policy.current())
@@ -131,8 +146,7 @@ def _tell(the_plan: Plan) -> None:
 
 
 def users_line() -> int:
-    """Return the stacklevel of the first frame outside flashlin, for a warning given by the caller of this
-    function."""
+    """Return the stacklevel of the first frame outside flashlin, for a warning that the caller gives."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "flashlin":
         frame, level = frame.f_back, level + 1
@@ -142,22 +156,26 @@ def users_line() -> int:
 # --- problems ---
 
 def call_of(op: str, dtypes: Collection[torch.dtype], options: Iterable[str] = ()) -> str:
-    """Return op, strictest dtype and options in one string, because a library operator takes no tuple of
-    strings."""
+    """Return the op, the strictest dtype and the options joined into one string.
+
+    A library operator accepts no tuple of strings, so they are joined.
+    """
     return " ".join([op, strictest(dtypes), *options])
 
 
 @lru_cache(maxsize=256)
 def parsed(call: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return (op, dtype, sorted options) of a string of ``call_of``."""
+    """Return (op, dtype, sorted options) of a string that ``call_of`` made."""
     op, dtype, *options = call.split(" ")
     return op, dtype, tuple(sorted(options))
 
 
 def problem_of_heads(op: str, family: str, mode: str, q: Tensor, v: Tensor, bounds: Tensor | None,
                      needs_grad: bool, options: Iterable[str]) -> Problem:
-    """Return the Problem of an op over sequences of heads: q [B, T, H, K], v [B, T, HV, V]. Its H is HV,
-    since each value head has a state."""
+    """Return the Problem of an op over sequences of heads: q [B, T, H, K], v [B, T, HV, V].
+
+    The Problem's H is HV, because each value head has its own state.
+    """
     B, T, HV, V = v.shape
     return Problem(op, family, mode, B=B, T=T, H=HV, K=q.shape[3], V=V,
                    N=B if bounds is None else bounds.shape[0] - 1,
@@ -174,10 +192,11 @@ def traced_over_heads(x: Any, how: Any, mode: str, options: Sequence[str] = ()) 
 # --- tracing ---
 
 def constant_while_tracing(function: Any) -> Any:
-    """Mark a function that torch.compile shall run now, with its result a constant of the graph.
+    """Mark a function that torch.compile runs during tracing, with its result a constant of the graph.
 
-    It does the same as torch.compiler.assume_constant_result, which loads the whole compiler, and eager calls
-    do not need that."""
+    It does the same as torch.compiler.assume_constant_result. That function would import the whole compiler,
+    which eager calls do not need.
+    """
     function._dynamo_marked_constant = True
     return function
 
@@ -185,7 +204,7 @@ def constant_while_tracing(function: Any) -> Any:
 @constant_while_tracing
 def _route_of_traced(call: str, mode: str, K: int, V: int, family: str,
                      device: torch.device) -> tuple[str, str]:
-    """Return (path, dot) without B, T or H, so that none is ever specialised."""
+    """Return (path, dot) of a traced call without reading B, T or H, so that none is specialised."""
     op, dtype, options = parsed(call)
     problem = planned(Problem(op, family, mode, B=1, T=1, H=1, K=K, V=V, N=1, dtype=dtype, varlen=False,
                               needs_grad=True, options=options), device).problem
@@ -193,15 +212,20 @@ def _route_of_traced(call: str, mode: str, K: int, V: int, family: str,
 
 
 def exporting() -> bool:
-    """Return True if torch.export traces this call. Its lengths may have names, and a graph of plain torch
-    would guard on them, because the last chunk of a sequence is shorter."""
+    """Return True if torch.export traces this call.
+
+    Exported lengths may be named dimensions. A graph of plain torch would guard on them, because the last
+    chunk of a sequence is shorter.
+    """
     return torch.compiler.is_compiling() and hasattr(torch.compiler,
                                                      "is_exporting") and torch.compiler.is_exporting()
 
 
 def head_size_class(size: int) -> int:
-    """Return the power of two to which recipes round up a head size, which may be symbolic: comparisons only
-    guard, and leave it symbolic."""
+    """Return the power of two to which recipes round up a head size.
+
+    The size may be symbolic. Comparisons only add guards, so the size stays symbolic.
+    """
     for power in (16, 32, 64, 128, 256, 512):
         if size <= power:
             return power

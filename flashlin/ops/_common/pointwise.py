@@ -1,7 +1,7 @@
-"""The plumbing of the elementwise ops: check, plan, run, gradients.
+"""Shared code of the elementwise ops: check, plan, run and differentiate.
 
-Under torch.compile they are plain torch: the compiler makes one kernel of that and of what is around it,
-which is more than ours could do.
+Under torch.compile these ops are plain torch. The compiler then fuses them with the surrounding code, which
+our separate kernels could not do.
 """
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ from flashlin.ops._common.pipeline import Planned
 
 
 class Scalars(NamedTuple):
-    """H, K: a row has H * K columns. dtype: of the outputs."""
+    """The scalars of an elementwise call.
+
+    H, K: a row has H * K columns.
+    dtype: dtype of the outputs.
+    bound: lower bound of a gate, or None.
+    """
     family: str
     H: int
     K: int
@@ -40,17 +45,23 @@ class Scalars(NamedTuple):
 
 def run_pointwise(op: str, H: int, K: int, dtype: torch.dtype, *tensors: Tensor | None,
                   bound: float | None = None, family: str | None = None) -> tuple[Tensor, ...]:
-    """Return the outputs of an op over rows of H * K columns, of that dtype. tensors: what its kernels take,
-    in shapes that broadcast; the first has a row's shape at the end. family: if it is not the op's own, but a
-    part of it."""
+    """Return the outputs, in ``dtype``, of an elementwise op over rows of H * K columns.
+
+    tensors: the inputs of the op's kernels, in shapes that broadcast. The first one ends with the shape of a
+        row.
+    family: the family to plan as, if this call is only one step of the op.
+    """
     outputs = PLANNED.run_planned(tensors, Scalars(family or OPS[op][0], H, K, dtype, bound, op))
     return tuple([y if y.dtype is dtype else y.to(dtype) for y in outputs])
 
 
 def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
            marked: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """x step in that dtype: x [..., H, K], step [..., H]. With marks [...]: contained, and they come back
-    with more (nonfinite.py)."""
+    """Return the product of x [..., H, K] and step [..., H] in ``dtype``, and the updated marks or None.
+
+    marked: marks [...], 0 or NaN for each token, or None. With marks, non-finite elements of x count as 0,
+        and the returned marks are NaN for their tokens (nonfinite.py).
+    """
     H, P = x.shape[-2:]
     y, *beside = run_pointwise(op, H, P, dtype, x, *contiguous(step, marked), family=SCALE)
     return y, beside[0] if beside else None
@@ -58,8 +69,11 @@ def scaled(op: str, x: Tensor, step: Tensor, dtype: torch.dtype,
 
 def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, dtype: torch.dtype,
             marked: Tensor | None = None) -> Tensor:
-    """(o + D x) silu(z) in that dtype: o [..., H, K] of float32, D [H] or [H, K] or None, z or None; o with
-    marks [...] is released (nonfinite.py)."""
+    """Return (o + D x) silu(z) in ``dtype``, without the factor silu(z) if z is None.
+
+    o: [..., H, K] in float32. D: [H], [H, K] or None.
+    marked: marks [...], 0 or NaN for each token, which are added to o (nonfinite.py); or None.
+    """
     H, P = x.shape[-2:]
     D, marked = contiguous(D, marked)
     y, = run_pointwise(op, H, P, dtype, o.contiguous(), None if D is None else x, D, z, marked, family=SKIP)
@@ -67,15 +81,18 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
 
 
 def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
-    """(d o + c x) silu(z) in that dtype, where o is that of the row above: o, x [..., H, K], c and d
-    [..., H], z or None. Where d is 0, as for the first of all, nothing above is read."""
+    """Return (d o + c x) silu(z) in ``dtype``, in which o is taken from the previous row.
+
+    o, x: [..., H, K]. c, d: [..., H]. z: the gate or None.
+    If d is 0, as in the first row, the previous row is not read.
+    """
     H, P = x.shape[-2:]
     y, = run_pointwise(op, H, P, dtype, o.contiguous(), x, c.contiguous(), z, d.contiguous(), family=READ)
     return y
 
 
 def problem_of(tensors: tuple[Any, ...], how: Scalars) -> Problem:
-    """The dtype is the strictest of any tensor, output included."""
+    """Return the Problem of an elementwise call; its dtype is the strictest of all inputs and the output."""
     _, H, K, dtype, _, op = how
     return Problem(op, how.family, "", B=1, T=tensors[0].numel() // max(H * K, 1), H=H, K=K, V=K, N=1,
                    dtype=strictest({*dtypes_of(tensors), dtype}), varlen=False,
@@ -88,7 +105,7 @@ class _Pointwise(torch.autograd.Function):
                 *tensors: Tensor | None) -> Any:
         ctx.plan, ctx.bound = plan, bound
         family = plan.problem.family
-        # the first one: no gradient depends on it
+        # The first tensor is only added, so no gradient depends on it and it is not saved.
         only_added = family == MIX or (family == SKIP and tensors[3] is None)
         ctx.save_for_backward(*((None, *tensors[1:]) if only_added else tensors))
         return kernels("pointwise", "forward").launch_forward(plan, tensors, bound, dtype)
@@ -107,6 +124,7 @@ own_nodes.add(_Pointwise._backward_cls)
 
 
 class _Planned(Planned[Any, Scalars]):
+    """The elementwise kernels as one ``Planned``, for all families of elementwise ops."""
     def __call__(self, plan: Plan | None, x: Any, how: Scalars, *call: Any) -> Any:
         return _Pointwise.apply(plan, how.bound, how.dtype, *x)
 

@@ -1,5 +1,4 @@
-"""Rows of a pool of states, in plain torch: copies of them to compute with, and what became of those written
-back."""
+"""Copies of rows from a pool of states, and the update of the pool, in plain torch."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -9,8 +8,13 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The row of each sequence in a pool, and whether there is such a row; both None where sequence n has row
-    n. states: copies of them."""
+    """The states of a batch of sequences, copied from a pool.
+
+    places: the pool row of each sequence, clamped to the pool.
+    known: True for each sequence whose row exists.
+    states: copies of the rows.
+    places and known are None if sequence n uses row n.
+    """
     pool: Tensor
     places: Tensor | None
     known: Tensor | None
@@ -18,7 +22,10 @@ class Rows(NamedTuple):
 
 
 def taken(pool: Tensor, indices: Tensor | None) -> Rows:
-    """The rows that indices [b] name, of which those below 0 or past the end name none."""
+    """Return copies of the pool rows that indices [b] name.
+
+    An index below 0 or past the end names no row.
+    """
     if indices is None:
         return Rows(pool, None, None, pool.detach().clone())
     size = pool.shape[0]
@@ -28,7 +35,10 @@ def taken(pool: Tensor, indices: Tensor | None) -> Rows:
 
 
 def put_back(rows: Rows, states: Tensor, y: Tensor) -> Tensor:
-    """y [b, ..., ...], zero for sequences that have no row, after writing the states to the rows."""
+    """Write the new states to their rows of the pool, and return y [b, ..., ...].
+
+    The result is zero for sequences without a row.
+    """
     pool, places, known, _ = rows
     states = states.detach().to(pool.dtype)
     if places is None or known is None:
@@ -37,8 +47,8 @@ def put_back(rows: Rows, states: Tensor, y: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and pool.device.type != "meta":
         pool[places[known]] = states[known]
     else:
-        # there is no room for a number of rows that nobody knows: those without one go to a row that is cut
-        # off again
+        # The number of known rows cannot be read here. Sequences without a row write to an extra row, which
+        # is cut off again.
         larger = torch.cat([pool, pool.new_zeros(1, *pool.shape[1:])])
         pool.copy_(larger.index_copy(0, torch.where(known, places, pool.shape[0]), states)[:-1])
     return torch.where(known[:, None, None], y, 0)

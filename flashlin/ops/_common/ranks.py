@@ -1,8 +1,8 @@
-"""Sequences over several ranks: what a rank has to know, and what ranks tell each other.
+"""Sequences split over several ranks: the tokens of each rank, and the exchanges between ranks.
 
-Each rank of a torch.distributed group holds the same number of tokens of one long row, rank r the r-th part
-of it. What is exchanged goes through torch.distributed; which ranks there are and how long they wait for each
-other (``timeout``) is the group's affair.
+Each rank of a torch.distributed group has the same number of tokens of one long row; rank r has the r-th
+piece. All exchanges go through torch.distributed. The group determines its ranks and how long they wait for
+each other (``timeout``).
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flashlin.guards.tokens import report, users_frame
 from flashlin.ops._common.pipeline import constant_while_tracing
 
 CONTEXT = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
-SIZES = 11  # the most numbers that ranks compare; all calls send equally many
+SIZES = 11  # the number of sizes that ranks exchange in each call; unused ones are 0
 _agreed: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -36,7 +36,10 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def untraced(function: F_) -> F_:
-    """What torch.compiler.disable makes of the function; that loads the compiler, so only if it is there."""
+    """Return the function with torch.compiler.disable applied, as soon as the compiler is loaded.
+
+    torch.compiler.disable itself would load the compiler, so it is not applied before.
+    """
     made: list[Callable[..., Any]] = []
 
     @constant_while_tracing
@@ -55,15 +58,21 @@ def untraced(function: F_) -> F_:
 
 
 class Shard(NamedTuple):
-    """A rank's part of a row.
+    """The tokens of one rank, a piece of a row that all ranks share.
 
-    before, after: how many ranks before it have tokens of its first sequence, and behind it of its last one.
-    begin: the row where its last sequence begins, 0 if that began before. bounds, bounds_cpu: the edges of
-    its own sequences, None where each row of the batch is one. first: the number of its first sequence in the
-    call. total: sequences of the call, 0 where nobody knows. whole: the call's edges, None where only the
-    rank's own are known. zigzag: where the caller's tokens are parts r and 2 size - 1 - r, one behind the
-    other, of 2 size parts of the row, and all else here speaks of parts 2 r and 2 r + 1: the order of the
-    caller's two, how many of them go to each rank, how many come from each, and the order of those.
+    before: number of earlier ranks that have tokens of this rank's first sequence.
+    after: number of later ranks that have tokens of this rank's last sequence.
+    begin: index of the local token at which the last sequence begins, 0 if it began on an earlier rank.
+    bounds, bounds_cpu: edges of the rank's own sequences, None if each row of the batch is one sequence.
+    first: number of the rank's first sequence within the call.
+    total: number of sequences of the call, 0 if unknown.
+    whole: the edges of the whole call, None if only the rank's own edges are known.
+    zigzag: see the function ``zigzag``; empty if the tokens are contiguous.
+
+    With zigzag the row is cut into 2 size pieces, and the caller's tokens are pieces r and 2 size - 1 - r,
+    one after the other. All other fields describe pieces 2 r and 2 r + 1. zigzag contains four lists: the
+    order to send the caller's two pieces, the number of pieces to send to each rank, the number of pieces
+    that come from each rank, and the order of the received pieces.
     """
     op: str
     group: Any
@@ -81,7 +90,10 @@ class Shard(NamedTuple):
 
     @untraced
     def there(self, x: Tensor | None, way: int = 1) -> Any:
-        """The rank's own tokens, of the caller's x [B, T, ...]; with way = -1 the other way round."""
+        """Return the rank's own contiguous tokens from the caller's x [B, T, ...].
+
+        way: 1, or -1 for the opposite direction.
+        """
         if x is None or not self.zigzag:
             return x
         before, sent, came, after = self.zigzag[::way]
@@ -89,19 +101,21 @@ class Shard(NamedTuple):
         return exchanged(self, parts[before], sent, came)[after].flatten(0, 1)[None]
 
     def back(self, x: Tensor) -> Tensor:
-        """The caller's tokens, of the rank's own."""
+        """Return the caller's tokens from the rank's own contiguous tokens."""
         y: Tensor = self.there(x, -1)
         return y
 
     def own(self, states: Tensor) -> Tensor:
-        """The initial states of the rank's own sequences, of the call's."""
+        """Return the initial states of the rank's own sequences from the states of the whole call."""
         if self.bounds is None:
             return states
         return states[self.first:self.first + self.bounds.shape[0] - 1]
 
     def share(self, states: Tensor, B: int) -> Tensor:
-        """The call's final states [N, ...], of the rank's own: zeros for those that do not end here. B: rows
-        of the batch."""
+        """Return the final states [N, ...] of the whole call, zero for sequences that end on other ranks.
+
+        states: the final states of the rank's own sequences. B: rows of the batch.
+        """
         elsewhere = B if self.after else 0
         n = states.shape[0] - elsewhere
         behind = max(self.total - self.first - n, elsewhere)
@@ -109,28 +123,32 @@ class Shard(NamedTuple):
 
     @untraced
     def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
-        """The tokens before each of the rank's own sequences, as a convolution's states [n, D, size], the
-        newest last. x: its tokens [B, T, D]. states: the call's initial ones [N, D, size], None for zeros."""
+        """Return the tokens before each of the rank's own sequences as convolution states [n, D, size].
+
+        The newest token is the last one.
+        x: the rank's tokens [B, T, D].
+        states: the initial states [N, D, size] of the whole call, None for zeros.
+        """
         B, T, D = x.shape
         n = B if self.bounds is None else self.bounds.shape[0] - 1
-        wide = torch.promote_types(x.dtype, torch.float32)  # the initial states may be, and gradients are
+        wide = torch.promote_types(x.dtype, torch.float32)  # for initial states and gradients in float32
         own = (x.new_zeros(n, D, size) if states is None else self.own(states)).to(wide)
         if self.size == 1:
             return own
         if T < size - 1:
             raise ValueError(f"{self.op}: got {T} tokens on each rank, need at least {size - 1}, all that a "
                              "token looks back on")
-        # what the last sequence leaves: its tokens here, and before them what it began with
+        # The window that the last sequence passes on: its initial window followed by its tokens here.
         left = torch.cat([own[n - B:], x[:, max(self.begin, T - size):].mT.to(wide)], 2)[..., -size:]
         to = torch.arange(self.size, device=x.device).view(-1, 1, 1, 1)
         sent = torch.where((to == self.rank + 1) & (self.after > 0), left, 0)
         came = exchanged(self, sent)[self.rank - 1]
-        # where nothing came, zeros did: every rank's gradient passes through the exchange
+        # If no window came, zeros came. They are added, so that every rank's gradient takes part in the exchange.
         return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
 
 def check_ranks(cp_context: Any, process_group: Any) -> None:
-    """That they are what they should be, or None."""
+    """Raise TypeError or ValueError unless cp_context and process_group have the right types or are None."""
     if process_group is not None:
         check_group("process_group", process_group)
     if cp_context is None:
@@ -143,6 +161,7 @@ def check_ranks(cp_context: Any, process_group: Any) -> None:
 
 
 def check_group(name: str, group: Any) -> None:
+    """Raise unless the group is a torch.distributed group that contains this process."""
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
     if dist.get_rank(group) < 0:
@@ -151,8 +170,10 @@ def check_group(name: str, group: Any) -> None:
 
 @untraced
 def in_rows(cp_context: Any, process_group: Any, n: int) -> tuple[Any, int]:
-    """Of a call whose tokens are n rows each: a context that counts these, and how many ranks a
-    process_group has."""
+    """Return a context whose edges count rows and the number of ranks, for tokens that have n rows each.
+
+    The number of ranks is 1 with a cp_context. With a process_group the context is None.
+    """
     check_ranks(cp_context, process_group)
     if cp_context is None:
         return None, dist.get_world_size(process_group)
@@ -171,10 +192,14 @@ def shard_of(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     **states: bool,
 ) -> Shard:
-    """The shard of this rank, whose tokens are x [B, T, ...]; one of ``cp_context`` and ``process_group`` is
-    not None. cu_seqlens: the edges of the whole row, read on the host, from cu_seqlens_cpu if that is there
-    (beside a context, which has edges, not looked at). sizes: numbers in which the ranks' calls agree, beside
-    B and T. states: by name, whether the call has them, which fla's context cannot."""
+    """Return the Shard of this rank, whose tokens are x [B, T, ...].
+
+    One of cp_context and process_group is not None.
+    cu_seqlens: edges of the whole row. The host reads them, from cu_seqlens_cpu if given. They are ignored
+        with a context, which has its own edges.
+    sizes: numbers that must be equal in the calls of all ranks, in addition to B and T.
+    states: True by name for each kind of state that the call has; fla's context does not support states.
+    """
     check_ranks(cp_context, process_group)
     if transformed():
         raise ValueError(f"{op}: got a call inside a transform of torch.func or forward-mode AD, need one "
@@ -196,7 +221,7 @@ def shard_of(
 
 def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: Tensor | None = None,
              cu_seqlens_cpu: Tensor | None = None) -> Shard:
-    """``shard_of`` a process_group."""
+    """Return the Shard of this rank for a process_group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     B, T = x.shape[:2]
     count = cu_seqlens.numel() if isinstance(cu_seqlens, Tensor) else 0
@@ -214,7 +239,7 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
     start, end, count = rank * T, rank * T + T, len(host) - 1
     here = [n for n in range(count)
             if (host[n] < end and host[n + 1] > start if host[n] < host[n + 1] else
-                min(host[n] // T, size - 1) == rank)]  # one of no tokens is where its place is
+                min(host[n] // T, size - 1) == rank)]  # an empty sequence belongs to the rank of its position
     first, last = here[0], here[-1]
     mine = torch.tensor([min(max(edge, start), end) - start for edge in host[first:last + 2]],
                         dtype=edges.dtype)
@@ -225,8 +250,10 @@ def of_group(op: str, group: Any, x: Tensor, sizes: Sequence[int], cu_seqlens: T
 
 
 def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
-    """``shard_of`` a context that ``fla.ops.cp.build_cp_context`` has made; one without a group is of one
-    rank."""
+    """Return the Shard of this rank for a context made by ``fla.ops.cp.build_cp_context``.
+
+    A context without a group has one rank.
+    """
     layout = getattr(context, "layout", "contiguous")
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f"cp_context: got layout {layout!r}, need 'contiguous' or 'zigzag'")
@@ -252,7 +279,7 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
 
 
 def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
-    """``Shard.zigzag`` of a rank. What comes does in the order of ranks."""
+    """Return the field ``Shard.zigzag`` of a rank. Received pieces arrive in the order of ranks."""
     last, ranks = 2 * size - 1, range(size)
     to = [rank // 2, (last - rank) // 2]
     of = [min(part, last - part) for part in (2 * rank, 2 * rank + 1)]
@@ -260,16 +287,22 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 class Sizes(NamedTuple):
-    """The sizes that rank ``rank`` gave to ``agree`` in a call, for a comparison whose answer comes later.
-    where: the caller's line."""
+    """The sizes that this rank passed to ``agree`` in one call, kept for a comparison whose result comes later.
+
+    op: the op's name.
+    where: file, line and function of the caller.
+    rank: number of this rank.
+    """
     op: str
     where: str
     rank: int
     sizes: tuple[int, ...]
 
     def verdict(self, position: int, value: int) -> str:
-        """Return the error's text, or "" if value is what this rank has there. position counts through the
-        sizes of all ranks [ranks, SIZES] in order."""
+        """Return the error's text, or "" if ``value`` equals this rank's size at that position.
+
+        position: flat index into the sizes of all ranks [ranks, SIZES].
+        """
         rank, at = divmod(position, SIZES)
         if position < 0 or at >= len(self.sizes) or value == self.sizes[at]:
             return ""
@@ -281,13 +314,15 @@ class Sizes(NamedTuple):
 
 
 def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, waits: bool = False) -> None:
-    """Raise ValueError unless all ranks have the same sizes: B, T, the number of values in cu_seqlens (0
-    without it), the index of the dtype in FLOATS, and others. Each call sends them, so that data of one call
-    is never taken for data of another.
+    """Raise ValueError unless all ranks pass the same sizes.
 
-    Reading the sizes of other ranks waits for a GPU. There a rank waits if its own sizes are new to it, in
-    debug mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares
-    them, and a later call raises the error, the same one on each rank (``guards/deferred_checks.py``)."""
+    sizes: B, T, the number of values in cu_seqlens (0 without it), the index of the dtype in FLOATS, and
+        further numbers. Each call sends them, so that data of one call is never read as data of another.
+
+    Reading the sizes of other ranks waits for the GPU. A rank waits if its own sizes are new to it, in debug
+    mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares the
+    sizes, and a later call raises the error, the same one on each rank (``guards/deferred_checks.py``).
+    """
     seen, call = _agreed.setdefault(group, {}), (device, *sizes)
     known = seen.get(call)
     mine = torch.tensor([*sizes, *[0] * (SIZES - len(sizes))], device=device) if known is None else known
@@ -306,8 +341,10 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, wai
 
 
 def unequal(found: dict[int, tuple[int, ...]]) -> str:
-    """Return the error's text for sizes, as ``agree`` compares them, that are not the same on all these
-    ranks."""
+    """Return the error's text for sizes that differ between ranks.
+
+    found: the sizes by rank, as ``agree`` compares them.
+    """
     tokens, edges, dtypes = ([one[at] for one in found.values()] for at in (1, 2, 3))
     if len(set(tokens)) > 1:
         what = f"{tokens} tokens"
@@ -322,7 +359,7 @@ def unequal(found: dict[int, tuple[int, ...]]) -> str:
 
 @contextmanager
 def answered(op: str, group: Any) -> Iterator[None]:
-    """An exchange, whose failure says what that means."""
+    """Run an exchange in a ``with`` block, and explain its failure in the error."""
     try:
         yield
     except RuntimeError as error:
@@ -333,7 +370,7 @@ def answered(op: str, group: Any) -> Iterator[None]:
 
 
 def gathering(op: str, group: Any, x: Tensor) -> Callable[[], list[Tensor]]:
-    """Begins to tell x to every rank; what waits for theirs, in their order."""
+    """Start to send x to every rank; return a function that waits for all ranks' x, in their order."""
     x = x.contiguous()
     out = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     with answered(op, group):
@@ -347,18 +384,22 @@ def gathering(op: str, group: Any, x: Tensor) -> Callable[[], list[Tensor]]:
 
 
 class _Exchange(torch.autograd.Function):
-    """x [n, ...], of whose slices each rank gets as many as ``sent`` says, in order (None: one each) -> what
-    comes, as many of each rank as ``came`` says. Its gradient is the same exchange backwards."""
+    """A differentiable all-to-all over the slices of x [n, ...].
+
+    sent: number of slices for each rank, in order; None for one slice each.
+    came: number of slices that come from each rank.
+    The gradient is the same exchange in the opposite direction.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: str, group: Any, x: Tensor, sent: list[int] | None,
                 came: list[int] | None) -> Tensor:
         ctx.back = op, group, came, sent
-        x = x.resolve_neg().contiguous()  # the backend reads memory
+        x = x.resolve_neg().contiguous()  # the backend reads raw memory
         y = torch.empty_like(x)
         if x.numel():
             with answered(op, group):
-                # as bytes: not every backend knows every dtype
+                # The exchange sends bytes, because some backends do not support every dtype.
                 there, here = (t.view(len(t), -1).view(torch.uint8) for t in (x, y))
                 dist.all_to_all_single(here, there, came, sent, group=group)
         return y
@@ -371,26 +412,35 @@ class _Exchange(torch.autograd.Function):
 
 def exchanged(shard: Shard, x: Tensor, sent: list[int] | None = None,
               came: list[int] | None = None) -> Tensor:
+    """Return the slices that the other ranks send in a differentiable all-to-all.
+
+    sent, came: number of slices for and from each rank; None for one slice each.
+    """
     y: Tensor = _Exchange.apply(shard.op, shard.group, x, sent, came)
     return y
 
 
 def of_heads(shard: Shard, x: Tensor) -> Tensor:
-    """[B, T, H, ...] of this rank's tokens -> [B, size T, H / size, ...] of this rank's heads."""
+    """Return [B, size T, H / size, ...] of this rank's heads from [B, T, H, ...] of this rank's tokens."""
     x = exchanged(shard, x.unflatten(2, (shard.size, -1)).movedim(2, 0))
     return x.movedim(0, 1).flatten(1, 2)
 
 
 def of_tokens(shard: Shard, x: Tensor) -> Tensor:
-    """of_heads the other way round."""
+    """Return the inverse of ``of_heads``: all heads of this rank's tokens."""
     x = exchanged(shard, x.unflatten(1, (shard.size, -1)).movedim(1, 0))
     return x.movedim(0, 2).flatten(2, 3)
 
 
 def folded(states: Sequence[Tensor], transfers: Sequence[Tensor]) -> Tensor:
-    """The states [B, H, K, V] one after the other, of which each but the first adds what its transfer leaves
-    of those before: a matrix [B, H, K, K] or decays, [B, H] or [B, H, K]. In float64, so whatever torch
-    allows of 32 bits, and in one order."""
+    """Return the state after several ranks, by applying each rank's transfer to the state before it.
+
+    states: [B, H, K, V] for each rank, the state that its tokens alone produce.
+    transfers: for each rank but the first, the effect on an entering state: a matrix [B, H, K, K], or decays
+        [B, H] or [B, H, K].
+    It computes in float64 and in a fixed order, so the result does not depend on torch's settings for 32-bit
+    products.
+    """
     state = states[0].double()
     for one, transfer in zip(states[1:], transfers, strict=True):
         D = transfer.double()

@@ -1,10 +1,10 @@
-"""Recipes for replays of a run of kernels (replay.py), made from one run that is watched.
+"""Recipes for replays of a run of kernels (replay.py), derived from one watched run.
 
-After a watched run it is known which kernel is the first and the last to use each buffer. If it saves memory,
-the recipe has two stages. Between them it frees scratch, and what forward kept for this run alone, that no
-later kernel uses, and only then makes the buffers that no earlier kernel used. Within a stage, scratch that
-is never needed at the same time shares its memory. Kernels of one stream run in order, so memory can be used
-again at once.
+A watched run shows which kernel is the first and the last to use each buffer. If it saves memory, the recipe
+has two stages. Between the stages it frees the buffers that no later kernel uses: scratch, and tensors that
+forward kept for this run alone. Only then it makes the buffers that no earlier kernel used. Within a stage,
+scratch buffers that are never needed at the same time share memory. The kernels of one stream run in order,
+so memory can be reused at once.
 """
 from __future__ import annotations
 
@@ -22,35 +22,44 @@ from flashlin.guards.plan_types import Plan
 from flashlin.ops._common.casting import ALIGNED
 from flashlin.ops._common.compile_ahead import MAKING, Mode
 
-APART = 128  # bytes that scratch buffers begin at multiples of
-WORTH = 2**20  # bytes that two stages have to save
-NEVER = 2**31  # a step that there is not
+APART = 128  # alignment of scratch buffers in bytes
+WORTH = 2**20  # the least number of bytes that two stages must save
+NEVER = 2**31  # the number of a step that no run reaches
 Made = tuple[torch.Size, torch.dtype]
 
 
 class Place(int):
-    """The number of a tensor: of the given ones, then those that are made, in their order."""
+    """The number of a tensor within a replay recipe: first the given tensors, then the made ones in their order."""
 
 
 class Start(NamedTuple):
-    """run: Triton's launcher of a compiled kernel. arguments: takes what it is called with out of all that
-    the recipe's starts are called with."""
+    """One kernel launch of a replay recipe.
+
+    run: Triton's launcher of the compiled kernel.
+    arguments: picks the launcher's arguments from the list of all arguments of the run.
+    """
     run: Callable[..., None]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
 class Write(NamedTuple):
-    """What torch writes to tensors that are there, which stand here as their places; or ``launch.enter``."""
+    """An in-place torch operation to replay, with its tensor arguments given as places; or ``launch.enter``."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 class Stage(NamedTuple):
-    """gone: places of what to let go of first. made: tensors like the buffers to make, of one element each,
-    since torch makes a tensor like another in half the time: those that torch is to see, then one for all
-    scratch that is let go of together. inside: other addresses that kernels get (so many bytes from which of
-    all that they are called with)."""
+    """The buffers and steps of one stage of a replay recipe.
+
+    gone: places of tensors to free before this stage.
+    made: tensors like the buffers to make. Each has one element of memory, because torch makes a tensor like
+        another one in half the time. First come the tensors that torch operations use, then one buffer for
+        all scratch that is freed together.
+    inside: addresses within buffers that kernels also get, as (index of an address in the list of all
+        arguments, bytes from there).
+    steps: the launches and torch operations of the stage, in order.
+    """
     gone: tuple[int, ...]
     made: tuple[Tensor, ...]
     inside: tuple[tuple[int, int], ...]
@@ -58,9 +67,15 @@ class Stage(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """plan: which it is a run of, kept so that no other one gets its id. compiled: what it starts. numbers:
-    what kernels get beside addresses. returned: what is, with places for tensors. nothing: a tensor without
-    elements."""
+    """The data with which a run of kernels is replayed on other tensors.
+
+    plan: the plan of the run, kept alive so that no other plan gets its id.
+    compiled: the compiled kernels that the run launches.
+    numbers: kernel arguments other than addresses.
+    stages: the stages, one or two.
+    returned: the returned structure, with places for tensors.
+    nothing: a tensor without elements.
+    """
     plan: Plan
     compiled: tuple[Compiled, ...]
     numbers: tuple[Any, ...]
@@ -70,8 +85,12 @@ class Recipe(NamedTuple):
 
 
 class _Watch(Mode):
-    """What torch does meanwhile. buffers: those that were made, kept alive so that no two have an address.
-    steps: what was written to, and kernels that were started. plain: nothing else was done."""
+    """Dispatch mode that records the operations of a run.
+
+    buffers: the buffers that the run made, kept alive so that no two have the same address.
+    steps: in-place torch operations and kernel launches, in order.
+    plain: True if the run did nothing else.
+    """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -98,33 +117,45 @@ def _storage_of(x: Tensor) -> int:
 
 
 def _look(x: Tensor) -> Any:
-    """What two objects for the same elements have in common; torch may hand out another one than it made."""
+    """Return a key that is equal for two tensor objects with the same elements.
+
+    torch may return another tensor object than the one it made.
+    """
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 def watched_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
                 addresses: list[int], arguments: tuple[Any, ...], own: int) -> tuple[Any, Recipe | None]:
-    """Return what the function returns, and the recipe of its run; None if it cannot be repeated."""
+    """Return the function's result, and the recipe of its run or None if the run cannot be replayed.
+
+    own: the last ``own`` tensors belong to this run alone and may be freed.
+    """
     watch = _Watch(tensors)
     with launch.noting(starts=watch.steps), watch:
         made = function(plan, *arguments)
     watch.steps = [Write(step, (), {}) if step is launch.enter else step for step in watch.steps]
     try:
         return made, _recipe(plan, tensors, addresses, own, watch, made) if watch.plain else None
-    except KeyError:  # a tensor of which nobody knows where it comes from
+    except KeyError:  # a tensor of unknown origin
         return made, None
 
 
 class Life(NamedTuple):
-    """Of memory: bytes, and the first and the last step that needs it."""
+    """The lifetime of a buffer.
+
+    size: bytes.
+    first, last: the first and the last step that need the buffer.
+    """
     size: int
     first: int
     last: int
 
 
 def packed(lives: Mapping[int, Life]) -> tuple[dict[int, int], int]:
-    """Where each begins in a buffer, the largest first, so that no two that are needed at the same step
-    overlap; and the bytes of the buffer."""
+    """Return the offset of each buffer in one shared buffer, and the size of the shared buffer in bytes.
+
+    Buffers that are needed at the same step do not overlap. The largest buffer is placed first.
+    """
     begins = dict[int, int]()
     for at, one in sorted(lives.items(), key=lambda item: -item[1].size):
         place = 0
@@ -138,8 +169,10 @@ def packed(lives: Mapping[int, Life]) -> tuple[dict[int, int], int]:
 
 
 def second_stage(kept: Mapping[int, Life], scratch: Mapping[int, Life], steps: int) -> int:
-    """The step that a second stage best begins with; NEVER where none is worth it. kept: what is given and
-    what is returned."""
+    """Return the step at which a second stage should begin; NEVER if it would save less than WORTH bytes.
+
+    kept: lifetimes of the given and the returned tensors. scratch: lifetimes of scratch buffers.
+    """
     def taken(needed: Callable[[Life], bool]) -> int:
         return (sum(one.size for one in kept.values() if needed(one))
                 + packed({at: one for at, one in scratch.items() if needed(one)})[1])
@@ -151,8 +184,10 @@ def second_stage(kept: Mapping[int, Life], scratch: Mapping[int, Life], steps: i
 
 
 class _Memory:
-    """What a run that was watched had, by number: the tensors given, the results, which torch is to see, and
-    scratch."""
+    """The tensors of a watched run by number: the given ones, the results and scratch.
+
+    A result is a made tensor that is returned or that a torch operation uses.
+    """
 
     def __init__(self, tensors: Sequence[Tensor | None], addresses: list[int], watch: _Watch,
                  returned: Any) -> None:
@@ -171,18 +206,24 @@ class _Memory:
                 self.stored.setdefault(_storage_of(x), []).append(at)
 
     def pointer(self, x: Tensor) -> tuple[int, int]:
-        """Whose it is, and how many bytes from its beginning. Raises KeyError if nobody can tell."""
+        """Return (number of the tensor that contains x, offset of x in bytes).
+
+        Raises KeyError if the tensor cannot be determined.
+        """
         address, owners = x.data_ptr(), self.stored[_storage_of(x)]
         if address in self.begins:
             return self.begins[address], 0
-        if len(owners) > 1:  # slices of a given tensor, each of which may lie elsewhere the next time
+        if len(owners) > 1:  # several given tensors share this memory and may be apart in the next run
             raise KeyError(address)
         owner = self.every[owners[0]]
         assert owner is not None
         return owners[0], address - owner.data_ptr()
 
     def lives(self, steps: Sequence[Any], returned: Any, own: int) -> dict[int, Life]:
-        """Of what is made, and of the last ``own`` tensors given. What is returned lives to the end."""
+        """Return the lifetime of each made tensor and of the last ``own`` given tensors.
+
+        A returned tensor lives until the end of the run.
+        """
         needed: dict[int, list[int]] = {}
         for now, step in enumerate(steps):
             for x in tree_leaves(step[1:]):
@@ -199,12 +240,13 @@ class _Memory:
                         for at in self.scratch if at in needed}
 
     def is_plain(self) -> bool:
-        """Whether what is made can be made like it."""
+        """Return True if a replay can make all made tensors: results are contiguous, and all are aligned."""
         made = [x for x in self.every[self.results.start:] if x is not None]
         return (all(x.is_contiguous() for x in made[:len(self.results)])
                 and not any(x.data_ptr() % ALIGNED for x in made))
 
     def size(self, at: int) -> int:
+        """Return the bytes of a tensor's storage, rounded up to a multiple of APART."""
         x = self.every[at]
         assert x is not None
         return -(-x.untyped_storage().nbytes() // APART) * APART
@@ -212,8 +254,11 @@ class _Memory:
 
 def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
         dict[int, tuple[int, int]], tuple[list[Made], list[Made]], tuple[int, ...]]:
-    """Where each lies (in which of the tensors that are there in a run, and how many bytes from its
-    beginning); what is made before the step ``begin``, and what then; and what is let go of between."""
+    """Return the memory layout of a replay with a second stage that begins at step ``begin``.
+
+    The result is (location of each tensor as (tensor of the replay, offset in bytes), tensors to make in each
+    of the two stages, tensors to free between the stages).
+    """
     given = memory.results.start
     home, makes, there = {at: (at, 0) for at in range(given)}, (list[Made](), list[Made]()), given
     gone = [at for at, life in lives.items() if at < given and life.last < begin]
@@ -238,7 +283,10 @@ def _layout(memory: _Memory, lives: dict[int, Life], begin: int) -> tuple[
 
 def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], own: int, watch: _Watch,
             made: Any) -> Recipe | None:
-    """Raises KeyError for a tensor that is neither given nor was made."""
+    """Return the recipe of a watched run, or None if it cannot be replayed.
+
+    Raises KeyError for a tensor that was neither given nor made in the run.
+    """
     returned = dict(made) if isinstance(made, Mapping) else tuple(made)
     compiled = [step[0] for step in watch.steps if not isinstance(step, Write)]
     memory = _Memory(tensors, addresses, watch, returned)
@@ -256,7 +304,7 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
         if isinstance(x, Tensor) and x.data_ptr():
             at, beyond = memory.pointer(x)
             return home[at][0], home[at][1] + beyond
-        numbers.append(0 if isinstance(x, Tensor) else x)  # a tensor of nothing has no address
+        numbers.append(0 if isinstance(x, Tensor) else x)  # an empty tensor has no address
         return len(numbers)
 
     def placed(x: Any) -> Any:
@@ -270,7 +318,7 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
         else:
             used, programs, values = step
             steps.append((used.run, [*map(taken, (programs, 1, 1)), 0, *map(taken, (*used.known, *values))]))
-    # the places of addresses: of what is given; then, for each stage, of what is made, and inside of that
+    # Number the addresses: the given tensors first, then for each stage its new tensors and addresses in them.
     on, first = next(x for x in tensors if x is not None).device, 1 + len(numbers)
     places, stages, there = {(at, 0): first + at for at in range(len(tensors))}, list[Stage](), len(tensors)
     for like, of_stage in zip(makes, (steps[:begin], steps[begin:]), strict=True):

@@ -1,8 +1,7 @@
-"""The plumbing of every op that runs token by token: check, plan, and run the generic recurrence
-(kernels/recurrent/inputs.py has its formula).
+"""Shared code of the ops that compute token by token: check, plan and run the generic recurrence.
 
-Inference does everything in one launch. With gradients, and on the torch path, norms, gates, sigmoids and
-rates come first, in torch.
+kernels/recurrent/inputs.py contains its formula. Inference runs everything in one launch. With gradients, and
+on the torch path, torch first computes norms, gates, sigmoids and rates.
 """
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ from flashlin.ops._common.preprocess import (
 )
 from flashlin.ops._common.replay import Call, key_of, run_replayed
 
-LONG = 32  # tokens from which on the torch path goes chunk by chunk, where there are chunks for what is asked
+LONG = 32  # with more tokens the torch path computes chunk by chunk, if the call has a chunked form
 SHAPES = {"g": ("B", "T", "HV"), "gamma": ("HV",), "gk": ("B", "T", "HV", "K"), "gv": ("B", "T", "HV", "V"),
           "bonus": ("HV", "K"), "a": ("B", "T", "HV", "K"), "b": ("B", "T", "HV", "K"), "A_log": ("HV",),
           "dt_bias": ("HV",)}
@@ -59,7 +58,10 @@ OPTIONS = {"reverse": "reverse", "use_qk_l2norm_in_kernel": "l2norm", "use_beta_
 
 
 class Scalars(NamedTuple):
-    """flags: words with blanks between them, because a library operator takes no tuple of strings."""
+    """The scalars of a token-by-token call.
+
+    flags: words separated by blanks, because a library operator accepts no tuple of strings.
+    """
     scale: float
     has_ht: bool
     out_dtype: torch.dtype
@@ -69,18 +71,23 @@ class Scalars(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
+        """The flags as a tuple of words."""
         return tuple(self.flags.split())
 
 
 class Outputs(NamedTuple):
+    """The outputs of a token-by-token call: o, the final state, and the states that backward needs."""
     o: Tensor
     ht: Tensor | None
     states: Tensor | None
 
 
 def flags_of(*always: str, bound: float | None = None, **options: bool) -> tuple[str, ...]:
-    """The flags (kernels/recurrent/inputs.py) that an op always has, those of its public options, which are
-    checked here, that are set, and a gate's lower bound."""
+    """Return the flags (kernels/recurrent/inputs.py) of an op.
+
+    always: flags that the op always has. bound: lower bound of its gate. options: public options of the op;
+        they are checked here, and the set ones become flags.
+    """
     chosen = [OPTIONS[name] for name, value in options.items() if scalars.flag(name, value)]
     return (*always, *[f"bound:{bound}"] * (bound is not None), *chosen)
 
@@ -95,13 +102,14 @@ def run_recurrent(
     in_place: bool = False,
     called: Mapping[str, str] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check an op's call token by token, and return (o in v's dtype, final state or None).
+    """Check and run a token-by-token call, and return (o in v's dtype, final state or None).
 
-    x.bounds: cu_seqlens as the user gave them. in_place or indices: states are read from and written back to
-    x.h0, which is what comes back as the final state. called: what the op calls those inputs that it must
-    have.
+    x.bounds: cu_seqlens as the user passed them.
+    in_place or indices: states are read from x.h0 and written back to it, and x.h0 is returned as the final
+        state.
+    called: public names of the inputs that the op requires.
     """
-    # values of cu_seqlens are not part of a key, and a tensor that is overwritten is checked each time
+    # A key does not contain the values of cu_seqlens, and an overwritten tensor is checked in each call.
     given = x
     key = None if in_place is not False or indices is not None or x.bounds is not None else key_of(
         x, op, flags, scale, has_ht)
@@ -111,12 +119,12 @@ def run_recurrent(
     has_ht, in_place = scalars.flag("output_final_state", has_ht), scalars.flag("inplace_state", in_place)
     x = _checked(x, flags, indices, in_place, called or {})
     scale = x.q.shape[3] ** -0.5 if scale is None else scalars.number("scale", scale)
-    vectors = ("q", "k", "v") if "erase" in flags else ("q", "k", "v", "a", "b")  # there a is a rate
+    vectors = ("q", "k", "v") if "erase" in flags else ("q", "k", "v", "a", "b")  # with "erase" a is a rate
     common, out_dtype = common_dtype(x.v, *[getattr(x, name) for name in vectors]), x.v.dtype
     x = x._replace(**{name: y.to(common) for name in vectors
                       if (y := getattr(x, name)) is not None and y.dtype != common})
     if x.gamma is not None and x.gamma.requires_grad:
-        x, key = x._replace(gamma=x.gamma.detach()), None  # a constant, on every path
+        x, key = x._replace(gamma=x.gamma.detach()), None  # gamma is a constant on every path
     how = Scalars(scale, has_ht, out_dtype, " ".join(flags), wants_grad(*x), op)
     if indices is not None or in_place:
         if how.needs_grad:
@@ -128,7 +136,7 @@ def run_recurrent(
         assert pool is not None  # _checked
         o = IN_PLACE.run_planned(x._replace(h0=None), InPlace(pool, indices, scale, out_dtype, how.flags, op))
         return o.to(out_dtype), pool if has_ht else None
-    if how.needs_grad:  # kernels get more than casts of what was given
+    if how.needs_grad:  # a replay can only repeat casts, and kernels with gradients get prepared tensors
         key = None
     if x.bounds is None:
         suspect_layout(op, *x.q.shape[1:3])
@@ -137,7 +145,7 @@ def run_recurrent(
 
 
 def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
-    """Norms, gates, sigmoids and rates in differentiable torch; what is left is the recurrence itself."""
+    """Compute norms, gates, sigmoids and rates in differentiable torch, and return the plain recurrence."""
     words = how.words
     if x.q.dtype == torch.float64:
         x = x._replace(**{name: exact(y, x.q) for name, y in x._asdict().items()
@@ -162,9 +170,11 @@ def prepared(x: Inputs, how: Scalars) -> tuple[Inputs, Scalars]:
 
 
 def as_dplr(x: Inputs, erase: bool) -> Inputs:
-    """A delta rule with ``erase``, or with ``undecayed``, as the recurrence without ``delta``: what the
-    prediction takes back is b (a^T S), where a reads the state before it decays. Products are at least
-    float32 before they are rounded."""
+    """Return a delta rule with the flag ``erase`` or ``undecayed`` as a recurrence without ``delta``.
+
+    The term that the delta rule subtracts becomes b (a^T S), in which a reads the state before it decays.
+    Products are computed in float32 or wider before they are rounded.
+    """
     v, written = x.v, by_value_head(x.k, x.v)
     if erase:
         assert x.a is not None and x.beta is not None and x.gk is not None
@@ -181,13 +191,14 @@ def as_dplr(x: Inputs, erase: bool) -> Inputs:
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
              called: Mapping[str, str]) -> Inputs:
+    """Return the checked inputs of a token-by-token call, with checked bounds."""
     first = called.get("q", "q")
     check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
     device, v_first = x.q.device, "v_first" in flags
     erase, undecayed = "erase" in flags, "undecayed" in flags
-    if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a family's mistake, not a user's
+    if unknown := {flag.partition(":")[0] for flag in flags} - set(FLAGS):  # a mistake in an op's own code
         raise ValueError(f"flags: got {', '.join(unknown)}, need some of {', '.join(FLAGS)}")
     if x.beta is not None or "beta" in called:
         if "delta" not in flags:
@@ -224,8 +235,11 @@ def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place
 
 
 def problem_of(x: Inputs, how: Any, *options: str) -> Problem:
-    """Return the problem of a call with the scalars of any operator here. options: words that the operator
-    adds to the call's flags."""
+    """Return the Problem of a token-by-token call.
+
+    how: the scalars of any operator of this module. options: words that the operator adds to the call's
+        flags.
+    """
     given = [name for name in ("beta", "g", "gamma", "gk", "gv", "bonus", "a", "b", "A_log")
              if getattr(x, name) is not None]
     return problem_of_heads(how.call, "recurrent", "fused_recurrent", x.q, x.v, x.bounds,
@@ -240,7 +254,7 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
     plain = "reverse" not in words and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
     chunked = plain and x.q.shape[1] > LONG and ("before" in words) == (x.bonus is not None)
-    # the same functions chunk by chunk
+    # The same recurrence in its chunked form.
     if chunked and not delta and x.gk is not None and x.g is None and x.q.shape[2] == x.v.shape[2]:
         o, ht = chunked_gla.compute(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
     elif chunked and delta and x.gk is None and x.bonus is None and (x.beta is None or x.beta.ndim == 3):
@@ -252,7 +266,10 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
 
 
 def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
-    """Return what the kernels take. Those with gradients take prepared tensors."""
+    """Return tensors and scalars in the form that the kernels need.
+
+    Kernels with gradients get the tensors that ``prepared`` returns.
+    """
     if how.needs_grad:
         x, how = prepared(x, how)
     out_dtype = dtype_as_planned(how.out_dtype, dot)
@@ -261,12 +278,14 @@ def _cast(x: Inputs, how: Scalars, dot: str) -> tuple[Inputs, Scalars]:
 
 
 def loadable(x: Inputs, dot: str, needs_grad: bool = False) -> Inputs:
-    """Return tensors as the kernels load them: as planned, of q's dtype or float32, and contiguous, except
-    that without gradients tokens of q, k and v may lie apart."""
+    """Return the tensors in a form that the kernels can load: in the planned dtype and contiguous.
+
+    Each tensor has q's dtype or float32. Without gradients the tokens of q, k and v need not be contiguous.
+    """
     operands: list[Any] = list(as_planned(x, dot))
     dtypes = (operands[0].dtype, torch.float32)
     apart = 0 if needs_grad or torch.compiler.is_compiling() else 3
-    for at, y in enumerate(operands[:-1]):  # bounds stay
+    for at, y in enumerate(operands[:-1]):  # bounds, the last operand, do not change
         if y is not None:
             y = y if y.dtype in dtypes else y.float()
             operands[at] = y if at < apart else y.contiguous()
@@ -288,7 +307,7 @@ def _empty(x: Inputs, how: Scalars) -> Outputs:
 
 
 def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, wanted: frozenset[str]) -> Any:
-    together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # what the kernel always writes
+    together = {"q", "k"} if x.a is None else {"q", "k", "a", "b"}  # gradients that the kernel always writes
     do, (dht,) = dense(grads.o, x.v), contiguous(grads.ht)
     return run_replayed(kernels("recurrent", "backward").launch_backward, plan, (*x, y.states, do, dht),
                         (how, wanted),
@@ -298,14 +317,17 @@ def _backward(plan: Plan, x: Inputs, y: Outputs, grads: Outputs, how: Scalars, w
 OPERATOR = Operator(
     "recurrent", Inputs, Scalars, Outputs, 2, family="recurrent", problem=problem_of, on_torch=_on_torch,
     cast=_cast, while_tracing=lambda x, how: traced_over_heads(x, how, "fused_recurrent"),
-    # a graph of the loop over tokens or chunks would be unrolled, and bounds cannot be read
+    # A traced loop over tokens or chunks would be unrolled, and bounds cannot be read during tracing.
     inside=lambda x: x.q.shape[1] > 1 or x.bounds is not None,
     forward=_forward, kept=lambda x, y, how: (x, (None, None, y.states)), backward=_backward,
     empty=_empty)
 
 
 class InPlace(NamedTuple):
-    """What comes beside the inputs where states are written back to a pool."""
+    """The scalars and the pool of a call that writes states back to a pool.
+
+    pool: the states. indices: the pool row of each sequence, or None for row n.
+    """
     pool: Tensor
     indices: Tensor | None
     scale: float
@@ -315,7 +337,7 @@ class InPlace(NamedTuple):
 
 
 def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
-    """Return o; the states in the pool go forward."""
+    """Run the kernels and return o; the states in the pool are updated."""
     if not can_write(plan, how.pool, x.q.dtype):
         return _update_by_copies(x, how)
     dot = plan.problem.dot
@@ -327,7 +349,9 @@ def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
 
 
 def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
-    """Do the same where no kernel can write to the pool: its rows are copied out and back."""
+    """Run the call on copies of the pool's rows and copy the new states back, if no kernel can write to the
+    pool.
+    """
     pool, indices, scale, out_dtype, flags, op = how
     rows = None if indices is None else taken(pool, indices)
     x = x._replace(h0=pool if rows is None else rows.states)

@@ -1,17 +1,18 @@
-"""Calls and runs that are like earlier ones do less on the host.
+"""Caches that reduce the host work of calls and runs that repeat earlier ones.
 
-A call is looked up by its key (``key_of``): dtypes, shapes, strides and devices of its tensors, and its other
-arguments. Checks read nothing else. So after one call has passed them, calls with the same key pass them too,
-are the same Problem and need the same casts (``Call``). Only the plan is asked for by each call, because it
-also depends on settings and on tables of results.
+A call has a key (``key_of``): dtypes, shapes, strides and devices of its tensors, and its other arguments.
+Checks read nothing else. So after one call has passed the checks, later calls with the same key also pass.
+They have the same Problem and need the same casts (``Call``). Only the plan is requested again in each call,
+because it also depends on settings and on tables of results.
 
-A run of a family's forward or backward follows from the call, the plan and the alignment of its tensors. The
-first run is an ordinary one, in which kernels compile together (compile_ahead.py). The second is watched:
-which buffers it makes, which kernels it starts, what else torch does, and where each tensor comes from
-(recipe.py). If all of that can be repeated with other tensors, later runs are replays: they allocate one
-buffer for each result and one for all scratch, and start the compiled kernels with the same numbers and the
-new addresses. A run that does more stays an ordinary one. So does a run that hooks watch, and one for which
-Triton would compile again.
+A run of a family's forward or backward depends only on the call, the plan and the alignment of its tensors.
+The first run is an ordinary one, in which kernels compile in parallel (compile_ahead.py). The second run is
+watched: its buffers, its launches, its torch operations and the origin of each tensor (recipe.py). If all of
+this can be repeated with other tensors, later runs are replays. A replay allocates one buffer for each result
+and one for all scratch. It launches the compiled kernels with the same numbers and the new addresses.
+
+Some runs stay ordinary: a run with other operations, a run that hooks watch, and a run for which Triton would
+compile again.
 """
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ from flashlin.ops._common import compile_ahead, recipe
 from flashlin.ops._common.casting import ALIGNED, aligned
 from flashlin.ops._common.recipe import Recipe, Start
 
-MOST = 4096  # calls and runs that are kept, as many as plans
+MOST = 4096  # the most cached calls and the most cached runs; the cache of plans has the same size
 LOOKED_AT = frozenset((*TENSORS, NoneType))
 _STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
 _address_of = torch.Tensor.data_ptr
 
-calls: dict[Any, Call] = {}  # by their keys, which are never None
-# By the key of a run; False after an ordinary run, None for a run that stays an ordinary one.
+calls: dict[Any, Call] = {}  # by key; a key is never None
+# Recipes by the key of a run. False: one ordinary run was made. None: the run cannot be replayed.
 _recipes: dict[Any, Recipe | bool | None] = {}
 
 
@@ -47,15 +48,18 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The record of calls with one key. No two records are equal, so a record can replace its key in the key
-    of a run. problem: the call's Problem. how: its scalars. copied: the places of tensors that go to the
-    kernels as contiguous copies, with the dtype of these."""
+    """The record of all calls with one key.
+
+    No two records are equal, so a record can replace its key within the key of a run.
+    problem: the Problem of the calls. how: their scalars.
+    copied: (place, dtype) of each tensor that kernels get as a contiguous copy in that dtype.
+    """
     problem: Problem
     how: Any
     copied: tuple[tuple[int, torch.dtype], ...]
 
     def cast(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the tensors as kernels take them."""
+        """Return the given tensors in the form that the kernels need."""
         cast: list[Any] = list(given)
         for at, dtype in self.copied:
             cast[at] = cast[at].to(dtype).contiguous()
@@ -63,8 +67,11 @@ class Call:
 
 
 def key_of(tensors: Sequence[Any], *others: Any) -> Any:
-    """Return what tells calls with these arguments apart; None under torch.compile, and for arguments to
-    which checks may object. others: with their types, since True equals 1."""
+    """Return a key that is equal for calls with equal arguments.
+
+    Return None under torch.compile, and for arguments that the checks may reject.
+    others: the arguments other than tensors. Their types are part of the key, because True equals 1.
+    """
     if _tracing():
         return None
     key: list[Any] = [torch.is_grad_enabled()]
@@ -77,16 +84,19 @@ def key_of(tensors: Sequence[Any], *others: Any) -> Any:
             else:
                 return None
         hash(others)
-    except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash
+    except (RuntimeError, TypeError):  # nested tensors have no shape, and lists have no hash
         return None
     return *key, *others, *map(type, others)
 
 
 def remember(key: Any, plan: Plan | None, given: Sequence[Tensor | None], cast: Sequence[Tensor | None],
              how: Any) -> Call | None:
-    """Keep what is known of a call that is about to run its kernels. cast: the given tensors, of which some
-    were cast or made contiguous, and nothing else was done to any. Not for a plan with a remedy that changes
-    what kernels compute in, because another plan may lack it."""
+    """Store and return the record of a call that is about to run its kernels.
+
+    cast: the given tensors; some were cast or made contiguous, and none changed otherwise.
+    Return None for a plan whose remedy changes the dtype in which kernels compute, because another plan may
+    lack it.
+    """
     if key is None or plan is None or plan.problem.dot != "native":
         return None
     if len(calls) >= MOST:
@@ -103,12 +113,14 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
                  others: tuple[Any, ...],
                  arguments: Callable[[Sequence[Tensor | None]], tuple[Any, ...]] | None = None,
                  forward_of: Any = None, call: Call | None = None, own: int = 0, align: bool = False) -> Any:
-    """Return ``function(plan, *arguments(tensors))``, by a replay if there is a recipe.
+    """Return ``function(plan, *arguments(tensors))``, by a replay if a recipe exists.
 
-    tensors: all that are among the arguments. others: what else is. Without ``arguments`` the function is
-    called with the tuple of tensors and the others. forward_of: the Operator, if this is its
-    forward. call: the record of the call, if these are its tensors. own: the last ``own`` tensors belong to
-    this run alone, and may be empty afterwards. align: give the function copies of unaligned tensors.
+    tensors: all tensors among the arguments. others: the other arguments. Without ``arguments`` the function
+        gets the tuple of tensors and the others.
+    forward_of: the Operator if the function is its forward.
+    call: the record of the call if these are its tensors.
+    own: the last ``own`` tensors belong to this run alone and may be empty afterwards.
+    align: pass copies of unaligned tensors to the function.
     """
     found = _key_of_run(function, plan, tensors, others, call)
     if align and (found is None or found[2]):
@@ -124,7 +136,7 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
     if found is None:
         return function(plan, *given)
     key, addresses, _, device = found
-    if made is False and not compile_ahead.capturing():  # a recipe keeps memory
+    if made is False and not compile_ahead.capturing():  # a recipe must not keep memory of a CUDA graph
         returned, _recipes[key] = recipe.watched_run(function, plan, tensors, addresses, given, own)
         return returned
     if key not in _recipes and all(x is None or x.device.index in (None, device) for x in tensors):
@@ -138,8 +150,12 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
 
 def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
                 others: tuple[Any, ...], call: Call | None) -> tuple[Any, list[int], int, int] | None:
-    """Return the key of a run, the tensors' addresses (0 for None), whether one of them is unaligned (0 if
-    not), and the current device; None for a run that has to be an ordinary one."""
+    """Return (key, addresses, alignment, device) of a run; None for a run that must be an ordinary one.
+
+    addresses: address of each tensor, 0 for None.
+    alignment: 0 if all tensors are aligned.
+    device: the current device.
+    """
     if launch.replaced or not possible() or watched() or torch._C._len_torch_dispatch_stack():
         return None
     device = triton_module().runtime.driver.active.get_current_device()
@@ -148,7 +164,7 @@ def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
         return None
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     begins = [address for address in addresses if address]
-    if len(begins) < len(types) - types.count(NoneType):  # a tensor of nothing has no address
+    if len(begins) < len(types) - types.count(NoneType):  # an empty tensor has no address
         return None
     looks: tuple[Any, ...] = (call,)
     same = None
@@ -157,20 +173,20 @@ def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tens
     if shared:
         same = tuple(map(addresses.index, addresses))
         if any(looks[at] != look for at, look in zip(same, looks, strict=True)):
-            return None  # a later run could not tell which of the two a kernel reads
+            return None  # a recipe could not distinguish the two tensors at one address
     apart = reduce(or_, begins, 0) % ALIGNED
     return ((function, id(plan), others, tf32.setting() == "tf32", device, same,
              apart and tuple([address % ALIGNED for address in addresses]), *looks), addresses, apart, device)
 
 
 def _replay(made: Recipe, tensors: Sequence[Tensor | None], addresses: list[int], device: int) -> Any:
-    """Start the recipe's kernels on these tensors, and return what the run returns."""
+    """Run a recipe's steps on these tensors, and return the result of the run."""
     there: list[Any] = [*tensors]
     stream = triton_module().runtime.driver.active.get_current_stream(device)
     every: list[Any] = [stream, *made.numbers, *addresses]
     for stage in made.stages:
         for at in stage.gone:
-            if at < len(tensors):  # the caller holds it, too
+            if at < len(tensors):  # the caller also refers to it, so free its memory
                 there[at].data = made.nothing
             there[at] = None
         first = len(there)
@@ -190,13 +206,13 @@ def _replay(made: Recipe, tensors: Sequence[Tensor | None], addresses: list[int]
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return a tensor like x that begins at an aligned address."""
+    """Return an empty tensor like x that begins at an aligned address."""
     room = torch.empty(x.nbytes + ALIGNED, dtype=torch.uint8, device=x.device)
     return room[-room.data_ptr() % ALIGNED:][:x.nbytes].view(x.dtype).view(x.shape)
 
 
 def _put(there: Sequence[Tensor | None], places: Any) -> Any:
-    """Return a tuple or a dict with the tensors in their places."""
+    """Return the tuple or dict with each place replaced by its tensor."""
     if type(places) is dict:
         return {name: there[x] if type(x) is recipe.Place else x for name, x in places.items()}
     return tuple([there[x] if type(x) is recipe.Place else x for x in places])
