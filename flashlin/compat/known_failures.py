@@ -27,7 +27,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         symptoms=("Triton Error [CUDA]: invalid argument",),
         handled="its ops run: their grids have one axis, or their launches are split by batch; "
                 "flashlin.shield(kernel, batch=..., batch_axis=...) splits the launches of your own kernel",
-        need="call it for parts of the batch, each with B * H up to 65,535: sequences do not depend on "
+        need="call it on slices of the batch, each with B * H up to 65,535: sequences do not depend on "
              "each other",
         url=FLA + "172",
         proof="tests/gpu/test_shield.py; matrix/results/holes-*.json"),
@@ -108,7 +108,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="a model of transformers found no kernels, and computes in a torch loop, which is right but "
                "slow. It says that a library is not installed, whatever the reason is",
         symptoms=("The fast path is not available because",),
-        cards="transformers before 5.15; any card",
+        cards="transformers before 5.15; any GPU",
         handled='flashlin.patch("transformers"), or flashlin run, gives these models kernels; flashlin '
                 "doctor reports why their own kernels are missing",
         need="import each library that it names in a Python shell: the error shows the reason",
@@ -137,7 +137,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         id="autotuner-of-fla-05",
         effect="fla 0.5 and newer passes an argument to the autotuner that this Triton does not accept",
         symptoms=("__init__() got an unexpected keyword argument 'do_bench'",),
-        cards="Triton before 3.2, with fla 0.5.0 and newer; any card",
+        cards="Triton before 3.2, with fla 0.5.0 and newer; any GPU",
         handled="its own ops run on this Triton; fla itself does not",
         need="Triton 3.2 or newer (torch 2.6), or fla 0.4.1",
         proof="tested with fla 0.5.0 to 0.5.2 and Triton 3.1"),
@@ -162,7 +162,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         id="fla-refuses-float32",
         effect="fla's chunked delta rules do not support float32",
         symptoms=("does not support float32. Please use bfloat16",),
-        cards="fla; any card",
+        cards="fla; any GPU",
         handled="its delta rules support float32",
         need="cast to bfloat16",
         proof="found in the source of fla 0.6.0"),

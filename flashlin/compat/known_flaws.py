@@ -75,7 +75,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="broken-called-missing", always=True, since="5.15.0", broken=("fla", "mamba_ssm", "causal_conv1d"),
         effect='a package that is installed but cannot be imported is reported as "not installed" (before '
                "5.17 not at all), and models use their torch functions",
-        need=f"{_PATCH}, or repair the import that is reported above",
+        need=f"{_PATCH}, or repair the import of that package",
         symptoms=("is falling back to its reference PyTorch implementation because",),
         proof=_TF + "issues/48718"),
     _Patched(

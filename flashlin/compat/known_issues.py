@@ -145,12 +145,12 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     _Narrow(
         id="hopper-narrow-state",
         effect="illegal access or silently wrong results: chunks of 64 tokens with a state of fewer than 64 "
-               "columns (with one stage) or fewer than 64 rows (with two stages); also fewer columns with "
-               "any number of stages, if a tensor does not begin at a multiple of 16 bytes, because its "
+               "columns (with one stage) or fewer than 64 rows (with two stages); also fewer than 64 columns "
+               "with any number of stages, if a tensor does not begin at a multiple of 16 bytes, because its "
                "loads do not overlap then (the chunk ops copy such tensors)",
         traits=trait_set("half_dot", "narrow_state"),
-        need="chunks of 32 tokens (in 3.6.0 fewer columns are also right with two stages, and fewer rows "
-             "with one stage but not with two; other releases have not been run)"),
+        need="chunks of 32 tokens (in 3.6.0 fewer than 64 columns also work with two stages, and fewer than "
+             "64 rows with one stage but not with two; other releases have not been run)"),
     _Narrow(
         id="hopper-narrow-scores",
         effect="illegal access, or with 8 warps results that vary: scores of chunks of 64 tokens, from fewer "
@@ -163,7 +163,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
                "than 32 channels at a time, or with fewer than 64 channels and more than 32 columns",
         traits=trait_set("half_dot", "narrow_grads"),
         need="64 channels at a time, or 32 channels with 32 columns, or chunks of 32 tokens (in 3.6.0, 8 "
-             "warps are also right)"),
+             "warps also work)"),
     _Compiled(
         id="blackwell-unknown-32", effect="the compiler aborts: it does not support the architecture",
         symptoms=('getMMAVersionSafe...Assertion `false && "computeCapability not supported"',
