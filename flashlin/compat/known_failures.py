@@ -29,8 +29,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
                 "flashlin.shield(kernel, batch=..., batch_axis=...) splits the launches of your own kernel",
         need="call it on slices of the batch, each with B * H up to 65,535: sequences do not depend on "
              "each other",
-        url=FLA + "172",
-        proof="tests/gpu/test_shield.py; matrix/results/holes-*.json"),
+        url=FLA + "172", proof="tests/gpu/test_shield.py; matrix/results/holes-*.json"),
     Known(
         id="token-out-of-range",
         effect="a token is not in the vocabulary (or a target is not among the classes, or an index is not "
@@ -46,8 +45,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         need="compare tokens.min() and tokens.max() with the size of the vocabulary on the CPU, and count "
              "the tokens that were added to the tokenizer; restart the process; set CUDA_LAUNCH_BLOCKING=1 "
              "to see the call that fails",
-        url=FLA + "38",
-        proof="tests/gpu/test_tokens.py"),
+        url=FLA + "38", proof="tests/gpu/test_tokens.py"),
     Known(
         id="shared-memory",
         effect="a tile of this kernel needs more shared memory than the GPU has for a program: 99 KB on "
@@ -57,20 +55,17 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         cards="most often RTX 3090, RTX 4090, RTX 5090 and T4, with head sizes of 128 or more; every Triton",
         handled="its ops use a tile that fits the GPU, or else plain torch",
         need="smaller blocks, or num_stages of 1 or 2, or heads of 64",
-        url=FLA + "241",
-        proof="tests/plan/test_plan.py"),
+        url=FLA + "241", proof="tests/plan/test_plan.py"),
     Known(
         id="offsets-beyond-32-bits",
         effect="a kernel computes offsets in 32 bits, but a tensor has more than 2^31 elements: the kernel "
                "reads or writes at wrong addresses. It may also return numbers that are finite and wrong",
-        symptoms=(ILLEGAL,),
-        cards=EVERYWHERE + "; fla before 0.6.0, and mamba_ssm (where strides count)",
+        symptoms=(ILLEGAL,), cards=EVERYWHERE + "; fla before 0.6.0, and mamba_ssm (where strides count)",
         handled="its kernels use 64-bit offsets for such tensors, or the call runs in plain torch; "
                 "flashlin.shield splits the launch of a kernel, or refuses it",
         need="fla 0.6.0 or newer; fewer sequences per call, so that batch times tokens times heads "
              "times head size stays below 2^31",
-        url=FLA + "1080",
-        proof="tests/plan/test_plan.py"),
+        url=FLA + "1080", proof="tests/plan/test_plan.py"),
     Known(
         id="empty-sequences",
         effect="cu_seqlens has the same number twice, which means a sequence without tokens, or its last "
@@ -80,8 +75,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         handled="its ops accept empty sequences, and numbers out of order cannot make them read elsewhere "
                 "(FLASHLIN_DEBUG=1 makes these an error)",
         need="remove empty sequences; make cu_seqlens end with the number of tokens",
-        url=FLA + "103",
-        proof="tests/ops/test_simple_gla.py"),
+        url=FLA + "103", proof="tests/ops/test_simple_gla.py"),
     Known(
         id="mamba-extension-missing",
         effect="mamba_ssm or causal_conv1d is installed without its CUDA extension: it was built for no GPU, "
@@ -101,14 +95,12 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         cards="any, after an update of torch",
         handled='flashlin.patch("mamba_ssm", "causal_conv1d"), or flashlin run: their layers then run '
                 "without the extension",
-        need="build both again for this torch",
-        proof="tests/integrations/test_mamba_ssm.py"),
+        need="build both again for this torch", proof="tests/integrations/test_mamba_ssm.py"),
     Known(
         id="fast-path-absent",
         effect="a model of transformers found no kernels, and computes in a torch loop, which is right but "
                "slow. It says that a library is not installed, whatever the reason is",
-        symptoms=("The fast path is not available because",),
-        cards="transformers before 5.15; any GPU",
+        symptoms=("The fast path is not available because",), cards="transformers before 5.15; any GPU",
         handled='flashlin.patch("transformers"), or flashlin run, gives these models kernels; flashlin '
                 "doctor reports why their own kernels are missing",
         need="import each library that it names in a Python shell: the error shows the reason",
@@ -122,8 +114,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
                 "kernel on the GPU of its tensors",
         need="with torch.cuda.device(x.device): around the call; model.to(device) for tensors that are still "
              "on another device",
-        url=TRITON + "2441",
-        proof="tests/ops/test_hostile.py"),
+        url=TRITON + "2441", proof="tests/ops/test_hostile.py"),
     Known(
         id="autotuner-threads",
         effect="two threads make the first call of the same autotuned kernel at the same time",
@@ -146,9 +137,7 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         effect="a matrix product has a side shorter than 16: a head, a block or a chunk is too small",
         symptoms=("must be >= 16!", "Input shapes should have M >= 1, N >= 1 and K >= 16"),
         handled="its ops accept heads of any size up to 512",
-        need="pad heads to 16",
-        url=FLA + "88",
-        proof="tests/ops/test_cases.py"),
+        need="pad heads to 16", url=FLA + "88", proof="tests/ops/test_cases.py"),
     Known(
         id="mixed-dtypes",
         effect="the operands of a matrix product have different dtypes; often autocast has converted q and "
@@ -156,21 +145,17 @@ KNOWN_FAILURES: tuple[Known, ...] = (
         symptoms=("Both operands must be same dtype",),
         handled="it raises an error that names the tensors and their dtypes, before a kernel starts",
         need="cast all of them to one dtype before the call",
-        url=FLA + "1264",
-        proof="tests/ops/test_hostile.py"),
+        url=FLA + "1264", proof="tests/ops/test_hostile.py"),
     Known(
         id="fla-refuses-float32",
         effect="fla's chunked delta rules do not support float32",
-        symptoms=("does not support float32. Please use bfloat16",),
-        cards="fla; any GPU",
+        symptoms=("does not support float32. Please use bfloat16",), cards="fla; any GPU",
         handled="its delta rules support float32",
-        need="cast to bfloat16",
-        proof="found in the source of fla 0.6.0"),
+        need="cast to bfloat16", proof="found in the source of fla 0.6.0"),
     _Unequipped(
         id="no-compiler",
         effect="Triton compiles a small launcher in C, but finds no C compiler",
-        symptoms=("Failed to find C compiler",),
-        cards="containers and machines without build tools",
+        symptoms=("Failed to find C compiler",), cards="containers and machines without build tools",
         need="apt-get install gcc, or CC=/path/to/compiler"),
     _Unequipped(
         id="no-python-headers",

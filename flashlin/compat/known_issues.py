@@ -155,8 +155,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-narrow-scores",
         effect="illegal access, or with 8 warps results that vary: scores of chunks of 64 tokens, from fewer "
                "than 64 channels at a time",
-        traits=trait_set("half_dot", "narrow_scores"),
-        need="64 channels at a time, or chunks of 32 tokens"),
+        traits=trait_set("half_dot", "narrow_scores"), need="64 channels at a time, or chunks of 32 tokens"),
     _Narrow(
         id="hopper-narrow-grads",
         effect="illegal access or silently wrong gradients: 4 warps for a chunk of 64 tokens, with fewer "
@@ -192,22 +191,19 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Value 'sm_103a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(GB300, SM11),
         need="Triton 3.6, or Triton 3.4 and newer with ptxas 12.9 (TRITON_PTXAS_PATH)",
-        remedies=("torch_path",),
-        url=TRITON + "8473"),
+        remedies=("torch_path",), url=TRITON + "8473"),
     _Compiled(
         id="sm110-ptxas", effect="ptxas does not support sm_110",
         symptoms=("Value 'sm_110a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="13.0", capabilities=(SM11, SM12),
         need="Triton 3.7, or Triton 3.5 and newer with ptxas 13.0 (TRITON_PTXAS_PATH)",
-        remedies=("torch_path",),
-        proof=_PROVEN_HERE_ONLY),
+        remedies=("torch_path",), proof=_PROVEN_HERE_ONLY),
     _Compiled(
         id="sm121-ptxas", effect="ptxas does not support sm_121",
         symptoms=("Value 'sm_121a' is not defined for option 'gpu-name'",),
         since="3.3.0", ptxas_fixed_in="12.9", capabilities=(SM121, END),
         need="Triton 3.6, or Triton 3.4 and newer with ptxas 12.9 (TRITON_PTXAS_PATH)",
-        remedies=("torch_path",),
-        url=TRITON + "10331"),
+        remedies=("torch_path",), url=TRITON + "10331"),
     _Compiled(
         id="ptxas-127-32",
         effect="Unsupported .version, or Triton only support CUDA 10.0 or higher: this Triton cannot use a "
@@ -219,8 +215,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     _Compiled(
         id="ptxas-13-34",
         effect="Triton only support CUDA 10.0 or higher: this Triton rejects a ptxas of CUDA 13",
-        symptoms=("Triton only support CUDA 10.0 or higher",),
-        fixed_in="3.5.0", ptxas_since="13.0",
+        symptoms=("Triton only support CUDA 10.0 or higher",), fixed_in="3.5.0", ptxas_since="13.0",
         need="TRITON_PTXAS_PATH unset, or set to a ptxas 12, or Triton 3.5", remedies=("torch_path",),
         proof=_PROVEN_HERE_ONLY),
     _Compiled(
@@ -258,8 +253,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         since="3.4.0", fixed_in="3.9.0", capabilities=(BLACKWELL, SM12),
         traits=trait_set("dot", "chained_acc"), min_warps=4, min_stages=2,
         need="at most 2 warps, or an accumulator for each product, or Triton 3.9",
-        remedies=("limit_num_warps",),
-        url=TRITON + "10821",
+        remedies=("limit_num_warps",), url=TRITON + "10821",
         proof="the thread, for 3.6 to 3.8; " + _PROVEN + " shows the same buffers in 3.4 and 3.5"),
     KnownIssue(
         id="blackwell-tcgen05-state",
@@ -304,10 +298,8 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="hopper-wy-backward-984",
         effect="silently wrong gradients or an illegal access: the delta rule's backward with 4 warps and "
                "chunks of 64 tokens",
-        symptoms=(ILLEGAL,),
-        since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
-        need="2 warps for that kernel; 3.8 and 3.9 have not been tried", url=FLA + "984",
-        proof="the thread"),
+        symptoms=(ILLEGAL,), since="3.4.0", capabilities=ON_HOPPER, traits=_FOREIGN_DOT, min_warps=4,
+        need="2 warps for that kernel; 3.8 and 3.9 have not been tried", url=FLA + "984", proof="the thread"),
     KnownIssue(
         id="hopper-32-columns",
         effect="illegal access: kernels of several products with tiles of 32 columns and 4 warps",
@@ -323,8 +315,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         url=TRITON + "6124", proof="the thread"),
     KnownIssue(
         id="hopper-odd-columns-1262", effect="illegal access: 16-bit tiles with an odd number of columns",
-        symptoms=(ILLEGAL,),
-        since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
+        symptoms=(ILLEGAL,), since="3.7.0", fixed_in="3.8.0", ptxas_fixed_in="13.0", capabilities=ON_HOPPER,
         traits=_FOREIGN_DOT, need="an even number of columns (flashlin pads its tiles), or ptxas 13.0",
         url=FLA + "1262", proof="the thread"),
     KnownIssue(
@@ -336,8 +327,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue(
         id="ptxas-1296-16-bit-sums",
         effect="values off by one: ptxas drops a constant from sums of packed 16-bit integers",
-        ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER,
-        traits=_FOREIGN,
+        ptxas_since="12.9.86", ptxas_fixed_in="13.3", capabilities=ON_HOPPER, traits=_FOREIGN,
         need="ptxas 13.3 (ptxas-blackwell in the wheel of Triton 3.8.0, by TRITON_PTXAS_PATH), or Triton 3.9",
         url=TRITON + "11581", proof="the thread, which reports on 12.9.86 and 13.3.33"),
     _Compiled(
@@ -370,8 +360,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         symptoms=("Assertion `isa<BlockArgument>(accumOperand)' failed",
                   "Assertion `oldUpdate->getNumOperands() == 2' failed"),
         traits=_FOREIGN, need="sums of a value that is computed from the tile, not of the loaded tile itself",
-        url=TRITON + "11631",
-        proof="the thread; compiled with 3.0 to 3.9"),
+        url=TRITON + "11631", proof="the thread; compiled with 3.0 to 3.9"),
     _Compiled(
         id="block-pointers-39", effect="NotImplementedError: Block pointers have been removed",
         symptoms=("Block pointers have been removed",),
@@ -437,8 +426,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         effect="silently wrong results, or with 2 or more warps illegal accesses: a loop that sums and "
                "stores scalars",
         since="3.7.0", fixed_in="3.9.0", amd=("gfx11",),
-        need="tl.static_range, or a Triton that contains triton-lang/triton#10496",
-        url=TRITON + "11378",
+        need="tl.static_range, or a Triton that contains triton-lang/triton#10496", url=TRITON + "11378",
         proof="the thread (gfx1151), and triton-lang/triton#11793 (gfx1100), which report it for AMD's "
               "wheels of 3.7; they do not say whether 3.8 contains the change"),
     KnownIssue(
@@ -460,21 +448,18 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="amd-conv-backward-1156",
         effect="silently wrong gradients, hipErrorIllegalAddress or a hang: backward of the short "
                "convolution of fla",
-        symptoms=("hipErrorIllegalAddress",),
-        amd=("gfx950",), traits=_FOREIGN,
+        symptoms=("hipErrorIllegalAddress",), amd=("gfx950",), traits=_FOREIGN,
         need="another convolution, such as flashlin's in plain torch", url=FLA + "1156",
         proof="the thread: an MI355X with ROCm 7.2, fla 0.4.2 and 0.5.2; its delta rule is right there"),
     _OfTuner(
         id="autotune-keys-31",
         effect="IndexError, or silently tuned for the wrong key: a key of the autotuner that comes after an "
                "argument that the configurations set",
-        symptoms=("IndexError: list index out of range",),
-        seen_in=_TUNER + "run",
+        symptoms=("IndexError: list index out of range",), seen_in=_TUNER + "run",
         fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2", url=FLA + "354"),
     _OfTuner(
         id="autotune-unknown-keys-31", effect="ValueError at import: a key of the autotuner is not in list",
-        symptoms=("ValueError: '...' is not in list",),
-        seen_in=_TUNER + "__init__",
+        symptoms=("ValueError: '...' is not in list",), seen_in=_TUNER + "__init__",
         fixed_in="3.2.0", need=_OUR_TUNER + ", or Triton 3.2"),
     _OfTuner(
         id="autotune-unknown-keys-39",
@@ -485,8 +470,7 @@ KNOWN_ISSUES: tuple[KnownIssue, ...] = (
         id="autotune-driver-33",
         effect="RuntimeError: 0 active drivers, when a module with a tuned kernel is imported without a GPU",
         symptoms=("RuntimeError: 0 active drivers ([]). There should only be one",),
-        seen_in=_TUNER + "__init__",
-        since="3.2.0", fixed_in="3.4.0", need=_OUR_TUNER + ", or Triton 3.4"),
+        seen_in=_TUNER + "__init__", since="3.2.0", fixed_in="3.4.0", need=_OUR_TUNER + ", or Triton 3.4"),
     _OfTuner(
         id="autotune-one-bad-configuration",
         effect="one configuration that does not compile ends the call, or the process", need=_OUR_TUNER,

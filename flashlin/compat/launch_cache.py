@@ -119,8 +119,7 @@ class Kernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.kinds = kernel, dict[tuple[type, ...], "Kind | None"]()
         self.described = kernel if type(kernel) is Described else None
-        self.plain = possible() and (self.described is not None or type(kernel) is
-        triton_module().JITFunction)
+        self.plain = possible() and (self.described is not None or type(kernel) is triton_module().JITFunction)
 
     def start(self, programs: int, values: Values, num_warps: int, num_stages: int) -> Compiled | None:
         """Start the kernel, directly if possible.
