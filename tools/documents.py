@@ -209,7 +209,7 @@ def code(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text with the signs of Markdown escaped: __shared__, mma -> mma, i_v * 2, [B, T]."""
+    """Return a text with Markdown's special characters escaped, as in __shared__, i_v * 2 and [B, T]."""
     return "".join(f"\\{letter}" if letter in "\\`*_<>[]" else letter for letter in text)
 
 

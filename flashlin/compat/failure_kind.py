@@ -23,12 +23,12 @@ SURROUNDINGS = re.compile(
     r"|found no nvidia driver|driver shutting down|system not (?:yet )?initialized|uncorrectable ecc"
     r"|0 active drivers|failed to find c compiler|cannot find ptxas|linker \S+ not found"
     r"|failed with error code -15\b|cannot open shared object file", re.I)
-# Errors of a GPU after a kernel did something illegal. The CUDA context is lost with them.
+# Errors that a GPU reports after an illegal operation of a kernel. The CUDA context is then lost.
 ILLEGAL = re.compile(r"illegal memory access|illegal address|misaligned address|illegal instruction"
                      r"|launch failure|device-side assert|invalid program counter|hardware stack error"
                      r"|invalid address space|memory access fault by GPU|memory_aperture_violation"
                      r"|hipErrorIllegalAddress", re.I)
-# Printed when the watchdog of a GPU that also drives a screen stopped the kernel.
+# The driver stops a long kernel on a GPU that also drives a screen, and reports this.
 STOPPED = re.compile(r"launch timed out", re.I)
 # Signals that come from outside the process: from the system, when memory or a limit is exhausted, or from a
 # person. A bus error also counts, because a mapped file on a full disk causes one.

@@ -11,15 +11,13 @@ from pathlib import Path
 
 
 def unsafe(folder: Path, what: str = "") -> str:
-    """Return the reason why another user could change a folder's contents; ``""`` if no other user can.
-
-    The reason also says what is needed instead.
+    """Return why another user could change a folder's contents, and what is needed; ``""`` if none can.
 
     The folder must belong to this user. No parent folder may be world-writable, unless it is like /tmp
     (sticky), where only the owner of an entry (this user or root) can rename it. A link is judged by its
     target. The folder may be missing. Write access of the group is the user's own decision.
 
-    what: the name of the folder in the answer. Raises OSError if the folder cannot be examined.
+    what: the name of the folder in the result. Raises OSError if the folder cannot be examined.
     """
     if not hasattr(os, "geteuid"):  # Windows
         return ""

@@ -59,7 +59,7 @@ class Telling:
         self.loader, self.then = loader, then
 
     def __getattr__(self, name: str) -> Any:
-        # while a copy of this object is being made, "loader" is missing: this then raises AttributeError
+        # in an unfinished copy of this object, "loader" is missing, and this raises AttributeError
         return getattr(super().__getattribute__("loader"), name)
 
     def exec_module(self, module: Any) -> None:
@@ -69,7 +69,8 @@ class Telling:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         try:
-            self.then(sys.modules.get(module.__name__, module))  # lazy packages replace themselves
+            # a lazy package may have replaced its module in sys.modules while it ran
+            self.then(sys.modules.get(module.__name__, module))
         except Exception as error:
             not_prepared(module.__name__, error)
 

@@ -28,7 +28,7 @@ class Known:
     """A known failure.
 
     effect: the result that the user gets.
-    need: the fix without flashlin, or with one call of flashlin. Alternatives are separated by ", or ".
+    need: the fix. Alternatives are separated by ", or ", and some of them call a function of flashlin.
     proof: the test, record or thread that shows the failure.
     confidence: a key of CONFIDENCE, which says how well the proof shows it.
     symptoms: the texts that are printed, with ``...`` for parts that vary; empty if nothing is printed.
@@ -58,7 +58,7 @@ class Known:
 
     @property
     def what(self) -> str:
-        """Return the effect with its subject."""
+        """Return the effect; a flaw adds its package as the subject."""
         return self.effect
 
     @property
@@ -96,7 +96,7 @@ class KnownIssue(Known):
     amd: prefixes of AMD architectures, for failures on AMD; ``capabilities`` is then ignored.
     traits: the launch must have all of them.
     spared: the launch must have none of these traits.
-    min_warps, min_stages: the launch must have at least so many.
+    min_warps, min_stages: the smallest numbers of warps and stages with which a launch fails.
     remedies: names of the remedies that planning tries; empty if the failure changes no plan.
     """
     confidence: str = "thread"
@@ -111,7 +111,7 @@ class KnownIssue(Known):
     remedies: tuple[str, ...] = ()
 
     def here(self, target: Target) -> bool:
-        """Return True if the machine is affected. The launch is not considered."""
+        """Return True if the machine has an affected GPU, Triton and ptxas, whatever it launches."""
         low, high = self.capabilities
         card = (target.arch.startswith(self.amd) if self.amd
                 else target.backend == "cuda" and low <= target.capability < high)
@@ -178,8 +178,8 @@ class Flaw(Known):
     broken: packages, one of which must be installed and fail to import.
     card: ``gpu``, ``no gpu``, the id of a known issue that must affect the GPU, or ``""`` for any machine.
     models: names of modeling files, one of which must be loaded.
-    kernels, bound: if given, the modeling file must bind one of these kernels to one of these
-    implementations.
+    kernels, bound: names of kernels and of implementations. If given, the modeling file must bind one of the
+        kernels to one of the implementations.
     """
     package: str
     always: bool = False
@@ -204,7 +204,7 @@ class Flaw(Known):
         return super().otherwise if self.mended_by else self.need
 
     def here(self, stack: Stack) -> bool:
-        """Return True if the installed packages and the GPU have the defect. Loaded models do not count."""
+        """Return True if the installed packages and the GPU match this flaw, whatever models are loaded."""
         versions = stack.versions
         return (affected(versions.get(self.package, ""), self.since, self.fixed_in)
                 and all(affected(versions.get(name, ""), None, fixed) for name, fixed in self.beside)

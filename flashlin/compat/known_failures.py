@@ -11,7 +11,7 @@ from functools import partial
 from flashlin.compat.known import EVERYWHERE, FLA, ILLEGAL, TRITON, Known
 
 _TUNER = "triton/runtime/autotuner.py"
-# Shared fields of failures on machines without a requirement of Triton.
+# Shared fields of failures on machines that lack a requirement of Triton.
 _Unequipped = partial(Known, handled="with FLASHLIN_PATH=torch its ops run without Triton until this is "
                                      "fixed",
                       proof="found in the source of Triton 3.0 to 3.9")

@@ -162,10 +162,10 @@ def noting(**notes: Any) -> Iterator[None]:
 
 @contextmanager
 def entering(wait: Callable[[], None]) -> Iterator[None]:
-    """Call ``wait`` before this thread first reads the initial states, within a ``with`` block.
+    """Delay the wait for initial states in a ``with`` block until a kernel of this thread needs them.
 
-    The initial states arrive from another rank during the block. The first call of ``enter`` calls ``wait``.
-    If the block has no such call, its end calls ``wait``.
+    The states arrive from another rank during the block. The first call of ``enter`` calls ``wait``. If the
+    block has no such call, its end calls ``wait``.
     """
     with noting(coming=wait):
         yield

@@ -236,7 +236,7 @@ def _unchecked() -> dict[str, bool]:
 
 
 def current(compiled: Iterable[Compiled], device: int) -> bool:
-    """Return True if ``JITFunction.run`` would still use these compiled kernels and call no hook."""
+    """Return True if ``JITFunction.run`` would still use these kernels on the device and call no hook."""
     switches = _switches()
     for one in compiled:
         kernel = one.of
@@ -273,7 +273,7 @@ def _wide(n: int) -> str:
 
 
 def _key(kind: Kind, values: Values, device: int, num_warps: int, num_stages: int) -> Values:
-    """Return the cache key of a start, without the types of the arguments, which the Kind has."""
+    """Return the cache key of a start, except for the types of the arguments, which select the Kind."""
     tensors = kind.tensors(values)
     # 0 if all addresses are multiples of 16, the usual case
     apart = reduce(or_, map(_address_of, tensors), 0) % 16

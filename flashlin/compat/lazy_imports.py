@@ -22,12 +22,12 @@ OF_FLA = re.compile(rf"flashlin\.((ops|modules)\.[^_]|({'|'.join(ABSENT)})\b)")
 def lacking(name: str) -> str:
     """Return the advice for a name of fla that flashlin does not have."""
     name = name.removeprefix("flashlin.")
-    return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/MIGRATION.md lists what flashlin "
-            "has)")
+    return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/MIGRATION.md lists the names "
+            "that flashlin has)")
 
 
 class Lacking:
-    """The last finder of ``sys.meta_path``, which adds advice to failed imports of names of fla.
+    """The last finder of ``sys.meta_path``, which adds advice to failed imports of fla's module paths.
 
     It raises only for an import statement. For a search such as ``importlib.util.find_spec`` it returns None,
     as for any missing module.
@@ -101,14 +101,14 @@ def public_of(module: str) -> Callable[[str], Any]:
 def stand_in(package: str, paths: Iterable[str]) -> None:
     """Create modules without files below a package, at the module paths that fla uses.
 
-    Programs that were written for fla then find the public names there. An example is ``from
-    flashlin.modules.l2norm import l2norm``.
+    Programs that were written for fla then find the public names there. An example:
+    ``from flashlin.modules.l2norm import l2norm``.
 
     paths: the module paths, relative to ``package``.
     """
     for path in paths:
         name = f"{package}.{path}"
-        module = ModuleType(name, "Public names of flashlin, where fla has them.")
+        module = ModuleType(name, "Public names of flashlin, under a module path of fla.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__, module.__file__ = [], sys.modules[package].__file__  # a file that exists, for tools
         module.__getattr__ = public_of(name)  # type: ignore[method-assign]

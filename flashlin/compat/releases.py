@@ -106,8 +106,8 @@ def pairs() -> tuple[Pair, ...]:
 def triton_for(torch: str) -> str:
     """Return the Triton that a torch release requires; ``""`` for a torch that is not in the table.
 
-    The result is a release, such as ``3.7.1``, or a minor version, such as ``3.8``, for any patch release of
-    it.
+    The result is a release, such as ``3.7.1``, or a minor version, such as ``3.8``, which means any patch
+    release of it.
     """
     numbers = (*release(torch), 0)[:3]
     triton = next((pair.triton for pair in pairs() if release(pair.torch) == numbers), "")
@@ -130,7 +130,7 @@ def oldest_driver(cuda: str) -> int:
 
 
 def nearest(triton: str) -> Release:
-    """Return the entry of a Triton version, or else the newest entry before it.
+    """Return the table entry of a Triton version, or else the newest entry of an older release.
 
     A version that is older than all entries gets the first entry.
     """
@@ -138,7 +138,7 @@ def nearest(triton: str) -> Release:
 
 
 def planned_as(triton: str) -> str:
-    """Return the release as which a Triton that is not in the table is planned, such as a newer release.
+    """Return the release whose plans a Triton outside the table gets, such as a newer patch release.
 
     Returns ``""`` for a release that is in the table, and for one that is too old for plans.
     """
@@ -147,7 +147,7 @@ def planned_as(triton: str) -> str:
 
 
 def in_full(version: str) -> str:
-    """Return a full version: the newest patch release of ``"3.3"``, which is ``"3.3.1"``.
+    """Return a version of three numbers: ``"3.3"`` gives its newest patch release, ``"3.3.1"``.
 
     A version of three numbers is returned unchanged, even if the table has no such release. Raises
     ValueError, with the known versions, for anything else.

@@ -31,8 +31,8 @@ ROOT = str(Path(__file__).resolve().parents[2])  # the folder that holds flashli
 MOST = 1 << 25  # bytes of stdout and of stderr that are kept, from the end of each
 GENTLE = 5.0  # seconds from SIGTERM to SIGKILL
 GONE = 30.0  # seconds to wait for a killed child to end; a child that waits for a device may take longer
-# Factors of a fork's time limit. BUSY: CPU time above which a missed limit is a timeout. PATIENCE: longest
-# wait.
+# Factors of a fork's time limit. BUSY: the least CPU time of a fork that counts as timed out. PATIENCE: the
+# longest wait.
 BUSY, PATIENCE = 0.5, 4
 # Matches the lines of stderr that name an error, which say more than the last line.
 TELLING = re.compile(r"rror|ssert|UNREACHABLE|terminate called")
@@ -72,7 +72,7 @@ def channel() -> Callable[..., None]:
 
 
 class Ended(NamedTuple):
-    """The end of a child process.
+    """The description of a child process's end: its status, its output and its duration.
 
     code: its exit status, or minus the number of the signal that ended it. None if it did not end by itself.
     stdout, stderr: its output, at most the last MOST bytes of each.
@@ -160,7 +160,7 @@ class _Output:
     def line(self, within: float | None) -> str:
         """Remove and return the next line; ``""`` at the end of the pipe.
 
-        Raises TimeoutError if no line arrives within so many seconds.
+        within: seconds to wait for the line; None for no limit. Raises TimeoutError if none arrives.
         """
         with self._more:
             if not self._more.wait_for(lambda: b"\n" in self._kept or not self._open, within):
@@ -316,9 +316,9 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
     ``Ended.stderr``.
 
     at_once: the largest number of forks at a time.
-    timeout: seconds for each fork. A fork whose CPU time is less than half of that gets more time, because
-        other programs keep this machine busy. A fork that fails in this way is no timeout, and ``Ended.why``
-        says so.
+    timeout: seconds for each fork. A fork that has used less than half of that as CPU time gets more time, up
+        to four times the limit, because other programs keep this machine busy. If it still does not end, it
+        is killed, but ``Ended.timed_out`` is False and ``Ended.why`` gives the reason.
     """
     room = Path(tempfile.mkdtemp(prefix="flashlin-forked-"))
     waiting = list(enumerate(works))[::-1]
@@ -350,7 +350,7 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
                     os.waitpid(child, 0)
                     timed_out = worked >= timeout * BUSY
                     why = (f"no answer in {timeout:g} s" if timed_out else
-                           f"this machine had {worked:.0f} s of work for it in {took:.0f} s")
+                           f"this machine gave it {worked:.0f} s of CPU time in {took:.0f} s")
                 del running[child]
                 stdout, stderr = (path.read_text(errors="replace") if (path := folder / name).exists() else ""
                                   for name in ("result", "stderr"))

@@ -103,7 +103,7 @@ class Target(NamedTuple):
 
     A target can also describe a machine that is not present.
 
-    triton, ptxas, torch: versions; ``""`` if it is not installed or cannot be used.
+    triton, ptxas, torch: versions; ``""`` for a program that is not installed or cannot be used.
     backend: one of BACKENDS; ``interpreter`` is Triton's interpreter on the CPU.
     capability: compute capability (major, minor) of an NVIDIA GPU; (0, 0) for others.
     name: name of the GPU.
@@ -155,7 +155,7 @@ class Target(NamedTuple):
 def triton_state() -> tuple[str, str]:
     """Return (version, fault) of the installed Triton.
 
-    Both are ``""`` if they do not apply. A missing Triton is ``("", "not installed")``.
+    The fault is ``""`` if Triton works. A missing Triton gives ``("", "not installed")``.
     """
     try:
         import triton
@@ -359,7 +359,7 @@ def card_named(name: str) -> tuple[str, Card] | None:
 
 
 def _card(pairs: Mapping[str, str]) -> tuple[str, Card]:
-    """Return (name, card) of the GPU that the keys card, sm and backend describe.
+    """Return (name, card) of the GPU that the values of the keys card, sm and backend describe.
 
     Raises ValueError if they describe no GPU, or contradict each other.
     """

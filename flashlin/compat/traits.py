@@ -111,7 +111,7 @@ def trait_set(*names: str) -> frozenset[str]:
 @lru_cache(maxsize=1024)
 def with_operands(traits: frozenset[str], dtypes: frozenset[str], half: bool = False,
                   tile: tuple[tuple[str, int], ...] = ()) -> frozenset[str]:
-    """Return ``traits`` with the traits of the source OPERANDS replaced by those of these operands.
+    """Return ``traits`` with all traits of the source OPERANDS replaced by those that these operands have.
 
     dtypes: torch names of the tensors' dtypes.
     half: True if matrix products have 16-bit operands although no tensor has such a dtype.

@@ -77,7 +77,7 @@ def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], 
     [(_, result)] = compiled_in_forks([work], 1, 0.5)
     assert result.status == status, result
     if work is waits:
-        said = re.fullmatch(r"this machine had 0 s of work for it in (\d+) s", result.message)
+        said = re.fullmatch(r"this machine gave it 0 s of CPU time in (\d+) s", result.message)
         assert said and int(said[1]) == pytest.approx(result.seconds, abs=0.6), result
         assert result.seconds >= 0.5 * subprocesses.PATIENCE, result
     else:
