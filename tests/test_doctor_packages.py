@@ -665,7 +665,7 @@ def test_a_decorated_method_that_does_not_say_what_it_wraps(world: World) -> Non
 
 
 @pytest.mark.parametrize(("looked", "why"), [(True, "its import failed"),
-                                             (False, "the file wants a CUDA device")])
+                                             (False, "the file requires a CUDA device")])
 def test_why_a_file_has_its_torch_function(looked: bool, why: str, world: World) -> None:
     assert probing._why("chunk_kda", looked) == "fla is not installed"
     package(world.folder, "fla", "")
@@ -676,7 +676,7 @@ def test_why_a_file_has_its_torch_function(looked: bool, why: str, world: World)
         sys.modules[name] = type(sys)(name)
     assert probing._why("chunk_kda", looked) == "fla.ops.kda has no chunk_kda"
     sys.modules["fla.ops.kda"].chunk_kda = None  # type: ignore[attr-defined]
-    assert "is there now" in probing._why("chunk_kda", looked)
+    assert "exists now" in probing._why("chunk_kda", looked)
 
 
 def test_functions_that_a_layer_keeps(world: World) -> None:

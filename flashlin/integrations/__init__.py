@@ -1,1 +1,1 @@
-"""Other packages: flashlin's repairs put into one that cannot be edited."""
+"""Integrations with other packages: flashlin's functions replace theirs, without any edit to their files."""

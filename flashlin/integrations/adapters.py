@@ -1,9 +1,10 @@
-"""What stands in transformers' models for the functions of fla, mamba_ssm and causal_conv1d: flashlin's,
-called as those models call them.
+"""Adapters: flashlin's functions with the calling conventions of transformers' models.
 
-flashlin's own functions are strict. Models hand a kernel whatever keywords they were called with, say where
-documents begin under names of their own, and know activations that no kernel has. An adapter takes its
-function's arguments and those, and drops other keywords of the model. ``ADAPTERS`` has them all.
+Those models call functions of fla, mamba_ssm and causal_conv1d. flashlin's own functions are strict, and
+models are not: they pass on whatever keywords they were called with, mark documents by names of their own,
+and use activations that no kernel has. An adapter accepts the arguments of its function and the document
+marks, and drops the other keywords of the model. ``ADAPTERS`` contains all adapters, by the name of the
+kernel.
 """
 from __future__ import annotations
 
@@ -20,17 +21,21 @@ from flashlin.ops import causal_conv1d as conv
 from flashlin.ops import gated_delta_rule as gdn
 from flashlin.ops import kda, mamba_inner, norm, selective_scan, ssd, state_update
 
-IN_KERNELS = (None, "silu", "swish")  # activations that the convolution has itself
-# Arguments of kernels that change the result and that flashlin has not. All else that a model passes along
-# speaks to other parts of it (use_cache, output_router_logits, max_length_q, position_embeddings, ...).
+IN_KERNELS = (None, "silu", "swish")  # activations that the convolution computes itself
+# Arguments of kernels that change the result and that flashlin does not support. All other keywords of a model are
+# for other layers (use_cache, output_router_logits, max_length_q, position_embeddings, ...).
 NOT_SERVED = {"cp_context": "only chunked ops and the convolution run over several ranks",
               "state_dtype": "states are float32"}
 Own = dict[str, Any]  # arguments of flashlin's function, by name
 
 
 def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes an adapter: the signature of ``ours``, then keywords that say where documents begin, then whatever
-    a model passes along. The decorated function gets the arguments of ``ours`` that are given, and the marks."""
+    """Return a decorator that makes an adapter of ``ours``.
+
+    The adapter has the signature of ``ours``, then the keywords in ``marks``, which say where documents
+    begin, and then any other keyword. The decorated function gets the given arguments of ``ours`` as a dict,
+    and the marks.
+    """
     own = {name: one for name, one in inspect.signature(ours).parameters.items()
            if one.kind is not one.VAR_KEYWORD}
     order, required = tuple(own), [name for name, one in own.items() if one.default is one.empty]
@@ -50,11 +55,11 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
             given = {**dict(zip(order, args, strict=False)), **options}
             if len(given) < len(args) + len(options) or (
                     len(args) < len(required) and any(name not in given for name in required)):
-                return ours(*args, **options)  # a TypeError, in its own words
+                return ours(*args, **options)  # raises the function's own TypeError
             return adapt(given, *marked)
         added = [inspect.Parameter(mark, inspect.Parameter.KEYWORD_ONLY, default=None) for mark in marks]
         rest = inspect.Parameter("of_the_model", inspect.Parameter.VAR_KEYWORD)
-        adapter.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which inspect asks for
+        adapter.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect
             [*own.values(), *added, rest])
         adapter.__name__ = adapter.__qualname__ = ours.__name__
         return adapter
@@ -62,8 +67,11 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
 
 
 def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the adapter of a delta rule. cu_seq_lens_q is its cu_seqlens. seq_idx, also of several rows, sets
-    the decay to -inf where a document begins."""
+    """Return the adapter of a delta rule.
+
+    cu_seq_lens_q is passed as cu_seqlens. seq_idx, also of several rows, sets the decay to -inf where a
+    document begins.
+    """
     @_of(ours, "cu_seq_lens_q", "seq_idx")
     def delta_rule(own: Own, cu_seq_lens_q: Tensor | None, seq_idx: Tensor | None) -> Any:
         if own.get("cu_seqlens") is None:
@@ -80,7 +88,7 @@ def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 @_of(conv.causal_conv1d_fn, "cu_seq_lens_q")
 def causal_conv1d_fn(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
-    """cu_seq_lens_q becomes a seq_idx."""
+    """Call flashlin's causal_conv1d_fn, with cu_seq_lens_q converted to a seq_idx."""
     rows, _, tokens = own["x"].shape
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("causal_conv1d_fn", own["seq_idx"] is not None)
@@ -89,11 +97,12 @@ def causal_conv1d_fn(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
 
 @_of(conv.causal_conv1d_update)
 def causal_conv1d_update(own: Own) -> Any:
+    """Call flashlin's causal_conv1d_update, with any activation of transformers."""
     return _activated(conv.causal_conv1d_update, own)
 
 
 def _activated(ours: Callable[..., Any], own: Own) -> Any:
-    """Of an activation that is not the convolution's, transformers' own comes after it."""
+    """Call a convolution, and apply an activation that it does not have itself to its result."""
     activation = own.get("activation")
     if activation in IN_KERNELS:
         return ours(**own)
@@ -104,7 +113,7 @@ def _activated(ours: Callable[..., Any], own: Own) -> Any:
 
 @_of(ssd.mamba_chunk_scan_combined, "cu_seq_lens_q")
 def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
-    """cu_seq_lens_q becomes a seq_idx."""
+    """Call flashlin's mamba_chunk_scan_combined, with cu_seq_lens_q converted to a seq_idx."""
     rows, tokens = own["x"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("mamba_chunk_scan_combined", own["seq_idx"] is not None or own.get("return_varlen_states", False))
@@ -114,14 +123,20 @@ def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
 
 
 def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
-    """As the models' torch functions, whose result is float32: a norm comes next, and rounds."""
+    """Call mamba_chunk_scan_combined with a float32 result, as the models' torch functions return.
+
+    The norm that follows rounds the result.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return mamba_chunk_scan_combined(x, *arguments, **options, out_dtype=wide)
 
 
 @_of(ssd.mamba_split_conv1d_scan_combined, "cu_seq_lens_q")
 def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
-    """cu_seq_lens_q becomes a seq_idx; rmsnorm_eps may be None."""
+    """Call flashlin's mamba_split_conv1d_scan_combined, with cu_seq_lens_q converted to a seq_idx.
+
+    rmsnorm_eps may be None.
+    """
     rows, tokens = own["zxbcdt"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
     told("mamba_split_conv1d_scan_combined", own["seq_idx"] is not None)
@@ -132,13 +147,16 @@ def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> 
 
 @_of(state_update.selective_state_update)
 def selective_state_update(own: Own) -> Any:
+    """Call flashlin's selective_state_update, without the other keywords of the model."""
     return state_update.selective_state_update(**own)
 
 
 @_of(selective_scan.selective_scan_fn)
 def selective_scan_fn(own: Own) -> Any:
-    """Warn where documents or states are lost. use_mambapy and use_associative_scan, which choose among torch
-    paths, are dropped."""
+    """Call flashlin's selective_scan_fn, and warn if it mixes documents or drops a cached state.
+
+    use_mambapy and use_associative_scan, which choose among torch paths, are dropped.
+    """
     told("selective_scan_fn", False)
     state_dropped("selective_scan_fn")
     return selective_scan.selective_scan_fn(**own)
@@ -146,15 +164,21 @@ def selective_scan_fn(own: Own) -> Any:
 
 @_of(mamba_inner.mamba_inner_fn)
 def mamba_inner_fn(own: Own) -> Any:
+    """Call flashlin's mamba_inner_fn, and warn if it mixes documents.
+
+    Falcon Mamba, whose arguments have dt_rms_weight, has norms in another order (``_of_falcon``).
+    """
     told("mamba_inner_fn", False)
     of_falcon = own.get("dt_rms_weight") is not None and own.get("B") is None and own.get("C") is None
     return _of_falcon(own) if of_falcon else mamba_inner.mamba_inner_fn(**own)
 
 
 def _of_falcon(own: Own) -> Tensor:
-    """Falcon Mamba's fused function norms dt behind its projection. The model's torch code, which decodes,
-    norms it before the projection, without a weight. The model's order counts: training must be what it is in
-    generation."""
+    """Compute Falcon Mamba's fused function in the order of the model's torch code.
+
+    The model's fused function norms dt after its projection. Its torch code, which decodes, norms dt before
+    the projection, without a weight. The torch order is used, so that training equals generation.
+    """
     x, z = own["xz"].chunk(2, 1)
     u: Any = conv.causal_conv1d_fn(x, own["conv1d_weight"].squeeze(1), own["conv1d_bias"], activation="silu")
     N, R = own["A"].shape[1], own["delta_proj_weight"].shape[1]
@@ -171,17 +195,19 @@ def _of_falcon(own: Own) -> Tensor:
 
 
 def declined(*arguments: Any, **of_the_model: Any) -> None:
-    """The answer of transformers' own torch function where it has no fused path: the model goes on in its
-    unfused way, of flashlin's functions."""
+    """Return None, as transformers' own torch function does if it has no fused path.
+
+    The model then continues on its unfused path, which calls flashlin's functions.
+    """
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {adapter.__name__: adapter for adapter in (
     _delta(gdn.chunk_gated_delta_rule), _delta(gdn.fused_recurrent_gated_delta_rule), _delta(kda.chunk_kda),
     _delta(kda.fused_recurrent_kda), causal_conv1d_fn, causal_conv1d_update, mamba_chunk_scan_combined,
     selective_state_update, selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
-# Since transformers 5.15 models take None for an answer. Then the fused functions are declined, because they are
-# not what the model computes without them: padding is masked only before their convolution, and their norm is
-# one of groups, before or after the gate as mamba_ssm fixes it. And the scan hands its norm float32.
+# Since transformers 5.15, a fused function may return None. Then flashlin declines the fused functions, because
+# they differ from the unfused path: padding is masked only before their convolution, and they norm groups, before
+# or after the gate as mamba_ssm does. The unfused scan also returns float32 to its norm.
 UNFUSED: dict[str, Callable[..., Any]] = {
     "mamba_split_conv1d_scan_combined": declined, "mamba_inner_fn": declined,
     "mamba_chunk_scan_combined": unrounded_chunk_scan}

@@ -1,8 +1,8 @@
-"""Functions of other packages replaced wherever a program binds them, and everything put back afterwards.
+"""Replace functions of other packages wherever a program binds them, and restore everything afterwards.
 
-A function is bound in many places: in the module that defines it and those that imported it, in tables, in
-layers that keep it as an attribute, in the closures of decorators. A place is found by the identity of what
-stands there, so it does not matter who imported what, when, or under which name.
+A function is bound at many places: in the module that defines it, in modules that imported it, in tables, in
+attributes of layers, and in closures of decorators. A binding is found by the identity of its value. So it
+does not matter who imported the function, when, or under which name.
 """
 from __future__ import annotations
 
@@ -14,20 +14,33 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-MISSING = object()  # stands where nothing is bound
-# Stand-ins keep the function they stand for under these names: a sweep must leave them that.
+MISSING = object()  # the value of a name that is not bound
+# Attributes under which a stand-in keeps its original. A sweep must not replace these.
 KEPT = ("__wrapped__", "__flashlin_original__")
 
 
 class Replaced(NamedTuple):
-    """where: the module or layer. name: what is bound there. by: what stands there now."""
+    """One binding that was replaced.
+
+    where: the module or layer.
+    name: the name that is bound there.
+    by: a description of the new value.
+    """
     where: str
     name: str
     by: str
 
 
 class Undo(NamedTuple):
-    """owner: gives it, or None where it is gone: a patch must not keep models alive."""
+    """The data to restore one binding.
+
+    owner: returns the owner of the binding, or None if it no longer exists. It is a weak reference, so that a
+        patch
+        does not keep models alive.
+    name: the name of the binding.
+    before: the value before the patch.
+    after: the value that the patch has bound.
+    """
     owner: Callable[[], Any]
     name: Any
     before: Any
@@ -35,7 +48,11 @@ class Undo(NamedTuple):
 
 
 class Bindings:
-    """What one patch has put where. ``replaced`` and ``left`` (with the reason) are for the user."""
+    """The bindings that one patch has changed.
+
+    ``replaced`` lists them, and ``left`` lists functions that were not replaced, with the reason; both are
+    for the user.
+    """
 
     def __init__(self) -> None:
         self.replaced: list[Replaced] = []
@@ -46,31 +63,48 @@ class Bindings:
     # --- what a package's patch says ---
 
     def swap(self, original: Any, stand_in: Any, by: str) -> None:
-        """From the next sweep on ``stand_in`` is wherever ``original`` is."""
+        """Have every later sweep replace ``original`` by ``stand_in``.
+
+        by: a description of the stand-in for ``replaced``.
+        """
         self._swaps[id(original)] = original, stand_in, by
         self.stands_for(stand_in, original)
 
     def stands_for(self, stand_in: Any, original: Any) -> None:
-        """What programs have copied of ``stand_in`` meanwhile becomes ``original`` in the end."""
+        """Record that ``undo`` must replace ``stand_in`` by ``original``.
+
+        This includes copies of the stand-in that programs make while the patch is in force.
+        """
         _ORIGINALS[stand_in] = original
         _HOME[stand_in] = weakref.ref(self)
 
     def knows(self, value: Any) -> bool:
-        """Whether it has a stand-in here, or is one: nothing is left to be done for it."""
+        """Return True if a value is a stand-in of this patch, or already has one.
+
+        Then nothing is left to do for it.
+        """
         return id(value) in self._swaps or (is_stand_in(value) and _HOME[value]() is self)
 
     def stand(self, owner: Any, name: Any, stand_in: Any, by: str, where: str = "") -> None:
-        """``put`` of a ``stand_in`` for what is bound there now."""
+        """Bind a name of ``owner`` to ``stand_in``, with the present value as its original.
+
+        by, where: as in ``put``.
+        """
         self.stands_for(stand_in, bound(owner, name))
         self.put(owner, name, stand_in, by, where)
 
     def fill(self, module: ModuleType, name: str, function: Callable[..., Any], by: str) -> None:
-        """Give a module a function that it could not import, if it bound None to its name instead."""
+        """Give a module a function that it could not import, if it bound None to the name instead."""
         if bound(module, name) is None:
             self.stand(module, name, named_like(function, None, module=module.__name__, name=name), by)
 
     def put(self, owner: Any, name: Any, value: Any, by: str, where: str = "") -> None:
-        """Bind ``name`` of a module, class, instance, dict (its entry) or closure's cell to ``value``."""
+        """Bind a name of ``owner`` to a value, and record the binding for ``undo``.
+
+        owner: a module, class, instance, dict (``name`` is a key) or closure cell.
+        by: a description of the value for ``replaced``.
+        where: the name of the owner for ``replaced``; by default its own name.
+        """
         owner = vars(owner) if isinstance(owner, ModuleType) else owner
         before = bound(owner, name)
         if before is value:
@@ -81,7 +115,7 @@ class Bindings:
         self.replaced.append(Replaced(where or _where(owner), str(name), by))
 
     def sweep(self, modules: Iterable[ModuleType] | None = None) -> None:
-        """Replace in these modules; None is in every module and every layer there is."""
+        """Replace the originals in these modules; None means in all modules and all layers."""
         if self._swaps:
             for where, owner, name, value in places(modules):
                 original, stand_in, by = self._swaps.get(id(value), (None, None, ""))
@@ -89,7 +123,7 @@ class Bindings:
                     self.put(owner, name, stand_in, by, where)
 
     def undo(self) -> None:
-        """Every place is as it was, but where another has bound something since."""
+        """Restore every binding, unless other code has bound a new value since."""
         for given, name, before, after in reversed(self._undo):
             owner = given()
             if owner is not None and bound(owner, name) is after:
@@ -99,11 +133,11 @@ class Bindings:
         mine = {id(stand_in): original for stand_in, original in list(_ORIGINALS.items())
                 if _HOME[stand_in]() is self}
         for _, owner, name, value in places(None) if mine else ():
-            if id(value) in mine:  # copied meanwhile
+            if id(value) in mine:  # a copy that the program made of a binding
                 bind(owner, name, _as_now(mine[id(value)], self))
 
     def counts(self) -> Counter[str]:
-        """How many places each stand-in has."""
+        """Return the number of bindings of each stand-in."""
         return Counter(one.by for one in self.replaced)
 
 
@@ -112,8 +146,10 @@ _HOME: weakref.WeakKeyDictionary[Any, weakref.ref[Bindings]] = weakref.WeakKeyDi
 
 
 def _as_now(value: Any, ending: Bindings) -> Any:
-    """A value as it is without patches that have ended: two that end in another order than they began have
-    seen each other's stand-ins."""
+    """Return a value without the stand-ins of patches that have ended.
+
+    Two patches that end in another order than they began may have each other's stand-ins as originals.
+    """
     while callable(value) and is_stand_in(value):
         home = _HOME[value]()
         if home is not None and home is not ending and home._undo:
@@ -123,13 +159,15 @@ def _as_now(value: Any, ending: Bindings) -> Any:
 
 
 def is_stand_in(value: Any) -> bool:
+    """Return True if a value is a stand-in of any patch."""
     try:
         return value in _ORIGINALS
-    except TypeError:  # it cannot be referred to weakly, or has no hash
+    except TypeError:  # the value allows no weak reference, or has no hash
         return False
 
 
 def bound(owner: Any, name: Any) -> Any:
+    """Return the value that a module, class, instance, dict or closure cell binds to a name, or MISSING."""
     if isinstance(owner, CellType):
         try:
             return owner.cell_contents
@@ -139,6 +177,7 @@ def bound(owner: Any, name: Any) -> Any:
 
 
 def bind(owner: Any, name: Any, value: Any) -> None:
+    """Bind a name of a module, class, instance, dict or closure cell to a value; MISSING removes it."""
     if isinstance(owner, CellType):
         owner.cell_contents = value
     elif isinstance(owner, type):
@@ -146,7 +185,7 @@ def bind(owner: Any, name: Any, value: Any) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    else:  # of an instance its dict, too: layers may do something else when an attribute is set
+    else:  # also for an instance, use its dict: setting an attribute of a layer may have side effects
         names = owner if type(owner) is dict else vars(owner)
         if value is MISSING:
             names.pop(name, None)
@@ -155,12 +194,14 @@ def bind(owner: Any, name: Any, value: Any) -> None:
 
 
 def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any, Any]]:
-    """(where, owner, name, value) of what modules bind, with their tables and the closures of their
-    functions; None is all modules but flashlin's, and all layers."""
+    """Yield (where, owner, name, value) of all bindings of modules, their tables and their closures.
+
+    None means all modules except flashlin's, and all layers.
+    """
     given = [module for name, module in list(sys.modules.items())
              if name.partition(".")[0] != "flashlin"] if modules is None else modules
     for module in given:
-        names = getattr(module, "__dict__", None)  # a module may be anything, or None
+        names = getattr(module, "__dict__", None)  # an entry of sys.modules may be any object, or None
         if type(names) is not dict:
             continue
         where = str(names.get("__name__", ""))
@@ -181,7 +222,10 @@ def places(modules: Iterable[ModuleType] | None) -> Iterator[tuple[str, Any, Any
 
 
 def layers() -> Iterator[Any]:
-    """Every nn.Module of the process: models that were built before have functions in attributes."""
+    """Yield every nn.Module of the process.
+
+    A patch needs them because models that are already built keep functions in attributes.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn"):
         return
@@ -190,7 +234,7 @@ def layers() -> Iterator[Any]:
 
 
 def free_variables(function: Any) -> dict[str, Any]:
-    """What a function has of those around it, by name; nothing of what is no function."""
+    """Return the closure variables of a function by name; an empty dict for any other object."""
     if type(function) is not FunctionType or not function.__closure__:
         return {}
     return {name: bound(cell, name)
@@ -205,8 +249,10 @@ def _where(owner: Any) -> str:
 
 def named_like(function: Callable[..., Any], original: Any, module: str = "", name: str = "",
                signature: Any = None) -> Any:
-    """A copy of ``function`` under the name of what it stands for, so that pickle finds it by that name and
-    whoever asks for its signature sees the one that callers know."""
+    """Return a copy of ``function`` under the name of ``original``.
+
+    pickle finds the copy by that name, and inspect shows the signature that callers expect.
+    """
     copy = FunctionType(function.__code__, function.__globals__, name or original.__name__,
                         function.__defaults__, function.__closure__)
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
@@ -214,5 +260,5 @@ def named_like(function: Callable[..., Any], original: Any, module: str = "", na
     copy.__qualname__ = name or original.__qualname__
     copy.__doc__ = function.__doc__ or (original.__doc__ if callable(original) else None)
     if signature is not None:
-        copy.__signature__ = signature  # type: ignore[attr-defined]  # which inspect asks for
+        copy.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
     return copy

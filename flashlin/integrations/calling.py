@@ -1,4 +1,4 @@
-"""Our function, called as another package's is called."""
+"""Call a function of flashlin with the arguments of another package's function."""
 from __future__ import annotations
 
 import inspect
@@ -8,18 +8,18 @@ from typing import Any
 
 from flashlin.integrations.bindings import named_like
 
-# Parameters of the originals that our signatures have only to say, by name, that they must be None.
+# Parameters that flashlin's functions have only to refuse, by name, any value but None.
 REFUSED = frozenset({"process_group"})
 _told: set[tuple[str, str]] = set()
 
 
 def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
-    """``ours`` under the name and signature of ``original``, for callers of that.
+    """Return a function that calls ``ours``, with the name and signature of ``original``.
 
-    Positions are those of the original, whose order differs between releases. What only the original knows
-    goes to the original, if it is not its default: those calls run as without flashlin, and that is told
-    once. A keyword that the original takes by ``**kwargs`` and that nobody knows is dropped, and told once:
-    the original ignores it without a word.
+    Positional arguments have the order of the original, which differs between releases. If a call has an
+    argument that only the original supports, with a value that is not its default, the original runs, and a
+    warning says so once. A keyword that neither function has is dropped, with one warning, if the original
+    accepts it by ``**kwargs`` and ignores it.
     """
     theirs, mine = inspect.signature(original), inspect.signature(ours)
     order, my_order = positional(theirs), positional(mine)
@@ -27,7 +27,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
     swallows = any(one.kind is one.VAR_KEYWORD for one in theirs.parameters.values())
     served = frozenset(name for name, one in mine.parameters.items()
                        if one.kind is not one.VAR_KEYWORD) - REFUSED
-    # so many leading arguments are the same and served: the usual call is passed on as it is
+    # the number of leading arguments that are equal in both: a usual call is passed on unchanged
     same = next((at for at, (a, b) in enumerate(zip(order, my_order, strict=False))
                  if a != b or a in REFUSED), min(len(order), len(my_order)))
     name = original.__name__
@@ -37,36 +37,42 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
             return ours(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
         if len(given) < len(args) + len(kwargs):  # too many positions, or an argument given twice
-            return original(*args, **kwargs)  # a TypeError, in its own words
+            return original(*args, **kwargs)  # raises the function's own TypeError
         missing = unserved(given, served, defaults)
         if missing:
-            tell(name, missing, "which only the package's own function has; that one runs")
+            tell(name, missing, "which only the package's own function supports; that function runs")
             return original(*args, **kwargs)
         unknown = [key for key in given if key not in served and key not in defaults]
         if unknown and not swallows:
-            return original(*args, **kwargs)  # the same
+            return original(*args, **kwargs)  # also raises its own TypeError
         if unknown:
-            tell(name, ", ".join(unknown), "which the package's own function ignores, too")
+            tell(name, ", ".join(unknown), "which the package's own function also ignores")
         return ours(**{key: value for key, value in given.items() if key in served})
     stand_in = named_like(call, original, signature=theirs)
-    stand_in.__wrapped__ = original  # registries that know the original find it: fla.backends.register
+    stand_in.__wrapped__ = original  # for registries that contain the original, such as fla.backends.register
     return stand_in
 
 
 def positional(signature: inspect.Signature) -> list[str]:
+    """Return the names of the parameters that can be given by position."""
     return [name for name, one in signature.parameters.items()
             if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
 def unserved(given: Mapping[str, Any], served: frozenset[str], defaults: Mapping[str, Any]) -> str:
-    """Arguments of the original alone that are not its defaults, as text."""
+    """Return the arguments that only the original supports and that are not its defaults, as text.
+
+    given: the arguments of the call.
+    served: the names that flashlin's function supports.
+    defaults: the default values of the original.
+    """
     return ", ".join(key for key, value in given.items()
                      if key not in served and key in defaults and value is not defaults[key]
                      and not (isinstance(value, (bool, int, float, str)) and value == defaults[key]))
 
 
 def tell(function: str, arguments: str, what: str) -> None:
-    """Once for each function and arguments."""
+    """Warn about these arguments of a function, once for each function and arguments."""
     if (function, arguments) not in _told:
         _told.add((function, arguments))
         warnings.warn(f"{function}: got {arguments}, {what}", stacklevel=4)

@@ -5,11 +5,11 @@ attention) or ``seq_idx`` (the document of each token). Others use ``position_id
 ``attention_mask`` (document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the
 first two, and many models pass neither to them.
 
-``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that
-to the layers by tensor operations that torch.compile can trace. A call waits for the GPU only if it has an
-integer mask and no positions, or before a warning.
-``masking`` wraps the functions that make attention masks, so attention layers keep the same documents apart.
-Functions that mix documents call ``told``, which warns once for each model.
+``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that to
+the layers by tensor operations that torch.compile can trace. A call waits for the GPU only if it has an
+integer mask and no positions, or before a warning. ``masking`` wraps the functions that make attention masks,
+so attention layers keep the same documents apart. Functions that mix documents report this, and each model
+gives one warning.
 """
 from __future__ import annotations
 
@@ -29,20 +29,26 @@ from flashlin.ops._common.pipeline import constant_while_tracing
 
 MARKS = ("cu_seq_lens_q", "seq_idx")
 Tokens = tuple[int, int] | None  # [B, T] of a call
-CACHES = ("cache", "past_key_values", "cache_params")  # from 5.24 on all models have the first
+CACHES = ("cache", "past_key_values", "cache_params")  # since 5.24 all models use the first
 APART = "Give it a document a row, padded. It is so with every kernel."
 UNSEEN = -80.0  # an additive mask at or below this gives a weight of 0 in float32
 
 
 @dataclass
 class Call:
-    """A call of a model.
+    """One call of a model.
 
-    given: the argument that marks documents, or "". marks: the documents, as keywords for the models inside.
-    several: whether a row holds more than one document; until this is needed, a tensor [B, T - 1] that is
-    True where a document begins. by_padding: the mark is a mask [B, T] that may only mark padding. tokens:
-    [B, T] of the call. fresh: the caller gives no cache. goes_on: several tokens follow a cached state. warn:
-    warns once for each model name.
+    model: name of the model's class.
+    given: the argument that marks documents, or "".
+    marks: the documents, as keywords for the models inside.
+    several: True if a row has more than one document. Until this is needed, it is a tensor [B, T - 1] that is
+        True
+        where a document begins.
+    by_padding: the mark is a mask [B, T] that may only mark padding.
+    tokens: [B, T] of the call.
+    fresh: the caller gives no cache.
+    goes_on: several tokens follow a cached state.
+    warn: warns once for each model name.
     """
     model: str
     given: str
@@ -67,8 +73,11 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
     """Return ``forward`` of a model's class, wrapped to find marked documents first.
 
     by_seq_idx: its layers keep documents apart by seq_idx, so they get one, even if the model around them
-    dropped the keyword. said: names of the models that have been warned about. mixes: why the model mixes
-    documents with any marks, for one warning. but_flash: it does not mix them with flash attention.
+        dropped
+        the keyword.
+    said: names of the models that have been warned about.
+    mixes: reason that the model mixes documents with any marks, for one warning.
+    but_flash: the model does not mix them with flash attention.
     """
     parameters = inspect.signature(forward).parameters.values()
     takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -100,7 +109,7 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
 
 def _marked(model: str, given: dict[str, Any], tokens: Tokens,
             warn: Callable[[str, str], None]) -> Call:
-    """Return the call of a model with these keywords."""
+    """Return the Call for a model that is called with these keywords."""
     marks = _marks(given)
     several, name = bool(marks), next(iter(marks), "")
     if marks and "seq_idx" not in marks and tokens is not None:  # some layers read only this one
@@ -119,8 +128,10 @@ def _marked(model: str, given: dict[str, Any], tokens: Tokens,
 
 
 def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str, Any]:
-    """Return the keywords of the model itself, with the marks if it takes them. Document numbers of a mask
-    become ones, because layers multiply their inputs by the mask."""
+    """Return the keywords for the model itself, with the marks if it accepts them.
+
+    Document numbers of a mask become ones, because layers multiply their inputs by the mask.
+    """
     if takes_more:
         given = {**given, **call.marks}
     mask = _padding(given)
@@ -147,14 +158,13 @@ def _padding(given: dict[str, Any]) -> Tensor | None:
 
 
 def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | None:
-    """Return a tensor [B or 1, T - 1] that is True where a token begins a new document. None if nothing marks
-    documents.
+    """Return a tensor [B or 1, T - 1] that is True where a token begins a new document; None without marks.
 
     Padding begins no document, nor does the first token after left padding. With a cache, a mask marks
-    padding, and positions begin again after it; then positions count only without a mask.
+    padding, and positions begin again after it. So with a cache, positions are read only if there is no mask.
 
-    An integer mask without positions may number documents or mark padding. A value is read only to decide
-    this, if it can be read; transformers reads the same mask in each call.
+    An integer mask without positions may number documents or mark padding. Only then are values read from the
+    device, if they can be read. transformers reads the same mask in each call.
     """
     if tokens is None or tokens[1] < 2:
         return None
@@ -186,9 +196,13 @@ def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | 
 
 
 def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
-    """Return True where a position [B or 1, T] is not one more than that of the token before, nor than that
-    of the last token that is not padding. In [4, B, T], row 0 holds the text positions. In another [R, B, T],
-    a document begins where all rows are 0, since some rows repeat and some jump within an image."""
+    """Return True where a position begins again.
+
+    A position [B or 1, T] begins again if it is not one more than the position of the token before. For a
+    token after padding, the position of the last token that is not padding also counts. In [4, B, T], row 0
+    has the text positions. In another [R, B, T], a document begins where all rows are 0, since some rows
+    repeat and some jump within an image.
+    """
     if positions.ndim == 3 and positions.shape[0] != 4:
         return (positions == 0).all(0)[:, 1:]
     text = positions[0] if positions.ndim == 3 else positions
@@ -204,8 +218,10 @@ def _before(values: Tensor, real: Tensor) -> Tensor:
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Return True where a mask lets a token see another: nonzero booleans and integers, or values above
-    ``UNSEEN`` of an additive mask."""
+    """Return True where a mask lets one token see another.
+
+    Booleans and integers are visible if nonzero, and values of an additive mask if above ``UNSEEN``.
+    """
     return mask > UNSEEN if mask.is_floating_point() else mask != 0
 
 
@@ -226,11 +242,11 @@ def _goes_on(given: dict[str, Any], tokens: Tokens) -> bool:
 
 
 def masking(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``create``, a function of transformers that makes attention masks, wrapped to use the documents
-    that ``watched`` has found.
+    """Return a function of transformers that makes attention masks, wrapped to use the documents of the call.
 
-    transformers looks at position_ids only if there is neither a mask nor a cache. So it gets positions that
-    begin again at each document and at padding; padding then needs no mask of its own.
+    ``watched`` has found the documents. transformers reads position_ids only if there is neither a mask nor a
+    cache. So the function gets positions that begin again at each document and at padding. Then padding needs
+    no mask of its own.
     """
     names = list(inspect.signature(create).parameters)
 
@@ -247,11 +263,11 @@ def masking(create: Callable[..., Any]) -> Callable[..., Any]:
         if "flash" in str(given["config"]._attn_implementation):
             found = create(**given)
             if found is not None or (rows > 1 and "cu_seq_lens_q" not in call.marks):
-                _leaks(call, "flash attention knows documents only in one row without an attention_mask, or "
+                _leaks(call, "flash attention separates documents only in one row without an attention_mask, or "
                              "by cu_seq_lens_q")
             return found
         if not call.fresh:
-            _leaks(call, "its attention looks across documents beside a cache")
+            _leaks(call, "its attention looks across documents if there is a cache")
         if seq_idx is None or not call.fresh:
             return create(**given)
         begins = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -266,25 +282,34 @@ def masking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def told(function: str, marked: bool) -> None:
-    """A function that mixes tokens says whether it was told where documents begin. If its model was and it
-    was not: one warning."""
+    """Warn once if the model of this call has marked documents and one of its functions has no marks.
+
+    function: the name of a function that mixes tokens.
+    marked: True if the function was given the documents.
+    """
     call = _CALLS.now
     if call is not None and call.given and not marked:
         _leaks(call, f"its layers call {function} without: documents of one row run into each other")
 
 
 def state_dropped(function: str) -> None:
-    """A function of many tokens begins at a state of zero. If its model has one in the cache: one warning."""
+    """Warn once if a function starts from a zero state although the cache of its model has a state.
+
+    function: the name of a function that processes many tokens.
+    """
     call = _CALLS.now
     if call is not None and call.goes_on:
         call.warn(call.model, f"{call.model} got several tokens after a cached state, and its layers call "
-                              f"{function} without it: what came before is forgotten. Give it all tokens at "
-                              "once, or one at a time. It is so with every kernel.")
+                              f"{function} without that state: earlier tokens are forgotten. Give it all tokens "
+                              "at once, or one at a time. This happens with every kernel.")
 
 
 def _leaks(call: Call, why: str) -> None:
-    """Warn once that a model mixes documents, if a row holds several. If that cannot be read, as under
-    torch.compile, warn as well, unless the mark is a mask that most likely marks padding."""
+    """Warn once that a model mixes documents, if a row has several.
+
+    If that cannot be read, as under torch.compile, warn as well, unless the mark is a mask that most likely
+    marks padding.
+    """
     got = f"{call.model} got {call.given}"
     if isinstance(call.several, Tensor):
         if not _readable(call.several):
@@ -298,8 +323,10 @@ def _leaks(call: Call, why: str) -> None:
 
 
 def once(said: set[str]) -> Callable[[str, str], None]:
-    """Return a function that warns once for each model. While torch.compile traces, it runs as plain Python,
-    so a compiled model also warns."""
+    """Return a function that warns once for each model.
+
+    While torch.compile traces, it runs as plain Python, so a compiled model also warns.
+    """
     def warn(model: str, sentence: str) -> None:
         if model not in said:
             said.add(model)
@@ -308,8 +335,14 @@ def once(said: set[str]) -> Callable[[str, str], None]:
 
 
 def seq_idx_of(rows: int, tokens: int, seq_idx: Tensor | None, bounds: Tensor | None) -> Tensor | None:
-    """[rows, tokens] for the ops that take it, from seq_idx or, for one row, the bounds of its documents.
-    Tokens that a cache has put before the row belong to its first document."""
+    """Return the documents of tokens as seq_idx [rows, tokens], from a seq_idx or the bounds of one row.
+
+    rows, tokens: shape of the input.
+    seq_idx: document of each token, or None. If a cache has put tokens before the row, they belong to its
+        first
+        document.
+    bounds: cu_seqlens of one row, or None.
+    """
     if seq_idx is None and bounds is not None and rows == 1:
         at = torch.arange(tokens, device=bounds.device, dtype=bounds.dtype)
         return torch.searchsorted(bounds[1:].contiguous(), at, right=True, out_int32=True)[None]
@@ -319,7 +352,9 @@ def seq_idx_of(rows: int, tokens: int, seq_idx: Tensor | None, bounds: Tensor | 
 
 
 def forgetting(decay: Tensor, seq_idx: Tensor) -> Tensor:
-    """decay [B, T, ...], natural logs, with -inf where a document begins within a row: there the state is
-    forgotten. Nothing is read from the device."""
+    """Return the decay [B, T, ...] (natural logs) with -inf where a document begins.
+
+    There the state is forgotten. Nothing is read from the device.
+    """
     new = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
     return decay.masked_fill(new.view(*new.shape, *[1] * (decay.ndim - 2)), -torch.inf)

@@ -1,6 +1,9 @@
-"""What ``selective_scan_cuda`` and ``causal_conv1d_cuda`` compute, for Python files of mamba_ssm and
-causal_conv1d that call them below their public functions. Arguments and results are theirs; nothing here is
-differentiable, since callers have backward functions of their own."""
+"""Replacements for the extensions ``selective_scan_cuda`` and ``causal_conv1d_cuda``.
+
+Python files of mamba_ssm and causal_conv1d call them below their public functions. Arguments and results
+equal those in the extensions. Nothing here is differentiable, since the callers have backward functions of
+their own.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -20,9 +23,12 @@ def fwd(
     D: Tensor | None, z: Tensor | None, delta_bias: Tensor | None,
     delta_softplus: bool,
 ) -> list[Tensor]:
-    """``selective_scan_cuda.fwd``: y before its gate [b, D, T], what is kept [b, D, 1, 2 N] and, with z, y
-    behind it. Tensors as ``selective_scan_fn``. Of what is kept every second column is the last state, which
-    callers read; the others, which only the extension's backward reads, are zeros."""
+    """Compute ``selective_scan_cuda.fwd`` on tensors as in ``selective_scan_fn``.
+
+    Return y before its gate [b, D, T], the kept states [b, D, 1, 2 N] and, if z is given, y after its gate.
+    Every second column of the kept states has the last state, which callers read. The other columns, which
+    only the extension's backward reads, are zeros.
+    """
     y, last = mamba.selective_scan_fn(u, delta, A, B, C, D, None, delta_bias, delta_softplus,
                                       return_last_state=True)
     kept = torch.stack([torch.zeros_like(last), last], -1).flatten(-2)[:, :, None]
@@ -39,9 +45,12 @@ def bwd(
     out: Tensor | None, dz: Tensor | None,
     delta_softplus: bool, recompute_out_z: bool,
 ) -> list[Tensor | None]:
-    """``selective_scan_cuda.bwd``: the gradients of u, delta, A, B, C, D and delta_bias; with z that of z,
-    also written to dz, if it is there; and y behind the gate, if asked for. x and out, what forward kept, are
-    not read: forward runs again."""
+    """Compute ``selective_scan_cuda.bwd``.
+
+    Return the gradients of u, delta, A, B, C, D and delta_bias. If z is given, its gradient follows and is
+    also written to dz, unless dz is None. With ``recompute_out_z``, y after the gate follows. x and out,
+    which forward kept, are not read: forward runs again.
+    """
     names = ("u", "delta", "A", "B", "C", "D", "delta_bias", "z")
     given = dict(zip(names, (u, delta, A, B, C, D, delta_bias, z), strict=True))
 
@@ -59,7 +68,10 @@ def bwd(
 def causal_conv1d_fwd_function(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
                                initial_states: Tensor | None, final_states_out: Tensor | None,
                                silu_activation: bool) -> Tensor:
-    """y [b, D, T]; tensors as ``causal_conv1d_fn``, final_states_out [b, D, W - 1] is written to."""
+    """Return y [b, D, T] for tensors as in ``causal_conv1d_fn``.
+
+    final_states_out [b, D, W - 1] is written to, unless it is None.
+    """
     y = mamba.causal_conv1d_fn(x, weight, bias, seq_idx, initial_states, final_states_out is not None,
                                final_states_out, _activation(silu_activation))
     return y if isinstance(y, Tensor) else y[0]
@@ -72,7 +84,10 @@ def causal_conv1d_bwd_function(
     seq_idx: Tensor | None, initial_states: Tensor | None, dfinal_states: Tensor | None, dx: Tensor | None,
     return_dinitial_states: bool, silu_activation: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, also written to dx, if it is there, of weight, bias and initial_states."""
+    """Return the gradients of x, weight, bias and initial_states.
+
+    The gradient of x is also written to dx, unless dx is None.
+    """
     given = {"x": x, "weight": weight, "bias": bias,
              "initial_states": initial_states if return_dinitial_states else None}
 
@@ -89,7 +104,7 @@ def causal_conv1d_bwd_function(
 def causal_conv1d_update_function(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None,
                                   silu_activation: bool, cache_seqlens: Tensor | None,
                                   conv_state_indices: Tensor | None) -> Tensor:
-    """y of x [b, D, T]; conv_state [b, D, L] is updated."""
+    """Return y for x [b, D, T], and update conv_state [b, D, L] in place."""
     return mamba.causal_conv1d_update(x, conv_state, weight, bias, _activation(silu_activation),
                                       cache_seqlens, conv_state_indices)
 
@@ -99,13 +114,17 @@ def _activation(silu: bool) -> str | None:
 
 
 def _written(out: Tensor | None, gradient: Tensor) -> Tensor:
-    """The gradient, in the tensor that the caller has for it."""
+    """Return the gradient, written into ``out`` unless ``out`` is None."""
     return gradient if out is None else out.copy_(gradient)
 
 
 def _pulled_back(function: Callable[..., list[Tensor]], given: dict[str, Tensor | None],
                  grads: Sequence[Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What the function gives, and the gradients of the tensors that are there, by name."""
+    """Return the outputs of a function, and the gradients of its given tensors by name.
+
+    given: tensors by the name of the argument; None is not passed.
+    grads: gradients of the outputs.
+    """
     with torch.enable_grad():
         leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
         outputs = function(**leaves)

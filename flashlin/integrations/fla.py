@@ -1,10 +1,10 @@
-"""patch("fla"): flash-linear-attention's functions are flashlin's, for its layers and models, other packages
-that imported them, and models built before.
+"""``patch("fla")``: flashlin's functions replace those of flash-linear-attention.
 
-Detected by name, not by release: a function that is defined in a module of fla under the name of one of
-flashlin's. What flashlin has no function for keeps its own code, whose kernels are launched through
-``flashlin.shield``. Classes are left alone, since they call functions of their modules, but for what their
-models do with a cache or packed rows.
+The patch reaches fla's layers and models, other packages that imported the functions, and models that are
+already built. A function is recognised by name, not by release: a module of fla defines it under the name of
+a function of flashlin. A function that flashlin does not have keeps its own code, and its kernels are
+launched through ``flashlin.shield``. Classes are not replaced, since they call functions of their modules.
+Only some of their methods are wrapped, because of caches, packed rows, and calls on a CPU.
 """
 from __future__ import annotations
 
@@ -28,42 +28,45 @@ from flashlin.integrations.on_a_cpu import explaining
 from flashlin.integrations.patching import Patch
 from flashlin.kernels.families import PUBLIC
 
-# What fla's Mamba layers take of mamba_ssm and causal_conv1d, None where those are missing.
+# Names that fla's Mamba layers import from mamba_ssm and causal_conv1d. They are None if those are missing.
 BORROWED = ("causal_conv1d_fn", "causal_conv1d_update", "mamba3_siso_combined", "mamba_chunk_scan_combined",
             "mamba_inner_fn", "mamba_split_conv1d_scan_combined", "selective_scan_fn",
             "selective_state_update")
-# Names of flashlin's that mean something else in fla, or that fla has not: mamba_ssm's and causal_conv1d's.
+# Names of mamba_ssm and causal_conv1d that flashlin has, and that fla does not have or uses for something else.
 NOT_FLA = {*BORROWED, "mamba_causal_conv1d_update"} - {"causal_conv1d_update"}
-# Models that take cu_seqlens and mix the documents all the same, and why.
-_UNTOLD = "its layers do not know them"
-MIXES = {"LinearAttention": "it does not hand them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
+# Models that accept cu_seqlens and mix the documents anyway, with the reason.
+_UNTOLD = "its layers do not support them"
+MIXES = {"LinearAttention": "it does not pass them on to its layers", "Mamba": _UNTOLD, "Mamba2": _UNTOLD,
          "Samba": _UNTOLD}
-# Models whose tokens see later ones in training, and why.
-AHEAD = {"Mom": "in training its convolutions run from one memory, row or document into the next, so that "
-                "tokens see later ones. In eval() they do not; it can be trained so"}
+# Models in which a token sees later tokens in training, with the reason.
+AHEAD = {"Mom": "in training its convolutions run from one memory, row or document into the next, so "
+                "tokens see later tokens. In eval() they do not, and it can also be trained in eval()"}
 MODEL_OF = {f"{name}{kind}": name for name in (*MIXES, *AHEAD) for kind in ("Model", "ForCausalLM")}
-# What transformers calls of a model with its cache, which it names CACHE from 5.24 on, and fla KNOWN_AS.
+# Methods that transformers calls with a cache. Since 5.24 it names the argument CACHE, and fla names it KNOWN_AS.
 INIT, FORWARD, PREPARE = "__init__", "forward", "prepare_inputs_for_generation"
 CACHE, KNOWN_AS = "cache", "past_key_values"
 BASES = {"transformers.generation.utils": "GenerationMixin", "transformers.modeling_utils": "PreTrainedModel"}
-# How many tokens are new, as transformers says it, and as fla before 0.6 knows it.
+# Arguments that give the number of new tokens: of transformers, and of fla before 0.6.
 NEW, COUNTED_BY = "next_sequence_length", "cache_position"
-OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of module names: not what a user calls
+OTHER_HARDWARE = ("ascend", "tilelang", "gluon", "naive")  # parts of the names of modules that users do not call
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """Return silu(x) * y, computed in float32, in the dtype of x."""
     return (F.silu(x.float()) * y.float()).to(x.dtype)
 
 
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a linear layer of silu(x) * y."""
     return F.linear(swiglu(x, y).to(weight.dtype), weight, bias)
 
 
 def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the log of the sigmoid of x, divided by the temperature."""
     return F.logsigmoid(x) / temperature
 
 
-# What models need besides on a machine without a GPU; elsewhere fla's own run.
+# Functions that models also need on a machine without a GPU. On a GPU, fla's own functions run.
 ON_CPU: dict[str, Callable[..., Any]] = {"swish": F.silu, "swiglu": swiglu, "swiglu_linear": swiglu_linear,
                                          "sigmoid": torch.sigmoid, "logsigmoid": logsigmoid}
 
@@ -72,20 +75,24 @@ OPTIONS = tuple(inspect.signature(flashlin.FusedCrossEntropyLoss).parameters)
 
 
 class FlaPatch(Patch):
+    """The patch of fla."""
     package, distribution = "fla", "flash-linear-attention"
     watched = ("fla",)
 
     def left(self) -> dict[str, str]:
+        """Return the functions of fla that are not replaced, with the reason."""
         ops = sys.modules.get("fla.ops")
         theirs = [name for name in getattr(ops, "__all__", ())
                   if inspect.isroutine(vars(ops).get(name)) and name not in PUBLIC]
-        why = "flashlin has none; its own code runs, its kernels through flashlin.shield"
+        why = "flashlin does not have it; its own code runs, with its kernels under flashlin.shield"
         return {**dict.fromkeys(theirs, why), **self.bindings.left}
 
     def reads(self, name: str) -> bool:
+        """Return True for a module of fla, except for other hardware, other compilers and naive code."""
         return super().reads(name) and not any(part in name for part in OTHER_HARDWARE)
 
     def read(self, module: ModuleType) -> None:
+        """Register a stand-in for each function, method and kernel of this module that needs one."""
         activations = "activations" in module.__name__
         for name, value in list(vars(module).items()):
             if isinstance(value, type):
@@ -109,6 +116,7 @@ class FlaPatch(Patch):
                 self.bindings.swap(kernel, guarded, f"shield {name}")
 
     def _see_class(self, kind: type) -> None:
+        """Wrap the methods of a class that fail on a CPU, mix documents, or name the cache differently."""
         for name in (INIT, FORWARD, PREPARE):
             method = vars(kind).get(name)
             if not isinstance(method, FunctionType) or self.bindings.knows(method):
@@ -117,7 +125,7 @@ class FlaPatch(Patch):
             does: list[str] = []
             if (name in (INIT, FORWARD) and is_layer(kind)) or (name == FORWARD and is_model(kind)):
                 stand_in = explaining(stand_in)
-                does.append("says what has no CPU version")
+                does.append("names functions without a CPU version")
             if name == FORWARD and kind.__name__ == "FusedCrossEntropyLoss":
                 stand_in = any_device(kind)
                 does.append("runs on any device")
@@ -137,44 +145,51 @@ class FlaPatch(Patch):
                 self.bindings.stand(kind, name, stand_in, f"its own {name}, which {' and '.join(does)}")
 
     def _fill(self, module: ModuleType) -> None:
-        """Give a module that goes without other packages' functions flashlin's, and its faster way."""
+        """Give a module flashlin's functions for those that it could not import, and set its fast path."""
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:
             self.bindings.fill(module, name, getattr(flashlin.mamba, name), f"flashlin.mamba.{name}")
         if names.get("is_fast_path_available") is False and wanted and all(names[name] is not None
                                                                            for name in wanted):
-            self.bindings.put(module, "is_fast_path_available", True, "its faster way")
+            self.bindings.put(module, "is_fast_path_available", True, "its faster path")
 
 
 def models() -> tuple[type, ...]:
-    """The classes of transformers below which models are."""
+    """Return the base classes of transformers' models that are loaded."""
     return tuple(vars(sys.modules[home])[name] for home, name in BASES.items() if home in sys.modules)
 
 
 def is_layer(kind: type) -> bool:
+    """Return True for a layer class of fla."""
     return kind.__module__.startswith("fla.layers.") and issubclass(kind, torch.nn.Module)
 
 
 def is_model(kind: type) -> bool:
-    """Return True for a model class of fla without the head that computes logits; such a model holds the
-    blocks."""
+    """Return True for a model class of fla without the head that computes logits.
+
+    Such a model contains the blocks.
+    """
     return (kind.__module__.startswith("fla.models.") and kind.__name__.endswith("Model")
             and issubclass(kind, models()))
 
 
 def prepares_by(name: str) -> bool:
-    """Whether transformers itself prepares a model's inputs by an argument of this name."""
+    """Return True if transformers itself prepares a model's inputs with an argument of this name."""
     return any(takes(getattr(one, PREPARE), name) for one in models() if hasattr(one, PREPARE))
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of this name."""
     return name in inspect.signature(function).parameters
 
 
 def counting(prepare: Any) -> Any:
-    """A model's ``prepare``, told which tokens are new where transformers does not say it so: without, all
-    of a prompt but its last token is dropped."""
+    """Return a model's ``prepare_inputs_for_generation``, wrapped to get the positions of the new tokens.
+
+    Newer transformers no longer passes them. Without them, fla before 0.6 drops all tokens of a prompt but
+    the last.
+    """
     @functools.wraps(prepare)
     def call(self: Any, input_ids: Any = None, *args: Any, **given: Any) -> Any:
         cache = given.get(KNOWN_AS)
@@ -186,8 +201,11 @@ def counting(prepare: Any) -> Any:
 
 
 def taking_cache(method: Any) -> Any:
-    """A model's ``method``, which swallows ``cache``, given it under the name that it knows. ``generate``
-    looks for it in the signature."""
+    """Return a model's method, wrapped to accept ``cache`` and pass it under fla's name for it.
+
+    The wrapped method has ``cache`` in its signature, because ``generate`` looks for it there. Without the
+    wrapper the method would accept ``cache`` in its ``**kwargs`` and ignore it.
+    """
     prepares = method.__name__ == PREPARE
 
     @functools.wraps(method)
@@ -196,7 +214,7 @@ def taking_cache(method: Any) -> Any:
         if cache is not None:
             given[KNOWN_AS] = cache
         result = method(self, *args, **given)
-        # what is prepared is for forward, which may be one of a program's own class
+        # the result is passed to forward, which a program's own class may define without ``cache``
         if prepares and CACHE in result and not takes(type(self).forward, CACHE):
             result[KNOWN_AS] = result.pop(CACHE)
         return result
@@ -209,28 +227,30 @@ def taking_cache(method: Any) -> Any:
 
 
 def defined_in(value: Any, module: ModuleType) -> bool:
-    """Whether it is a function of this module, perhaps inside a decorator of torch's or fla's, or ``apply``
-    of an autograd function of this module."""
+    """Return True if a value is a function that this module defines, or ``apply`` of its autograd function.
+
+    The function may be inside a decorator of torch or fla.
+    """
     if not callable(value):
         return False
     if is_apply(value):
         return bool(value.__self__.__module__ == module.__name__)
     try:
         inner = inspect.unwrap(value)
-    except ValueError:  # a circle
+    except ValueError:  # the wrappers form a cycle
         return False
     return type(inner) is FunctionType and inner.__module__ == module.__name__
 
 
 def is_apply(value: Any) -> bool:
-    """Whether it is ``apply`` of an autograd function: older releases bind that as the public function."""
+    """Return True for ``apply`` of an autograd function, which older releases bind as the public function."""
     kind = getattr(value, "__self__", None)
     return (isinstance(value, MethodType) and isinstance(kind, type)
             and issubclass(kind, torch.autograd.Function) and value.__name__ == "apply")
 
 
 def plainly(apply: Any, name: str) -> Any:
-    """``apply``, which takes ``*args`` and no keywords, as a function with the parameters of its forward."""
+    """Return ``apply``, which accepts no keywords, as a function with the parameters of its forward."""
     forward = inspect.signature(apply.__self__.forward)
     _, *parameters = forward.parameters.values()
     signature = forward.replace(parameters=parameters)
@@ -241,8 +261,11 @@ def plainly(apply: Any, name: str) -> Any:
 
 
 def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """The Triton kernels that a module defines and the host starts: with a tuner or heuristics around them,
-    or named by none of its other kernels (those that are, are parts of them)."""
+    """Yield the Triton kernels that a module defines and launches from the host.
+
+    These are kernels with a tuner or heuristics around them, and kernels that no other kernel of the module
+    calls.
+    """
     kernels = {name: value for name, value in vars(module).items()
                if callable(getattr(value, "run", None)) and hasattr(value, "arg_names")}
     called = {used for kernel in kernels.values() for used in innermost(kernel).__code__.co_names}
@@ -253,14 +276,14 @@ def launched(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def innermost(kernel: Any) -> Any:
-    """The Python function of a kernel."""
+    """Return the Python function of a kernel."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
 
 
 def started(name: str, module: ModuleType) -> bool:
-    """Whether a function of the module, or a method of a class, names the kernel."""
+    """Return True if a function of the module, or a method of a class, names the kernel."""
     functions = [one for value in vars(module).values()
                  for one in (vars(value).values() if isinstance(value, type) else (value,))]
     return any(name in code.co_names for one in functions
@@ -270,7 +293,7 @@ def started(name: str, module: ModuleType) -> bool:
 
 
 def on_cpu(original: Any, name: str, module: str) -> Any:
-    """``original``, and its plain torch for tensors on a CPU."""
+    """Return ``original``, wrapped to run plain torch for tensors on a CPU."""
     plain = ON_CPU[name]
 
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -279,12 +302,12 @@ def on_cpu(original: Any, name: str, module: str) -> Any:
 
 
 def any_device(loss: type) -> Any:
-    """A loss's ``forward`` that does not insist on a GPU."""
+    """Return a loss's ``forward`` that also runs without a GPU."""
     original = vars(loss)["forward"]
 
     def forward(self: Any, input: Tensor, target: Tensor) -> Any:
-        if vars(self).get("process_group") is not None:  # a vocabulary split over GPUs is theirs alone
+        if vars(self).get("process_group") is not None:  # only fla supports a vocabulary split over GPUs
             return original(self, input, target)
-        options = {name: vars(self)[name] for name in OPTIONS if name in vars(self)}  # older ones have fewer
+        options = {name: vars(self)[name] for name in OPTIONS if name in vars(self)}  # older releases have fewer
         return flashlin.FusedCrossEntropyLoss(**options)(input, target)
     return named_like(forward, original, signature=inspect.signature(original))

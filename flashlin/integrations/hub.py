@@ -1,5 +1,7 @@
-"""flashlin as kernels of the package ``kernels``, which models of transformers look up by name: nothing is
-downloaded."""
+"""flashlin as kernels of the package ``kernels``, in which models of transformers look kernels up by name.
+
+Nothing is downloaded.
+"""
 from __future__ import annotations
 
 import inspect
@@ -15,12 +17,18 @@ DEVICES = ("cpu", "cuda", "rocm")
 
 
 class Repository(NamedTuple):
-    """What ``kernels`` asks of a place that kernels come from: to load one, and to be told from others."""
+    """A source of one kernel, with the interface that the package ``kernels`` expects of a repository.
+
+    name: the name that models look up.
+    """
     name: str
 
     def load(self) -> type[nn.Module]:
-        """A module without state whose forward is flashlin's, under the parameters that the models' own
-        function has. LookupError where no model that looks up this name is loaded."""
+        """Return a module class without state whose forward calls flashlin's function.
+
+        Its forward has the parameters of the models' own torch function. Raises LookupError if no loaded
+        model looks up this name.
+        """
         kernel = KERNEL[self.name]
         function = UNFUSED.get(kernel, ADAPTERS[kernel])
         theirs = next((one.torch for key, module in list(sys.modules.items()) if is_modeling(key)
@@ -31,7 +39,7 @@ class Repository(NamedTuple):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which kernels compares
+        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # compared by kernels
             [this, *inspect.signature(theirs).parameters.values()])
         return type(self.name, (nn.Module,), {"forward": forward, "can_torch_compile": True,
                                               "has_backward": True, "__module__": __name__})
@@ -41,14 +49,19 @@ class Repository(NamedTuple):
 
 
 def kernel_mapping() -> dict[str, dict[str, Repository]]:
-    """A kernel mapping of the package ``kernels``: flashlin for every name that models of transformers look
-    up, on CPUs and GPUs, for inference, training and torch.compile.
+    """Return a mapping for the package ``kernels``, with flashlin's functions for models of transformers.
+
+    It covers every name that these models look up, on CPUs and GPUs, for inference, training and
+        torch.compile:
 
         with kernels.use_kernel_mapping(flashlin.kernel_mapping()):
             kernels.kernelize(model, mode=kernels.Mode.TRAINING)
 
-    or, before ``model.set_use_kernels(True)``,
-    ``transformers.integrations.hub_kernels.get_kernel_mapping_transformers().update(flashlin.kernel_mapping())``.
+    or, before ``model.set_use_kernels(True)``:
+
+        mapping = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
+        mapping.update(flashlin.kernel_mapping())
+
     It reaches models whose functions are modules of ``kernels``: those of transformers 5.15 to 5.22. It does
     nothing with transformers 5.23 and 5.24, which require kernels 0.18.2, while the newest release is 0.17.2.
     ``flashlin.patch("transformers")`` reaches all of them.

@@ -1,10 +1,13 @@
-"""patch("mamba_ssm") and patch("causal_conv1d"): their functions are flashlin's, wherever they are bound,
-whether the package is installed, installed with an extension that does not load, or not installed.
+"""``patch("mamba_ssm")`` and ``patch("causal_conv1d")``: flashlin's functions replace theirs.
 
-Installed, each function that flashlin has is replaced by identity; classes are left alone, since they call
-functions of their modules. In the place of an extension that is missing or does not load a module stands in,
-so that the package can be imported, and stays imported afterwards. Where the package is not installed,
-modules under its names have the functions, until the patch ends; what has been taken of them goes on working.
+The patches work whether the package is installed, is installed with an extension that does not load, or is
+not installed.
+
+If it is installed, each of its functions that flashlin has is replaced by identity. Classes are not replaced,
+since they call functions of their modules. A stub module replaces an extension that is missing or does not
+load, so that the package can be imported. The package stays imported after the patch. If the package is not
+installed, stub modules under its names have the functions until the patch ends. Functions that a program has
+imported from them continue to work.
 """
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch  # noqa: F401  before an extension, which finds torch's libraries loaded
+import torch  # noqa: F401  imported before an extension, which needs torch's libraries
 
 from flashlin import mamba
 from flashlin.integrations import extensions
@@ -27,9 +30,15 @@ from flashlin.modules.add_norm import RMSNorm
 
 
 class Package(NamedTuple):
-    """version: what a stand-in says, the release whose functions these are. extension: what the package
-    imports beside its Python files; called: what such files call of it. functions: by module, what flashlin
-    has for it. beside: what else the modules have that stand in for the package."""
+    """One package that is patched.
+
+    name: name of the package.
+    version: version of its stub module: the release whose functions these are.
+    extension: the compiled module that the package imports.
+    called: the functions that the package's Python files call in the extension.
+    functions: flashlin's functions, by the module of the package that defines the originals.
+    beside: further attributes of the stub modules.
+    """
     name: str
     version: str
     extension: str
@@ -39,6 +48,7 @@ class Package(NamedTuple):
 
 
 def ours(*names: str) -> Contents:
+    """Return these functions of flashlin.mamba by name."""
     return {name: getattr(mamba, name) for name in names}
 
 
@@ -69,17 +79,20 @@ CAUSAL_CONV1D = Package(
             "causal_conv1d_update_function": extensions.causal_conv1d_update_function}},
     beside={"causal_conv1d": ours("causal_conv1d_fn", "causal_conv1d_update")})
 
-# What transformers remembers of which packages are there.
+# Cached functions of transformers that say which packages are installed.
 REMEMBERED = ("is_mamba_ssm_available", "is_mamba_2_ssm_available", "is_causal_conv1d_available")
 
 
 class PackagePatch(Patch):
+    """The patch of mamba_ssm or causal_conv1d."""
+
     def __init__(self, about: Package) -> None:
         self.about, self.package, self.watched = about, about.name, (about.name,)
         super().__init__()
         self._stand_ins: StandIns | None = None
 
     def begin(self) -> None:
+        """Install stub modules if the package or its extension is missing, then patch what is loaded."""
         about = self.about
         if not found(about.name):
             self._stand_in(whole(about), "not installed")
@@ -91,6 +104,7 @@ class PackagePatch(Patch):
         super().begin()
 
     def end(self) -> None:
+        """Remove the stub modules and undo the patch."""
         if self._stand_ins is not None:
             self._stand_ins.end()
             forget_what_is_available()
@@ -100,20 +114,23 @@ class PackagePatch(Patch):
         self._stand_ins = StandIns(modules)
         self._stand_ins.begin()
         forget_what_is_available()
-        self.bindings.left[next(iter(modules))] = f"{why}; modules of flashlin stand in"
+        self.bindings.left[next(iter(modules))] = f"{why}; stub modules of flashlin replace it"
         self.bindings.replaced += [Replaced(module, name, public_name(value))
                                    for module, contents in modules.items()
                                    for name, value in contents.items() if not name.startswith("__")]
 
     def read(self, module: ModuleType) -> None:
+        """Register a stand-in for each function of this module that flashlin has."""
         for name, function in self.about.functions.get(module.__name__, {}).items():
             original = vars(module).get(name)
             if callable(original) and original is not function and not self.bindings.knows(original):
                 self.bindings.swap(original, by_name(original, function), public_name(function))
 
     def _fill(self) -> None:
-        """Modules that tried to import a function and bound None to its name instead. Not the norms, whose
-        names are other packages', too."""
+        """Give flashlin's functions to modules that could not import them and bound None to the name instead.
+
+        Norms are left out, because other packages use the same names.
+        """
         functions = {name: function for module, contents in self.about.functions.items()
                      if "norm" not in module for name, function in contents.items()}
         for module in list(sys.modules.values()):
@@ -127,7 +144,7 @@ causal_conv1d_patch = partial(PackagePatch, CAUSAL_CONV1D)
 
 
 def whole(about: Package) -> dict[str, Contents]:
-    """Contents of the modules that stand in for a package, itself first."""
+    """Return the contents of the stub modules for a package, beginning with the package itself."""
     modules: dict[str, dict[str, Any]] = {about.name: {"__version__": about.version}}
     for table in (about.functions, about.beside):
         for name, contents in table.items():
@@ -139,22 +156,22 @@ def whole(about: Package) -> dict[str, Contents]:
 
 
 def public_name(function: Any) -> str:
-    """The name under which users find it."""
+    """Return the full name under which users find a function of flashlin."""
     name = function.__name__
     home = "flashlin.mamba" if getattr(mamba, name, None) is function else function.__module__
     return f"{home}.{name}"
 
 
 def lacking(extension: str, why: str) -> Any:
-    """The ``__getattr__`` of a module that stands in for an extension."""
+    """Return the ``__getattr__`` of the stub module for an extension, which raises AttributeError."""
     def of(name: str) -> Any:
         raise AttributeError(f"{extension}.{name}: the extension does not load ({why}), and flashlin has "
-                             "nothing in its place")
+                             "no replacement for this function")
     return of
 
 
 def fails(extension: str) -> str:
-    """Why it does not load; empty if it does."""
+    """Return the reason that an extension does not load, or ``""`` if it does."""
     try:
         importlib.import_module(extension)
     except (ImportError, OSError) as error:  # missing, or built for another torch
@@ -163,7 +180,10 @@ def fails(extension: str) -> str:
 
 
 def forget_what_is_available() -> None:
-    """transformers asks once for the process whether a package is there, and that changes."""
+    """Clear the caches in which transformers keeps which packages are installed.
+
+    A patch changes which packages can be imported.
+    """
     checks = sys.modules.get("transformers.utils.import_utils")
     for name in REMEMBERED:
         forget = getattr(getattr(checks, name, None), "cache_clear", None)

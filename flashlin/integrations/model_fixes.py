@@ -1,5 +1,7 @@
-"""What fla's models do wrong themselves, beside their kernels: mended where a function can do it, told where
-none can."""
+"""Repairs of errors in fla's models that do not come from kernels.
+
+Models with errors that cannot be repaired give a warning.
+"""
 from __future__ import annotations
 
 import functools
@@ -17,7 +19,7 @@ from flashlin.integrations.documents import APART, once
 
 
 def mend(module: ModuleType, bindings: Bindings) -> None:
-    """Note what takes the place of what a module of fla gets wrong."""
+    """Register the repairs for a module of fla."""
     names = vars(module)
     transform = names.get("transform")
     if (module.__name__ == "fla.layers.mom" and isinstance(transform, FunctionType)
@@ -30,7 +32,7 @@ def mend(module: ModuleType, bindings: Bindings) -> None:
 
 
 class InOrder(TorchFunctionMode):
-    """``argsort`` leaves equal keys in their order."""
+    """A mode in which ``argsort`` keeps equal keys in their order."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -38,9 +40,12 @@ class InOrder(TorchFunctionMode):
 
 
 def sorting_in_order(transform: Any) -> Any:
-    """Mom's function that sorts tokens by memory. Within a memory they must stay as they came, and torch
-    promises that only where it is asked for: on a GPU up to 32 keys, on a CPU with AVX more, come as they
-    like, and then a token sees later ones."""
+    """Return Mom's function that sorts tokens by memory, with a stable sort.
+
+    Tokens of one memory must keep their order. torch guarantees that only for a stable sort. Otherwise the
+    order is undefined on a GPU up to 32 keys, and on a CPU with AVX above that number. Then a token sees
+    later tokens.
+    """
     def call(*args: Any, **given: Any) -> Any:
         with InOrder():
             return transform(*args, **given)
@@ -48,24 +53,27 @@ def sorting_in_order(transform: Any) -> Any:
 
 
 def reorder_cache(self: Any, beam_idx: Tensor) -> None:
-    """Of a layer's cache before fla 0.6.0, which takes that of transformers for keys and values and has
-    neither. Its states are [B, ...] each."""
+    """Select the beams of a layer's cache.
+
+    This is a method for fla before 0.6.0, whose cache inherits transformers' method for keys and values but
+    has neither. Its states have the shape [B, ...].
+    """
     def chosen(value: Any) -> Any:
         if value is None:
             return None
         if not isinstance(value, Tensor):
-            raise TypeError(f"the cache holds a {type(value).__name__}, of which nobody knows what belongs "
-                            "to which beam: generate with num_beams=1, or use_cache=False")
+            raise TypeError(f"the cache contains a {type(value).__name__}, which cannot be split into beams: "
+                            "generate with num_beams=1, or use_cache=False")
         return value.index_select(0, beam_idx.to(value.device))
     self.state = tree_map(chosen, self.state)
 
 
 def warning(forward: Callable[..., Any], model: str, said: set[str], *, mixes: str = "",
             ahead: str = "") -> Callable[..., Any]:
-    """Return ``forward`` of a model of fla with one warning for all classes of the ``model``.
+    """Return ``forward`` of a model of fla, wrapped to warn once for all classes of the ``model``.
 
-    mixes: why the model mixes the documents of a row whatever it is told, for a call with cu_seqlens. ahead:
-    why tokens see later ones, for a call in training.
+    mixes: reason that the model mixes the documents of a row, for a call with cu_seqlens.
+    ahead: reason that a token sees later tokens, for a call in training.
     """
     warn = once(said)
 

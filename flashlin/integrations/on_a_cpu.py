@@ -1,4 +1,4 @@
-"""Errors of fla's layers and models on a CPU.
+"""Clear errors for fla's layers and models on a CPU.
 
 Some of them call a function that has no CPU version, in flashlin or elsewhere. The errors of these calls name
 a kernel, or ask for CUDA or for flash-attn. ``explaining`` replaces such an error by one sentence with the
@@ -33,9 +33,11 @@ class NoCpuVersion(NotImplementedError):
 
 
 def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stand-in for ``method`` of an nn.Module of fla. If ``method`` fails because it needs a GPU, it
-    raises ``NoCpuVersion`` from the original error. Calls with GPU tensors and traced calls go straight to
-    ``method``."""
+    """Return a stand-in for ``method`` of an nn.Module of fla that explains errors on a CPU.
+
+    If ``method`` fails because it needs a GPU, the stand-in raises ``NoCpuVersion`` from the original error.
+    Calls with GPU tensors and traced calls go straight to ``method``.
+    """
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **given: Any) -> Any:
         if torch.compiler.is_compiling() or not on_a_cpu(*args, *given.values()):
@@ -54,8 +56,11 @@ def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_a_cpu(*values: Any) -> bool:
-    """Return True if the tensors among these values are all on the CPU, or if none is a tensor and there is
-    no GPU. A call on a GPU may have small tensors on the CPU, such as ``cu_seqlens_cpu``."""
+    """Return True if all tensors among these values are on the CPU.
+
+    If no value is a tensor, return True if there is no GPU. A call on a GPU may have small tensors on the
+    CPU, such as ``cu_seqlens_cpu``.
+    """
     kinds = {value.device.type for value in values if isinstance(value, Tensor)}
     return kinds == {"cpu"} if kinds else not torch.cuda.is_available()
 
@@ -81,8 +86,10 @@ def reason(error: Exception) -> str:
 
 
 def _function(frame: FrameType) -> str:
-    """Return the full name of the function or module of fla that this frame runs, or "" if it runs no code of
-    fla."""
+    """Return the full name of the function or module of fla that a frame runs.
+
+    Return "" for a frame that runs no code of fla.
+    """
     home, code = str(frame.f_globals.get("__name__")), frame.f_code
     if not home.startswith(FUNCTIONS):
         return ""

@@ -1,8 +1,8 @@
-"""patch, unpatch, patched: flashlin put into packages that one cannot edit. Explicit, for the process,
-counted, and everything is put back.
+"""``patch``, ``unpatch`` and ``patched``: flashlin in packages whose files cannot be edited.
 
-A package's patch is a ``Patch``: it puts stand-ins where the package binds its functions (``bindings.py``),
-in loaded modules and, by ``compat/import_hooks.py``, in modules that are imported later.
+A patch is explicit and valid for the whole process. Its replacements are counted, and all of them are undone
+at the end. The patch of one package is a ``Patch``. It binds stand-ins where the package binds its functions
+(``bindings.py``): in loaded modules and, by ``compat/import_hooks.py``, in modules that are imported later.
 """
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from flashlin.compat.locks import ThreadLock
 from flashlin.compat.suggestions import need_one_of
 from flashlin.integrations.bindings import Bindings, Replaced
 
-CARRIERS = {"fla": "unsloth_zoo"}  # who may bring a copy of a package and load it under the package's name
+CARRIERS = {"fla": "unsloth_zoo"}  # packages with a copy of another package, which they load under its name
 
 
 class Patch:
-    """What is done to one package. Subclasses say how; ``bindings`` knows what was done."""
+    """The patch of one package.
+
+    Subclasses define the replacements, and ``bindings`` records them.
+    """
     package = ""
-    distribution = ""  # what pip calls the package, if it must be installed
+    distribution = ""  # pip's name of the package, if it must be installed
     watched: Sequence[str] = ()  # packages whose modules may bring more when they are imported
 
     def __init__(self) -> None:
@@ -37,7 +40,10 @@ class Patch:
         self.said: set[str] = set()  # models that have been warned about
 
     def begin(self) -> None:
-        """Patch what is loaded. ImportError where there is nothing to patch, and never will be."""
+        """Patch the modules that are loaded.
+
+        Raises ImportError if the package must be installed and is not.
+        """
         if self.distribution and not comes(self.package):
             raise ImportError(f"{self.package} is not installed: pip install {self.distribution}",
                               name=self.package)
@@ -47,34 +53,35 @@ class Patch:
         self.bindings.sweep()
 
     def arrived(self, module: ModuleType) -> None:
-        """A module of ``watched`` has just been imported, or executed again."""
+        """Patch a module of ``watched`` that has just been imported, or executed again."""
         if self.reads(module.__name__):
             self.read(module)
             self.bindings.sweep([module])
 
     def reads(self, name: str) -> bool:
-        """Return True if ``read`` wants the module of this name."""
+        """Return True if ``read`` must be called with the module of this name."""
         return name.partition(".")[0] == self.package
 
     def read(self, module: ModuleType) -> None:
-        """Note what takes the place of what this module defines."""
+        """Register a stand-in for each function of this module that needs one."""
 
     def model(self, model: Any) -> None:
-        """What can only be done for a model that is at hand."""
+        """Patch the layers of a model that is already built."""
 
     def left(self) -> dict[str, str]:
-        """What keeps its own code, and why."""
+        """Return the functions that keep their own code, with the reason."""
         return self.bindings.left
 
     def end(self) -> None:
+        """Undo all replacements."""
         self.bindings.undo()
 
 
 class Patched:
-    """What has been patched, as it is now: it grows while the program imports more.
+    """The present state of some patches; it grows while the program imports more.
 
-    ``replaced``: (where, name, by) of every place that was given a stand-in. ``left``: what was not replaced,
-    and why. ``str`` is short; ``lines()`` is a line for each place.
+    ``replaced`` has (where, name, by) of every binding with a stand-in, and ``left`` the functions that were
+    not replaced, with the reason. ``str`` is short, and ``lines()`` has one line for each binding.
     """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
@@ -82,17 +89,21 @@ class Patched:
 
     @property
     def packages(self) -> tuple[str, ...]:
+        """Return the names of the patched packages."""
         return tuple(one.package for one in self._patches)
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:
+        """Return all replaced bindings."""
         return tuple(place for one in self._patches for place in one.bindings.replaced)
 
     @property
     def left(self) -> dict[str, str]:
+        """Return the functions that were not replaced, with the reason."""
         return {name: why for one in self._patches for name, why in one.left().items()}
 
     def lines(self) -> list[str]:
+        """Return one line for each replaced binding."""
         return [f"{where}.{name}: {by}" for where, name, by in self.replaced]
 
     def __str__(self) -> str:
@@ -102,19 +113,20 @@ class Patched:
 
 
 def _summary(patch: Patch) -> Iterator[str]:
+    """Yield the lines of the summary of one patch."""
     counts = patch.bindings.counts()
     ours, guarded = ([name for name in counts if (name.partition(" ")[0] == "shield") is guard]
                      for guard in (False, True))
     places = sum(counts[name] for name in ours)
     yield (f"{patch.package}: {len(ours)} functions replaced in {places} places"
-           + (f" ({some(ours)})" if ours else ", more as it is imported"))
+           + (f" ({some(ours)})" if ours else ", more when its modules are imported"))
     if guarded:
-        yield f"  {len(guarded)} kernels of its own are launched through flashlin.shield"
+        yield f"  {len(guarded)} of its own kernels are launched through flashlin.shield"
     whys: dict[str, list[str]] = {}
     for name, why in patch.left().items():
         whys.setdefault(why, []).append(name)
     for why, names in whys.items():
-        yield f"  left: {some(names)}: {why}"
+        yield f"  not replaced: {some(names)}: {why}"
 
 
 def some(names: Sequence[str], shown: int = 8) -> str:
@@ -125,18 +137,22 @@ def some(names: Sequence[str], shown: int = 8) -> str:
 def patch(package: str, *more: str, model: Any = None) -> Patched:
     """Put flashlin into packages, for this process and until ``unpatch``.
 
-    Args:
-        package, more: names of ``PATCHES``. ``triton``: ``triton.autotune`` becomes ``flashlin.autotune``,
-            also of kernels decorated before. ``fla``: every function that flashlin has runs through it, the
-            kernels of all others under ``flashlin.shield``. ``mamba_ssm``, ``causal_conv1d``: the same
-            functions under their names, also where the package, or its extension, is not installed.
-            ``transformers``: flashlin's functions wherever its models look for those of the other three.
-        model: a model that has been built already; what its layers keep in attributes is replaced, too.
+    ``patch`` works in the same way before and after modules are imported and models are built. Return the
+    replaced bindings, and the functions that were not replaced with the reasons; ``print`` shows a short
+    form.
 
-    It does not matter whether modules are imported and models built before or later. Returns what was
-    replaced and what was left, and why; ``print`` shows it shortly.
-    Raises ValueError for a package nobody has a patch for, ImportError where it is not installed (but for the
-    last two).
+    Args:
+        package: a name of ``PATCHES``. With ``triton``, ``flashlin.autotune`` replaces ``triton.autotune``,
+            also for kernels that are already decorated. With ``fla``, every function that flashlin has runs
+            through flashlin, and all other kernels are launched through ``flashlin.shield``. With
+            ``mamba_ssm`` and ``causal_conv1d``, flashlin's functions replace theirs, also if the package or
+            its extension is not installed. With ``transformers``, flashlin's functions are used wherever its
+            models look for functions of the other three.
+        more: further names of ``PATCHES``.
+        model: a model that is already built; functions in attributes of its layers are replaced as well.
+
+    Raises ValueError for a package without a patch. Raises ImportError if the package is not installed,
+    except for ``mamba_ssm`` and ``causal_conv1d``.
     """
     packages = known((package, *more))
     with _changing:
@@ -146,9 +162,11 @@ def patch(package: str, *more: str, model: Any = None) -> Patched:
 
 
 def unpatch(package: str, *more: str) -> None:
-    """Take ``patch`` back: everything is as it was, once no ``patched`` block is left. What others have put
-    in the place of a stand-in since then stays. Nothing happens where it is not patched. Raises ValueError as
-    ``patch``."""
+    """Undo ``patch``. Everything is restored once no ``patched`` block is left.
+
+    A value that other code has bound in place of a stand-in stays. A package that is not patched stays as it
+    is. Raises ValueError as ``patch`` does.
+    """
     packages = known((package, *more))
     with _changing:
         _for_good.difference_update(packages)
@@ -157,8 +175,11 @@ def unpatch(package: str, *more: str) -> None:
 
 @contextmanager
 def patched(package: str, *more: str, model: Any = None) -> Iterator[Patched]:
-    """``patch`` for a while, in all threads of the process. The last of these blocks to end puts everything
-    back, unless there is a ``patch`` beside them. Gives what ``patch`` returns. Raises as ``patch``."""
+    """Apply ``patch`` within a block, in all threads of the process, and yield its result.
+
+    The last of these blocks to end restores everything, unless ``patch`` is also in force. Raises as
+    ``patch`` does.
+    """
     packages = known((package, *more))
     with _changing:
         patches = _put_in(packages, model)
@@ -179,7 +200,10 @@ _unwatch: list[Callable[[], None]] = []
 
 
 def known(packages: Iterable[str], given_by: str = "package") -> tuple[str, ...]:
-    """Return the packages, each once. Raises ValueError for one without a patch. given_by: its first word."""
+    """Return the packages, each once. Raises ValueError for a package without a patch.
+
+    given_by: the name of the argument or variable, for the error.
+    """
     names = tuple(dict.fromkeys(packages))
     for name in names:
         if name not in PATCHES:
@@ -188,12 +212,12 @@ def known(packages: Iterable[str], given_by: str = "package") -> tuple[str, ...]
 
 
 def _put_in(packages: Sequence[str], model: Any) -> list[Patch]:
-    """All of them or, with an error, none."""
+    """Apply the patches of all packages. If one raises, none of them stays."""
     try:
         for name in packages:
             if name not in _in_force:
                 _in_force[name] = PATCHES[name]()
-                _watch()  # before what is loaded is looked at: nothing that is imported meanwhile is missed
+                _watch()  # before loaded modules are read, so that no import is missed
                 _in_force[name].begin()
         if model is not None:
             for name in packages:
@@ -205,50 +229,51 @@ def _put_in(packages: Sequence[str], model: Any) -> list[Patch]:
 
 
 def _take_out(packages: Sequence[str]) -> None:
-    """Those that nobody wants any more."""
-    unwanted = [name for name in PATCHES  # in their order, the last one first: see there
+    """End the patches of these packages that no ``patch`` call or block needs any more."""
+    unwanted = [name for name in PATCHES  # ended in reverse, see the comment at PATCHES
                 if name in packages and name in _in_force and name not in _for_good and not _blocks[name]]
     if unwanted:
-        with ExitStack() as last_first:  # all of it, whatever one of them raises
+        with ExitStack() as last_first:  # every patch ends, even if another one raises
             last_first.callback(_go_on)
             for name in unwanted:
                 last_first.callback(_in_force.pop(name).end)
 
 
 def _go_on() -> None:
-    """The patches that are left: what came back may be what another one stands in for."""
+    """Sweep again for the patches that stay, since they may have stand-ins for the restored functions."""
     _watch()
     for one in _in_force.values():
         one.bindings.sweep()
 
 
 def _watch() -> None:
+    """Watch imports of the packages that the patches in force watch."""
     before = _unwatch.copy()
     watched = sorted({name for one in _in_force.values() for name in one.watched})
-    _unwatch[:] = [watch(watched, arrived)] if watched else []  # before the last one ends: nothing is missed
+    _unwatch[:] = [watch(watched, arrived)] if watched else []  # before the old watch ends, to miss no import
     for end in before:
         end()
 
 
 def arrived(module: ModuleType) -> None:
-    """Tell the patches in force of a module that has been executed."""
+    """Pass a module that has been executed to the patches in force."""
     with _changing:
         for one in list(_in_force.values()):
             one.arrived(module)
 
 
 def found(package: str) -> bool:
-    """Whether a package is imported or could be, from somewhere; imports nothing."""
+    """Return True if a package is imported or could be imported. Imports nothing."""
     return sys.modules.get(package) is not None or _spec(package) is not None
 
 
 def comes(package: str) -> bool:
-    """Whether a package is ``found``, or another that is found has a copy of it to load under its name."""
+    """Return True if a package is ``found``, or another package has a copy of it to load under its name."""
     return found(package) or carried(package)
 
 
 def carried(package: str) -> bool:
-    """Whether another package has a copy of it."""
+    """Return True if another installed package has a copy of this package."""
     carrier = _spec(CARRIERS.get(package, ""))
     folders = carrier.submodule_search_locations if carrier is not None else None
     return any(Path(folder, "_vendored", package, "__init__.py").is_file() for folder in folders or ())
@@ -262,13 +287,13 @@ def _spec(package: str) -> ModuleSpec | None:
 
 
 def _make(module: str, name: str) -> Patch:
-    """Import a patch, with torch, and make it."""
+    """Import a patch, and torch with it, and return an instance."""
     made: Patch = getattr(import_module(f"flashlin.integrations.{module}"), name)()
     return made
 
 
-# transformers before the packages of which its models take functions: those end first, and what models hold
-# afterwards is asked of what is there then.
+# transformers comes before the packages whose functions its models use. Patches end in reverse order. So these
+# packages are restored first, and models then get their original functions.
 PATCHES: dict[str, Callable[[], Patch]] = {"triton": partial(_make, "triton", "TritonPatch"),
                                            "fla": partial(_make, "fla", "FlaPatch"),
                                            "transformers": partial(_make, "transformers", "TransformersPatch"),

@@ -1,8 +1,12 @@
-"""What a module or a layer of another package would call now: for each kernel whose function it is, and why.
+"""Find the kernels that a module or layer of another package would call, and the package of each.
 
-transformers binds its kernels in three ways, told apart by what is there and not by version: a decorated
-module global (from 5.15 on), that global inside an ``nn.Module`` (where ``kernels`` is installed), and plain
-globals and attributes of layers (4.57 to 5.14). fla and mamba_ssm call plain globals.
+transformers binds its kernels in three ways. They are recognised by the bindings, not by the version:
+
+- a decorated global of a module (since 5.15),
+- such a global inside an ``nn.Module`` (if the package ``kernels`` is installed),
+- plain globals, and attributes of layers (4.57 to 5.14).
+
+fla and mamba_ssm call plain globals.
 """
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from flashlin.integrations.patching import found
 from flashlin.integrations.transformers import DISPATCHES, HOMES, KERNEL, dispatching
 from flashlin.kernels.families import PUBLIC
 
-# Under which other names models of transformers bind them; 5.15 to 5.18 say nowhere else what they are.
+# Other names under which models of transformers bind kernels. In 5.15 to 5.18 only the name identifies them.
 CALLED = {"torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn",
           **{name: kernel for name, kernel in KERNEL.items() if name != kernel}}
 TORCH, OURS, HUB = "torch", "flashlin", "hub kernels"
@@ -27,9 +31,15 @@ FOLDER = os.path.join(str(Path(__file__).parents[1]), "")
 
 
 class Bound(NamedTuple):
-    """attribute: the name under which it is bound. kernel: the function that is meant, by its package's name.
-    implementation: whose it is: ``torch`` (the model's own), ``fla``, ``mamba_ssm``, ``causal_conv1d``,
-    ``hub kernels``, ``flashlin``. why: of torch, why it is no kernel, else ``""``."""
+    """A kernel that a module or layer calls.
+
+    attribute: the name under which it is bound.
+    kernel: the function's name in its package.
+    implementation: the package of the bound function: ``torch`` (the model's own function), ``fla``,
+        ``mamba_ssm``,
+        ``causal_conv1d``, ``hub kernels`` or ``flashlin``.
+    why: reason that it is the torch function; ``""`` for other implementations.
+    """
     attribute: str
     kernel: str
     implementation: str
@@ -37,20 +47,19 @@ class Bound(NamedTuple):
 
 
 def bound_in(module: ModuleType) -> list[Bound]:
-    """The kernels that a module's globals are bound to."""
+    """Return the kernels that a module's globals are bound to."""
     return [one for attribute, value in list(vars(module).items())
             for one in _read(attribute, value, module.__name__)]
 
 
 def called_by(layer: Any) -> list[Bound]:
-    """The kernels that a layer's methods call: globals that their code names, and the layer's own
-    attributes."""
+    """Return the kernels that a layer's methods call: globals in their code, and attributes of the layer."""
     found: dict[str, Bound] = {}
     for kind in type(layer).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             continue
         for name, member in vars(kind).items():
-            if isinstance(member, staticmethod):  # a function that the class has been given
+            if isinstance(member, staticmethod):  # a function that was assigned to the class
                 for one in _read(name, member.__func__, kind.__module__):
                     found.setdefault(name, one)
             for method in _code(member) if name != "__init__" else ():
@@ -65,8 +74,11 @@ def called_by(layer: Any) -> list[Bound]:
 
 
 def _code(member: Any) -> Iterator[FunctionType]:
-    """A method, or what its decorators wrap: 5.15 has one that does not say so. Where unsloth has written it
-    anew, also the function beside the class into which it has put the method's code."""
+    """Yield a method, and the functions that its decorators wrap.
+
+    One decorator of transformers 5.15 does not set ``__wrapped__``, so closures are searched as well. If
+    unsloth has rewritten the method, yield also the function outside the class that has its code.
+    """
     method = inspect.unwrap(member) if isinstance(member, FunctionType) else None
     if isinstance(method, FunctionType):
         yield method
@@ -79,13 +91,13 @@ def _code(member: Any) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The globals and attributes that a function names, those inside it included."""
+    """Return the globals and attributes that a function names, including those of functions inside it."""
     return {*code.co_names, *(name for part in code.co_consts if isinstance(part, CodeType)
                               for name in _names(part))}
 
 
 def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
-    """What ``attribute`` of a module is, if it is a kernel."""
+    """Yield the kernel that ``attribute`` of a module is bound to, if it is one."""
     cells, looked = free_variables(dispatching(value)), True
     if DISPATCHES <= cells.keys():
         own = getattr(dispatching(value), "__wrapped__", None)
@@ -108,25 +120,25 @@ def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
 
 
 def _origin(value: Any) -> tuple[str, str]:
-    """The name and the module of what a function wraps, which may be anything that can be called."""
+    """Return the name and the module of the function inside all wrappers, which may be any callable."""
     inner = inspect.unwrap(value)
     return str(getattr(inner, "__name__", "")), str(getattr(inner, "__module__", ""))
 
 
 def _ours(value: Any) -> bool:
-    """Whether a function is flashlin's, whatever name it has been given: adapters have those of what they
-    stand for, and may keep that."""
+    """Return True if a function is flashlin's, under any name. An adapter has the name of its original."""
     method = getattr(value, "__func__", value)
     return is_stand_in(value) or (callable(method) and _here(inspect.unwrap(method, stop=_here)))
 
 
 def _here(function: Any) -> bool:
-    """Whether its code stands in flashlin."""
+    """Return True if the code of a function is in a file of flashlin."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(FOLDER)
 
 
 def _whose(value: Any) -> str:
+    """Return the package of a function, as in ``Bound.implementation``."""
     if value is None:
         return TORCH
     if hasattr(value, "kernel_layer_name"):
@@ -138,27 +150,34 @@ def _whose(value: Any) -> str:
 
 
 def _why(kernel: str, looked: bool) -> str:
-    """Why a model has only its torch function for this kernel. looked: whether its file has tried to import
-    the package; up to 5.14 that asks for a CUDA device and a version first."""
+    """Return the reason that a model uses its torch function for a kernel.
+
+    looked: True if its file has tried to import the package. Files up to 5.14 first require a CUDA device and
+        a
+        version.
+    """
     home = HOMES.get(kernel, "")
     package = home.partition(".")[0]
     if not home:
-        return "the model looks for no other"
+        return "the model does not look for another function"
     if package not in sys.modules:
         return (f"{package} is not installed" if not found(package)
                 else f"{package} is installed, but its import failed" if looked
-                else f"{package} is installed, but the file wants a CUDA device and an import that works")
+                else f"{package} is installed, but the file requires a CUDA device and a working import")
     module = sys.modules.get(home)
     if module is None:
         return f"{home} was not imported"
     if not hasattr(module, kernel):
         return f"{home} has no {kernel}"
-    return f"{home}.{kernel} is there now, but the file did not look there or was imported before"
+    return f"{home}.{kernel} exists now, but the file did not look for it or was imported before it"
 
 
 def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:
-    """Mamba layers of transformers up to 5.14 have two ways, and take the fast one only where all its
-    functions are there and the weights are on CUDA."""
+    """Return the calls of a layer, as torch functions if its Mamba layer uses the slow path.
+
+    Mamba layers of transformers up to 5.14 have two paths. They use the fast path only if all its functions
+    were found and the weights are on CUDA.
+    """
     module = sys.modules.get(next((kind.__module__ for kind in type(layer).__mro__
                                    if "cuda_kernels_forward" in vars(kind)), ""))
     fast = getattr(module, "is_fast_path_available", None)

@@ -1,7 +1,7 @@
-"""A program that is run as it is, with flashlin in the packages that it uses: ``flashlin run``.
+"""``flashlin run``: run a program unchanged, with flashlin in the packages that it uses.
 
 Packages are patched when the program imports them. Python processes that the program starts (ranks of
-torchrun, workers) find ``inherited/sitecustomize.py`` on their path, which does the same there.
+torchrun, workers) find ``inherited/sitecustomize.py`` on their path, which applies the same patches there.
 """
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ from flashlin.integrations.patching import PATCHES, comes, known, patch
 
 VARIABLE = "FLASHLIN_PATCH"
 INHERITED = Path(__file__).parent / "inherited"
-MAY_NOT_LOAD = ("mamba_ssm", "causal_conv1d")  # their extensions fail; the patch stands in for those
+MAY_NOT_LOAD = ("mamba_ssm", "causal_conv1d")  # their extensions may fail; the patch replaces these
 _begun: set[str] = set()
 
 
 def names_of(text: str, given_by: str = VARIABLE) -> tuple[str, ...]:
-    """Return the packages in a text such as ``fla,transformers``. given_by: the name of the text in errors.
-    Raises ValueError for a package that has no patch."""
+    """Return the packages in a text such as ``fla,transformers``.
+
+    given_by: the name of the text in errors. Raises ValueError for a package that has no patch.
+    """
     return known(filter(None, map(str.strip, text.split(","))), given_by)
 
 
 def installed() -> tuple[str, ...]:
-    """The packages that flashlin has patches for and that are here."""
+    """Return the installed packages that flashlin has patches for."""
     return tuple(filter(comes, PATCHES))
 
 
 def begin(names: Sequence[str]) -> None:
-    """Patch each package as soon as it is imported; now, if it is already. Twice is once: a process may have
-    inherited that, and be ``flashlin run``. Raises ImportError for one that is not installed, unless its
-    patch stands in for it."""
+    """Patch each package as soon as it is imported; if it is imported already, patch it now.
+
+    A second call for a package does nothing, since ``flashlin run`` may itself run in a process that
+    inherited the patches. Raises ImportError for a package that is not installed, unless its patch has stub
+    modules for it.
+    """
     for name in dict.fromkeys(names):
         if name in _begun:
             continue
@@ -54,7 +59,7 @@ def begin(names: Sequence[str]) -> None:
         elif name in MAY_NOT_LOAD:
             sys.meta_path.insert(0, Before(name))
         elif not comes(name):
-            patch(name)  # says so
+            patch(name)  # raises ImportError
         else:
             _once(name)
         _begun.add(name)
@@ -62,7 +67,8 @@ def begin(names: Sequence[str]) -> None:
 
 def _once(name: str) -> None:
     def arrived(module: ModuleType) -> None:
-        # The package itself, which is whole; or a part of one that was not imported, but put there
+        # Patch when the package itself is complete. A program may also have put it into sys.modules itself;
+        # then its first submodule triggers the patch.
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if module.__name__ == name or not getattr(spec, "_initializing", False):
             end()
@@ -71,12 +77,13 @@ def _once(name: str) -> None:
 
 
 class Before:
-    """In ``sys.meta_path``: patches a package when it is first looked for."""
+    """A finder in ``sys.meta_path`` that patches a package when it is first looked for."""
 
     def __init__(self, package: str) -> None:
         self.package = package
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Patch the package if this is its name, and return the spec that the other finders have."""
         if name != self.package:
             return None
         remove(self)
@@ -88,14 +95,18 @@ class Before:
 
 
 def inherit() -> None:
-    """Patch the same packages as the program, in a Python process that it has started."""
+    """Apply the patches of the program in a Python process that it has started."""
     begin(names_of(os.environ.get(VARIABLE, "")))
     summary.begin()
 
 
 def file_of(program: str) -> str:
-    """Return the file of a program: a path, or the name of a console script, such as ``torchrun``, of this
-    Python or on PATH. Raises ValueError if there is no such file, or if it is not a Python program."""
+    """Return the file of a program.
+
+    program: a path, or the name of a console script, such as ``torchrun``, of this Python or on PATH.
+
+    Raises ValueError if there is no such file, or if it is not a Python program.
+    """
     holds_main = any(os.path.exists(os.path.join(program, f"__main__.{ending}")) for ending in ("py", "pyc"))
     if os.path.isfile(program) or holds_main:
         return program
@@ -126,10 +137,13 @@ def _is_python(file: str) -> bool:
 
 def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module: bool = False,
         quiet: bool = False) -> None:
-    """Run a program (a file, or with ``module`` the name of a module) as Python would, with these packages
-    patched (``begin``), also in the processes that it starts. At the end stderr says what ran through
-    flashlin. Exceptions of the program, including SystemExit, propagate; Python shows them without our
-    frames."""
+    """Run a program as Python would, with these packages patched, also in the processes that it starts.
+
+    program: a file or, with ``module``, the name of a module.
+    quiet: print no summary. Otherwise stderr says at the end what ran through flashlin.
+
+    Exceptions of the program, including SystemExit, propagate. Python shows them without flashlin's frames.
+    """
     os.environ[VARIABLE] = ",".join(names)
     before = os.environ.get("PYTHONPATH")
     path = [part for part in before.split(os.pathsep) if part != str(INHERITED)] if before else []
@@ -137,22 +151,22 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
     if not quiet:
         try:
             summary.begin(prints=True)
-        except OSError as error:  # the program runs all the same
+        except OSError as error:  # the program runs without a summary
             summary.tell(f"there will be no summary ({error})")
     sys.argv = ["-m" if module else program, *arguments]
     holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
-    if getattr(sys.flags, "safe_path", False):  # Python adds a folder only if it holds a __main__
+    if getattr(sys.flags, "safe_path", False):  # then Python adds a folder only if it contains a __main__
         sys.path[:0] = [os.path.abspath(program)] if holds_main and not module else []
     else:
         sys.path[0] = (os.getcwd() if module else os.path.abspath(program) if holds_main
                        else str(Path(program).resolve().parent))
-    # In place for good: threads and exit functions ask for it when the program's last line has run
+    # Never restored, because threads and exit functions may read it after the program's last line.
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
     try:
-        if module or holds_main:  # by the function that Python does it with
+        if module or holds_main:  # the function that Python itself uses
             run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # in no stub
             run_module(program if module else "__main__", alter_argv=module)
         else:
@@ -166,7 +180,7 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
 
 def _run_file(main: ModuleType, file: str) -> None:
     with open(file, "rb") as opened:
-        source = opened.read()  # once: a pipe, such as <(...) of a shell, cannot be read again
+        source = opened.read()  # read once, because a pipe such as <(...) cannot be read again
     code = read_code(BytesIO(source))  # the code of a .pyc file with any name, else None
     loader = SourceFileLoader if code is None else SourcelessFileLoader
     if code is None and file.endswith(".pyc"):
@@ -180,9 +194,11 @@ def _run_file(main: ModuleType, file: str) -> None:
 
 
 def _show_without_ours(error: BaseException) -> None:
-    """Have Python show an error that ends the program from the program's first frame on. Everything else
-    stays with Python: ``sys.last_value`` and its kin, the program's own ``sys.excepthook``, the exit by a
-    signal."""
+    """Have Python show an error that ends the program, beginning at the program's first frame.
+
+    Python does everything else: ``sys.last_value`` and similar, the program's own ``sys.excepthook``, and the
+    exit by a signal.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next

@@ -1,5 +1,7 @@
-"""Modules that are not there, or do not load, for as long as a patch lasts: found by ``import``,
-``importlib.import_module`` and ``importlib.util.find_spec`` alike."""
+"""Stub modules for modules that are missing or do not load, for as long as a patch is in force.
+
+``import``, ``importlib.import_module`` and ``importlib.util.find_spec`` all find them.
+"""
 from __future__ import annotations
 
 import importlib.abc
@@ -15,26 +17,31 @@ Contents = Mapping[str, Any]  # a module's attributes by name
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find and load the modules of a table, by full name, before any other finder. A module with others inside
-    it is a package."""
+    """A finder and loader of stub modules, which comes before all other finders.
+
+    modules: the contents of the stub modules, by full name. A module that contains others is a package.
+    """
 
     def __init__(self, modules: Mapping[str, Contents]) -> None:
         self.modules = modules
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a stub module, or None for any other module."""
         if name not in self.modules:
             return None
         inside = any(other.startswith(f"{name}.") for other in self.modules)
         return ModuleSpec(name, self, origin="flashlin", is_package=inside)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Fill a stub module with its contents."""
         vars(module).update(self.modules[module.__name__])
 
     def begin(self) -> None:
+        """Make the stub modules importable."""
         sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Nothing finds them any more; what programs have taken of them stays with those programs."""
+        """Remove the stub modules. Functions that programs have imported from them continue to work."""
         remove(self)
         for name in self.modules:
             if getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None) is self:

@@ -1,11 +1,13 @@
-"""The summary of ``flashlin run``: what was patched and which kernels ran, in the program and in the
-processes that it started (ranks of torchrun, workers).
+"""The summary of ``flashlin run``: what was patched, and which kernels ran.
 
-The process of ``flashlin run`` prints the summary when it ends. It makes a temporary folder, which only this
-user can read, and names it in ``VARIABLE``, after its own process number: a program that replaces it by exec
-has the same number, and prints in its place. Every other process writes a file there when it ends, and each
-time that a count reaches a power of two. A process that is killed, and a forked worker, end without their
-exit functions. So the summary has at least half of their calls.
+It covers the program and the processes that it started (ranks of torchrun, workers). The process of
+``flashlin run`` prints the summary when it ends. It makes a temporary folder that only this user can read,
+and stores the folder in ``VARIABLE``, after its own process number. A program that replaces the process by
+exec has the same number, and prints the summary instead.
+
+Every other process writes a file into the folder when it ends, and each time that a count reaches a power of
+two. A process that is killed, and a forked worker, end without their exit functions. So the summary has at
+least half of their calls.
 """
 from __future__ import annotations
 
@@ -37,16 +39,18 @@ class Ran(NamedTuple):
     kernels: tuple[str, ...]
 
     def told(self, count: int, cut: bool = False) -> str:
-        """Return the line of the summary. cut: a process may have made more calls than it wrote to its
-        file."""
+        """Return the line of the summary. cut: the count may be too low, since a process ended early."""
         plain = "plain torch" if self.path == "torch" else self.path
         how = f"kernels {some(self.kernels, SHOWN)}" if self.kernels else plain
         return f"{self.op}: {'at least ' if cut else ''}{count} calls, {how}"
 
 
 class Summary:
-    """The summary of this process. folder: where the other processes write theirs for the one that prints.
-    prints: whether this process prints."""
+    """The summary of this process.
+
+    folder: the folder in which other processes leave their summaries.
+    prints: True if this process prints.
+    """
 
     def __init__(self, folder: Path, prints: bool) -> None:
         self.folder, self.prints = folder, prints
@@ -82,7 +86,7 @@ class Summary:
             part.write_text(text, encoding="utf-8")
             part.replace(part.with_suffix(".json"))
         except FileNotFoundError:
-            pass  # the process that prints has ended, and its folder is gone
+            pass  # the process that prints has ended and removed the folder
         except OSError as error:
             tell(f"the summary lacks process {os.getpid()} ({error})")
 
@@ -103,15 +107,18 @@ class Summary:
             lines.append(f"in {count} that the program started:")
             lines += [f"  {line}" for text in patched for line in text.splitlines()]
             lines += [f"  {line}" for line in _lines(calls, cut)]
-        tell(*lines or ["nothing that it patches was imported"])
+        tell(*lines or ["none of the packages to patch was imported"])
 
 
 _of_this_process: list[Summary] = []
 
 
 def begin(prints: bool = False) -> None:
-    """Start the summary of this process, which writes it for the process that prints. prints: print here if
-    no other process does. Raises OSError if there is no place for temporary files."""
+    """Start the summary of this process.
+
+    prints: print it here, unless another process already prints. Raises OSError if no temporary folder can be
+        made.
+    """
     process, _, folder = os.environ.get(VARIABLE, "").partition(" ")
     there = bool(folder) and os.path.isdir(folder)
     if _of_this_process or not (there or prints):
@@ -132,6 +139,6 @@ def _lines(calls: Counter[Ran], cut: Collection[Ran] = ()) -> list[str]:
 
 
 def tell(*lines: str) -> None:
-    """Print lines to stderr, if the program has left it open."""
+    """Print lines to stderr, unless the program has closed it."""
     if sys.stderr is not None and not getattr(sys.stderr, "closed", False):
         print("\n".join(f"flashlin: {line}" for line in lines), file=sys.stderr)

@@ -1,17 +1,18 @@
-"""``patch("transformers")``: flashlin where the models of transformers bind the functions of fla, mamba_ssm
-and causal_conv1d.
+"""``patch("transformers")``: flashlin's functions in the models of transformers.
 
-Three generations bind them in three ways, and a version may have two. They are told apart by what a modeling
-file looks like:
+The models bind functions of fla, mamba_ssm and causal_conv1d. Three generations of transformers bind them in
+three ways, and a release may have two of them. They are recognised by the contents of a modeling file:
 
-- **decorated** (since 5.15): the torch function of a kernel is decorated, and calls the package's where that
-  could be imported. The decorated function is replaced. With the package ``kernels`` it is a module (a
-  ``Func``) whose forward calls it; that object's forward is.
-- **globals** (before): the file has the functions as globals, None where they are missing, and a flag. Layers
-  of the delta rule copy them. Where there is a torch function of the same, it is replaced, too.
-- **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers ask ``lazy_load_kernel`` and write globals.
-  It is given a module of flashlin's functions; what the constructors wrote is, afterwards, what they would
-  have written.
+- **decorated** (since 5.15): the torch function of a kernel is decorated, and calls the package's function if
+    that
+  could be imported. The decorated function is replaced. With the package ``kernels`` it is inside a module (a
+  ``Func``), and the forward of that object is replaced.
+- **globals** (before 5.15): the file has the functions as globals, None if they are missing, and a flag.
+    Delta rule
+  layers copy them. If the file has a torch function for the same kernel, it is replaced as well.
+- **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers call ``lazy_load_kernel`` and write globals.
+  ``lazy_load_kernel`` then returns a module of flashlin's functions. After the patch, these globals get the
+  values that the constructors would have written.
 """
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from flashlin.integrations.bindings import MISSING, free_variables, layers, name
 from flashlin.integrations.patching import Patch, arrived
 
 HUB, DYNAMIC = "transformers.integrations.hub_kernels", "transformers.dynamic_module_utils"
-UNSLOTH = "unsloth_zoo.compiler"  # writes modeling files anew
-# Who runs modeling files without Python's import, so that nothing tells when they arrive: the function, and
-# what has the file's module of its result.
+UNSLOTH = "unsloth_zoo.compiler"  # rewrites modeling files
+# Modules that run modeling files without Python's import, so import hooks do not see these files. For each: its
+# function that runs a file, and a function that returns the file's module from the result.
 RUNS_FILES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     DYNAMIC: ("get_class_in_module", lambda kind: sys.modules.get(getattr(kind, "__module__", ""))),
     UNSLOTH: ("create_new_function", lambda module: module)}
 FLAG, LAZY, CONV_CACHE = "is_fast_path_available", "lazy_load_kernel", "_causal_conv1d_cache"
-# kernel -> the names under which modeling files bind it
+# kernel -> names under which modeling files bind it
 NAMES = {
     "chunk_gated_delta_rule": ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"),
     "fused_recurrent_gated_delta_rule": ("fused_recurrent_gated_delta_rule", "recurrent_gated_delta_rule",
@@ -54,20 +55,20 @@ NAMES = {
     "mamba_inner_fn": ("mamba_inner_fn", "falcon_mamba_inner_fn"),
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
-# Models whose attention mixes documents. These choose its tokens by an index of their own. Models up to 5.1
-# that make their mask themselves also mix documents, unless they use flash attention.
-DISPATCHES = frozenset({"applicable_params", "implementation"})  # what the decorated function closes over
+DISPATCHES = frozenset({"applicable_params", "implementation"})  # closure variables of a decorated function
+# Models whose attention mixes documents: INDEXED ones choose tokens by an index of their own, and models up to
+# 5.1 with the method OWN_MASK make their mask themselves. The latter do not mix them with flash attention.
 INDEXED, OWN_MASK = ("Glm5Next",), "_update_causal_mask"
 ACROSS = "its attention looks across documents"
 MAKE_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
-LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # what lazy_load_kernel is asked for
-# The modules in which programs look for a kernel; where one is found twice, transformers asks the first.
+LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # packages that models load by lazy_load_kernel
+# The module in which programs look for each kernel. If a kernel is found twice, transformers uses the first.
 HOMES = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",  # as 5.15 asks, which is nowhere
+    "recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",  # 5.15 looks for this name, which fla does not have
     "chunk_kda": "fla.ops.kda", "fused_recurrent_kda": "fla.ops.kda",
     "mamba_split_conv1d_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
     "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
@@ -79,7 +80,13 @@ HOMES = {
 
 
 class Decorated(NamedTuple):
-    """A decorated function in a modeling file. owner: the function itself, or kernels' module around it."""
+    """A decorated function in a modeling file.
+
+    name: its name in the file.
+    kernel: the kernel that it calls.
+    owner: the function itself, or the module of ``kernels`` around it.
+    torch: the model's own torch function.
+    """
     name: str
     kernel: str
     owner: Any
@@ -87,6 +94,7 @@ class Decorated(NamedTuple):
 
 
 def decorated(module: ModuleType) -> Iterator[Decorated]:
+    """Yield the decorated functions of a modeling file."""
     for name, owner in list(vars(module).items()):
         function = dispatching(owner)
         free = free_variables(function)
@@ -96,20 +104,24 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
 
 
 def dispatching(value: Any) -> Any:
-    """The decorated function that ``value`` calls: that of kernels' module, or inside what unsloth puts around
-    it; ``value`` itself where there is none."""
+    """Return the decorated function that ``value`` calls, or ``value`` itself if there is none.
+
+    It may be inside a module of ``kernels``, or inside wrappers of unsloth.
+    """
     inner = value
     if hasattr(type(value), "kernel_layer_name") and not isinstance(value, type):
         inner = free_variables(type(value).forward).get("func")
-    if type(inner) is not FunctionType:  # lazy objects load what one asks for
+    if type(inner) is not FunctionType:  # reading attributes of a lazy object would load its module
         return value
     inner = inspect.unwrap(inner, stop=lambda one: DISPATCHES <= free_variables(one).keys())
     return inner if DISPATCHES <= free_variables(inner).keys() else value
 
 
 def reads(module: ModuleType) -> set[str]:
-    """Which of the names that kernels have, and of those that say how they are found, the functions and
-    methods of a module read as globals."""
+    """Return the names of ``OF_INTEREST`` that functions and methods of a module read as globals.
+
+    These are the names of kernels, and the names that say how kernels are found.
+    """
     mine = [one for one in vars(module).values()
             if isinstance(one, (FunctionType, type)) and one.__module__ == module.__name__]
     functions = [inspect.unwrap(part) for one in mine
@@ -119,7 +131,7 @@ def reads(module: ModuleType) -> set[str]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    if not OF_INTEREST.isdisjoint(code.co_names):  # which has the attributes, too
+    if not OF_INTEREST.isdisjoint(code.co_names):  # co_names also has attributes
         yield from (one.argval for one in dis.get_instructions(code)
                     if one.opname == "LOAD_GLOBAL" and one.argval in OF_INTEREST)
     for part in code.co_consts:
@@ -128,12 +140,16 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def is_modeling(name: str) -> bool:
+    """Return True for the module name of a modeling file."""
     return name.rpartition(".")[2].startswith(("modeling_", "unsloth_compiled_module"))
 
 
 class TransformersPatch(Patch):
-    """See the module. What it cannot do: models compiled or exported before keep what was traced; a
-    ``kernelize`` with a mapping of one's own, called later, puts its kernels over flashlin's."""
+    """The patch of transformers.
+
+    It has two limits. Models that were compiled or exported before keep what was traced. A later
+    ``kernelize`` with the program's own mapping replaces flashlin's functions by its kernels.
+    """
     package = distribution = "transformers"
     watched = ("transformers", "transformers_modules", "unsloth_compiled_module*", "unsloth_zoo")
 
@@ -144,18 +160,22 @@ class TransformersPatch(Patch):
         self._lazily: dict[str, ModuleType] = {}
 
     def begin(self) -> None:
+        """Patch the loaded modeling files, and layers that are already built."""
         super().begin()
         if self._in_layers:
             self._see_layers(layers())
 
     def arrived(self, module: ModuleType) -> None:
-        self._done.discard(module)  # it may have been half imported then, or was executed again
+        """Patch a modeling file that has been imported, or executed again."""
+        self._done.discard(module)  # it may have been read while half imported, or was executed again
         super().arrived(module)
 
     def reads(self, name: str) -> bool:
+        """Return True for a modeling file, or a module that loads kernels or runs modeling files."""
         return is_modeling(name) or name == HUB or name in RUNS_FILES
 
     def model(self, model: Any) -> None:
+        """Patch the modeling files and layers of a model that is already built."""
         for name in {type(layer).__module__ for layer in model.modules()}:
             if name in sys.modules and not name.startswith("torch."):
                 self.read(sys.modules[name])
@@ -163,6 +183,7 @@ class TransformersPatch(Patch):
         self._see_layers(model.modules())
 
     def end(self) -> None:
+        """Undo the patch, and restore the globals that constructors of layers wrote meanwhile."""
         written = self._written()
         super().end()
         self._as_without(written)
@@ -170,6 +191,7 @@ class TransformersPatch(Patch):
     # --- where things are bound ---
 
     def read(self, module: ModuleType) -> None:
+        """Register a stand-in for each function of a module, and wrap its models and masks."""
         if module in self._done:
             return
         self._done.add(module)
@@ -180,7 +202,7 @@ class TransformersPatch(Patch):
         else:
             kernels = self._see_decorated(module) or self._see_globals(module)
             if kernels:
-                # Before 5.15, whose files have the flag or its loader, layers hand no keywords on.
+                # Files before 5.15 have the flag or its loader; their layers do not pass keywords on.
                 self._see_models(module, kernels, told=OLD.isdisjoint({*vars(module), *reads(module)}))
                 self._see_masks(module)
             elif module.__name__.rpartition(".modeling_")[2] in UNPATCHED:
@@ -190,7 +212,7 @@ class TransformersPatch(Patch):
     def _see_decorated(self, module: ModuleType) -> set[str]:
         found = list(decorated(module))
         for one in found:
-            # Its models take None from a fused function and go on
+            # The models accept None from a fused function, and continue on their unfused path.
             stand_in = stand_in_for(one.kernel, one.torch, module.__name__, one.name, takes_none=True)
             if isinstance(one.owner, FunctionType):
                 self.bindings.swap(one.owner, stand_in, _by(one.kernel))
@@ -211,9 +233,9 @@ class TransformersPatch(Patch):
         for name in wanted:
             kernel, original = KERNEL[name], names.get(name, MISSING)
             own = next((names[one] for one in NAMES[kernel]
-                        if _is_own(names.get(one), module)), None)  # a torch function of the same
+                        if _is_own(names.get(one), module)), None)  # the file's torch function for this kernel
             if original is MISSING and LAZY in read:
-                continue  # no layer has asked yet
+                continue  # no layer has loaded it yet
             if own is not None and original in (own, None):
                 stand_in = stand_in_for(kernel, own, module.__name__, own.__name__)
                 self.bindings.swap(own, stand_in, _by(kernel))
@@ -233,7 +255,7 @@ class TransformersPatch(Patch):
         return {KERNEL[name] for name in wanted}
 
     def _see_layers(self, some: Iterable[Any]) -> None:
-        """Layers that were built before and hold functions, or None for them."""
+        """Replace functions, or None, in attributes of layers that are already built."""
         for layer in some:
             for name in vars(layer).keys() & KERNEL.keys():
                 stand_in = self._in_layers.get((type(layer).__module__, name))
@@ -293,7 +315,7 @@ class TransformersPatch(Patch):
     # --- what constructors wrote ---
 
     def _written(self) -> list[tuple[ModuleType, str, str]]:
-        """(modeling file, global, package) of what constructors of layers have from us."""
+        """Return (modeling file, global, package) of the stand-ins that constructors of layers wrote."""
         ours = {id(value): package for package, module in self._lazily.items()
                 for value in (module, *(vars(module)[name] for name in KERNEL))}
         return [(module, name, ours[id(value)]) for module in list(sys.modules.values())
@@ -301,13 +323,13 @@ class TransformersPatch(Patch):
                 for name, value in list(vars(module).items()) if id(value) in ours]
 
     def _as_without(self, written: list[tuple[ModuleType, str, str]]) -> None:
-        """Those globals as the constructors would have written them."""
+        """Set these globals to the values that the constructors would have written without the patch."""
         for package in {package for _, _, package in written}:
             try:
-                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # which it fills
-            except Exception as error:  # a hub that does not answer must not keep a patch from ending
+                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # it fills the mapping
+            except Exception as error:  # the patch must also end if the hub does not answer
                 warnings.warn(f"lazy_load_kernel({package!r}): {type(error).__name__}: {error}; models built "
-                              "while transformers was patched take their torch path", RuntimeWarning,
+                              "while transformers was patched use their torch path", RuntimeWarning,
                               stacklevel=2)
                 theirs = None
             for module, name, of in written:
@@ -320,7 +342,11 @@ class TransformersPatch(Patch):
 
 
 def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none: bool = False) -> Any:
-    """The adapter of a kernel as ``module.name``. takes_none: the caller goes on without a fused function."""
+    """Return the adapter of a kernel, with the name ``module.name``.
+
+    original: the function that it replaces.
+    takes_none: True if the caller accepts None from a fused function and continues without it.
+    """
     from flashlin.integrations.adapters import ADAPTERS, UNFUSED
     adapter = ADAPTERS[kernel]
     function = UNFUSED.get(kernel, adapter) if takes_none else adapter
@@ -338,7 +364,7 @@ def _by(kernel: str) -> str:
 
 
 def _part(package: Any, name: str) -> Any:
-    """A function of mamba_ssm or causal_conv1d, where its root or the module inside has it."""
+    """Return a function of mamba_ssm or causal_conv1d, from the package or the module that defines it."""
     found = getattr(package, name, None)
     if callable(found) and not isinstance(found, ModuleType):
         return found

@@ -1,4 +1,4 @@
-"""patch("triton"): ``triton.autotune`` is flashlin's, and tuners made before ask flashlin, too."""
+"""``patch("triton")``: ``flashlin.autotune`` replaces ``triton.autotune``, also in existing tuners."""
 from __future__ import annotations
 
 from flashlin.integrations.patching import Patch
@@ -6,9 +6,11 @@ from flashlin.shielding import autotune as tuning
 
 
 class TritonPatch(Patch):
+    """The patch of triton."""
     package = "triton"
 
     def begin(self) -> None:
+        """Replace ``triton.autotune``, and hook the tuners that exist already."""
         import triton
         import triton.runtime
         import triton.runtime.autotuner
@@ -17,5 +19,6 @@ class TritonPatch(Patch):
         tuning.hook("patch", lambda: True)
 
     def end(self) -> None:
+        """Undo the replacement and remove the hook."""
         super().end()
         tuning.unhook("patch")

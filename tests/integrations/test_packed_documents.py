@@ -218,7 +218,7 @@ def test_flash_attention_beside_a_mask_is_told() -> None:
     padding."""
     made, warned = masks_of("flash_attention_2", **MARKS["ones"])
     assert made["attention_mask"] is not None and len(warned) == 1
-    assert "flash attention knows documents" in warned[0]
+    assert "flash attention separates documents" in warned[0]
     _, warned = masks_of("flash_attention_2", position_ids=torch.arange(T)[None],
                          attention_mask=torch.ones(1, T, dtype=torch.long))
     assert warned == []
@@ -227,7 +227,7 @@ def test_flash_attention_beside_a_mask_is_told() -> None:
 def test_attention_beside_a_cache_of_the_caller_is_told() -> None:
     cache = SimpleNamespace(has_previous_state=False)
     _, warned = masks_of("sdpa", **MARKS["[B, T]"], cache=cache)
-    assert len(warned) == 1 and "its attention looks across documents beside a cache" in warned[0]
+    assert len(warned) == 1 and "its attention looks across documents if there is a cache" in warned[0]
     assert masks_of("sdpa", position_ids=torch.arange(T)[None], cache=cache)[1] == []
 
 

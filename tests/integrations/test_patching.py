@@ -365,7 +365,7 @@ def untold() -> Iterator[None]:
 
 def test_by_name_leaves_what_only_the_original_has_to_it(untold: None) -> None:
     call = by_name(original, ours)
-    with pytest.warns(UserWarning, match=r"original: got flag, which only the package's own function has"):
+    with pytest.warns(UserWarning, match=r"original: got flag, which only the package's own function supports"):
         assert call(1, flag=True)[0] == "original"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -373,7 +373,7 @@ def test_by_name_leaves_what_only_the_original_has_to_it(untold: None) -> None:
 
 
 def test_by_name_tells_of_keywords_that_nobody_reads(untold: None) -> None:
-    with pytest.warns(UserWarning, match=r"original: got head_last, which the package's own function ignores"):
+    with pytest.warns(UserWarning, match=r"original: got head_last, which the package's own function also ignores"):
         assert by_name(original, ours)(1, head_last=True) == ("ours", 1, 2.0)
 
 

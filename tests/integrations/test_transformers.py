@@ -257,7 +257,7 @@ def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, stat
         call(object(), torch.zeros(1, 12), **{name: full}, states={state: torch.randn(1, 2, 16, 16)})
         call(object(), torch.zeros(1, 1), **{name: full}, states={})
     with pytest.warns(RuntimeWarning, match=f"several tokens after a cached state, and its layers call {op} "
-                                            "without it"):
+                                            "without that state"):
         call(object(), torch.zeros(1, 12), **{name: full}, states={})
 
 

@@ -1,5 +1,7 @@
-"""Python runs this at its start where ``flashlin run`` has put its folder on PYTHONPATH: a process that the
-program has started patches the same packages."""
+"""The startup module of Python processes that a program under ``flashlin run`` starts.
+
+``flashlin run`` puts its folder on PYTHONPATH, so Python imports it first. It patches the same packages.
+"""
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -8,7 +10,7 @@ from importlib.util import module_from_spec
 _here = os.path.dirname(os.path.abspath(__file__))
 _hidden = PathFinder.find_spec("sitecustomize",
                                [folder for folder in sys.path if os.path.abspath(folder or ".") != _here])
-if _hidden is not None and _hidden.loader is not None:  # that of the system runs, too
+if _hidden is not None and _hidden.loader is not None:  # also run the sitecustomize that this one hides
     _hidden.loader.exec_module(module_from_spec(_hidden))
 
 if os.environ.get("FLASHLIN_PATCH") or os.environ.get("FLASHLIN_SUMMARY"):
