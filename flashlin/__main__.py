@@ -1,5 +1,7 @@
-"""The command line: ``flashlin doctor``, ``explain``, ``run``, ``warmup`` and ``why``, also as
-``python -m flashlin``."""
+"""The command line: ``flashlin doctor``, ``explain``, ``run``, ``warmup`` and ``why``.
+
+``python -m flashlin`` is the same.
+"""
 from __future__ import annotations
 
 import argparse
@@ -15,42 +17,41 @@ from typing import Any, NoReturn
 
 import flashlin
 
-ABOUT = """Linear attention that runs on every Triton, GPU and dtype, and otherwise says
-what is wrong and what to do.
+ABOUT = """Linear-attention kernels that run on every Triton, GPU and dtype, or say why not
+and what to do.
 
-  flashlin doctor     what works on this machine, what is worked around, and
-                      the command that repairs the rest
-  flashlin explain    how one call would run, and why
-  flashlin run        a program as it is, its fla, transformers or mamba_ssm
-                      through flashlin
-  flashlin warmup     compile and try what this machine will need, before the
-                      first real call does
-  flashlin why        what is known of an error that is on the screen, and what
-                      to do about it
-  flashlin --version  of flashlin, torch and Triton, in one line
+  flashlin doctor     show what works on this machine, what is worked around,
+                      and the command that repairs the rest
+  flashlin explain    show how one call would run, and why
+  flashlin run        run a program unchanged, with flashlin in the fla,
+                      transformers or mamba_ssm that it uses
+  flashlin warmup     compile and test the kernels that this machine needs,
+                      before the first real call
+  flashlin why        show what is known about an error, and what to do
+  flashlin --version  show the versions of flashlin, torch and Triton
 
-`flashlin doctor --help` and so on have the options, examples and exit codes.
+For options, examples and exit codes, see `flashlin doctor --help` and so on.
 """
-DOCTOR = """Says first whether everything works, then what this machine is, what calls of
-the ops take on it (the plans that calls would really follow), what is wrong,
-and last the one command that repairs or improves it. Offline and read-only, but
-for --run, which compiles kernels. Works with torch or Triton broken or missing.
+DOCTOR = """Shows in this order: the verdict, the devices of this machine, how calls of the
+ops run on it (by the plans that real calls follow), problems, and the one
+command that repairs or improves the machine. Works offline and read-only,
+except with --run, which compiles kernels. Works if torch or Triton is broken or
+missing.
 
-Of fla, transformers, mamba_ssm, causal_conv1d and kernels it says what is
-installed: each is imported in a child process, all at the same time, for 60
-seconds at most. With --op and --target they are left out.
+Doctor also reports if fla, transformers, mamba_ssm, causal_conv1d and kernels
+are installed. It imports each in a child process, all at the same time, for at
+most 60 seconds. With --op and --target it leaves them out.
 
 The first word is the verdict: ok, degraded (every op runs, but the GPU is not
-used, or at a price), or broken. What is listed is
+used, or is used at a cost), or broken. The lines have one of these states:
 
-  ok               the usual way
-  worked around    something stood in the way, and the way around it costs
-                   nothing worth telling
+  ok               runs in the usual way
+  worked around    a problem is avoided at no significant cost
   degraded         a GPU that is not used, or runs plain torch or fp32 copies,
-                   and what that costs; another package that cannot be
-                   imported, is slow here, or stops
+                   with the cost; or another package that cannot be imported,
+                   is slow here, or fails
   problem          does not run, or may be wrong
-  could not check  nobody knows
+  could not check  unknown
 
 Exit code: 0 if every op runs and nothing is known to be wrong (ok, degraded), 1
 if not (broken, and with --fail-on degraded also degraded), 2 for a mistake in
@@ -58,36 +59,37 @@ the arguments or output that cannot be written.
 """
 DOCTOR_EXAMPLES = """examples:
   flashlin doctor                              this machine
-  flashlin doctor --run                        run small cases of every op, too
+  flashlin doctor --run                        also run small cases of every op
   flashlin doctor --run --op chunk_gla         one op
   flashlin doctor --verbose                    every op, check and known issue
   flashlin doctor --target T4,triton=3.2.0     another machine; or t4,torch=2.6,
                                                or sm=75,triton=3.2.0
-  flashlin doctor --fail-on degraded           in a job's first line: does this
-                                               machine run the kernels?
-  flashlin doctor --markdown                   to paste into an issue; nothing
-                                               in it says whose machine it is
+  flashlin doctor --fail-on degraded           at the start of a job: fail if
+                                               this GPU runs no kernels
+  flashlin doctor --markdown                   to paste into an issue; without
+                                               user names, tokens or UUIDs
   flashlin doctor --json | jq .status
 """
-EXPLAIN = """The decision trail of one call: what stands against it on a machine, and what is
-done about it. Sizes that are not given are those of the op's typical calls.
+EXPLAIN = """Shows the decision trail of one call: the problems that the call has on a
+machine, and how flashlin avoids each of them. A size that is not given is the
+size of the op's typical calls.
 
-Exit code: 0 if there is an answer, also if it is that the call cannot run; 1 if
-flashlin cannot be loaded; 2 for a mistake in the arguments or output that
-cannot be written.
+Exit code: 0 if there is an answer, even if the call cannot run; 1 if flashlin
+cannot be loaded; 2 for a mistake in the arguments or output that cannot be
+written.
 """
 EXPLAIN_EXAMPLES = """examples:
   flashlin explain chunk_gla                   training in bfloat16, here
   flashlin explain chunk_gla --dtype fp16 -B 4 -T 4096 -K 256
   flashlin explain chunk_gla --target T4,triton=3.3.1
-  flashlin explain gdn                         what Gated DeltaNet layers call:
+  flashlin explain gdn                         the op of Gated DeltaNet layers,
                                                chunk_gated_delta_rule
   flashlin explain simple_gla -T 1 -B 64 --no-grad      decoding: which mode?
 """
 RUN = """Runs a program as `python program.py ...` would, with flashlin in the packages
-that it imports: their functions are replaced by flashlin's before the program's
-own first line, in the Python processes that it starts, too. At the end stderr
-says what was replaced and which kernels ran in all these processes.
+that it imports. flashlin's functions replace theirs, also in the Python
+processes that the program starts. At the end, a summary on stderr lists the
+replaced functions and the kernels that ran in all these processes.
 
 Exit code: the program's; 1 if flashlin cannot be loaded; 2 for a mistake in the
 arguments.
@@ -100,31 +102,31 @@ RUN_EXAMPLES = """examples:
   flashlin run -m my.program --lr 1e-3
 """
 WARMUP = """Runs a small case of each op on the GPU in child processes, forward and
-backward, twice, and compares with float64. What is compiled stays in Triton's
-cache, and planning knows from then on what holds on this machine and what does
-not. Useful after an update of Triton or the driver, for a release nobody has
-tried yet, and before a job on many GPUs starts.
+backward, twice, and compares it with float64. The compiled kernels stay in
+Triton's cache, and planning uses the results from then on. This is useful after
+an update of Triton or the driver, for a release that has not been tested yet,
+and before a job on many GPUs starts.
 
-An AMD GPU runs plain torch until this has been right there: then the ops,
-dtypes and head sizes that were tried run kernels. Nobody has run them on AMD
-yet, and a kernel that hangs may take the desktop with it: save your work first.
-It then goes one by one, and ends at a hang.
+An AMD GPU runs plain torch until the results of warmup are right there. After
+that, the tested ops, dtypes and head sizes run kernels. These kernels have not
+been run on AMD yet, and a kernel that hangs may freeze the desktop: save your
+work first. On AMD the cases run one at a time, and the command ends at a hang.
 
-Exit code: 0 if all is right, 1 if something is not (it will be planned
-otherwise) or could not be tried, 2 for a mistake in the arguments, a device
-that torch cannot use or output that cannot be written.
+Exit code: 0 if all results are right; 1 if one is wrong (planning then avoids
+it) or could not be tested; 2 for a mistake in the arguments, a device that
+torch cannot use or output that cannot be written.
 """
 WARMUP_EXAMPLES = """examples:
   flashlin warmup                    every op in bfloat16, heads of 64 and 128
   flashlin warmup --op chunk_gla --dtype bf16 --dtype fp32 --head-dim 256
-  flashlin warmup --forget --op chunk_gla     take back what was found of it
+  flashlin warmup --forget --op chunk_gla     delete the stored results
 """
-WHY = """Which known failures print this text: the cards and releases that have it, what
-flashlin does, what to do without it, and how sure that is. Reads tables that
-come with flashlin; asks nobody, starts nothing. Without a text it reads
-standard input: a log of any size, in UTF-8 or UTF-16.
+WHY = """Shows the known failures that print this text: the GPUs and releases that have
+them, what flashlin does, what to do without flashlin, and how certain that is.
+Works offline and launches nothing: it reads tables that are part of flashlin.
+Without a text it reads standard input: a log of any size, in UTF-8 or UTF-16.
 
-Exit code: 0 if something is known that prints it or may, 1 if nothing is, 2 for
+Exit code: 0 if a known failure prints it or may print it, 1 if none does, 2 for
 a mistake in the arguments or output that cannot be written.
 """
 WHY_EXAMPLES = """examples:
@@ -133,19 +135,20 @@ WHY_EXAMPLES = """examples:
   python train.py 2>&1 | flashlin why
   flashlin why < slurm-1234.out
 """
-TARGET = ("plan for another machine: a card by its name or sm, and key=value pairs out of triton, torch, "
+TARGET = ("plan for another machine: a GPU by its name or sm, and key=value pairs of triton, torch, "
           "ptxas, shared, sms, name, backend; e.g. H100,triton=3.2.0 or t4,torch=2.6")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says which command or option was meant."""
+    """The parser of the command line, whose errors suggest the command or option that was meant."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error with a suggestion, and exit."""
         wrong = re.search(r"invalid choice: '([^']+)'", message)
         super().error(message + (meant(wrong[1], [*COMMANDS, "run"]) if wrong else ""))
 
     def parsed(self, argv: list[str] | None) -> dict[str, Any]:
-        """The arguments. Where one is unknown, the error names the option of that command that was meant."""
+        """Return the arguments. An error for an unknown argument suggests a similar option of the command."""
         known, unknown = self.parse_known_args(argv)
         if unknown:
             [commands] = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
@@ -156,8 +159,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def meant(given: str, known: Iterable[str]) -> str:
-    """``; did you mean --target H100?``, of what is like something known, or is a machine and --target known;
-    else nothing."""
+    """Return a suggestion such as ``; did you mean --target H100?``, or ``""``.
+
+    It names something known that is similar, or --target if the text is a machine and --target is known.
+    """
     with suppress(Unloadable):
         like = load("compat.suggestions").did_you_mean(given.partition("=")[0], known)
         machine = "--target" in known and (re.match(r"sm[_=]?\d", given)
@@ -167,6 +172,7 @@ def meant(given: str, known: Iterable[str]) -> str:
 
 
 def parser() -> Parser:
+    """Return the parser with all commands and options."""
     plain = argparse.RawDescriptionHelpFormatter
     top = Parser(prog="flashlin", description=ABOUT, formatter_class=plain)
     top.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS,
@@ -179,9 +185,9 @@ def parser() -> Parser:
     doctor.add_argument("--target", metavar="FACTS", help=TARGET)
     doctor.add_argument("--op", metavar="NAME", help="only this op")
     doctor.add_argument("--fail-on", choices=("problem", "degraded"), default="problem",
-                        help="what makes the exit code 1 (default problem)")
+                        help="the status that makes the exit code 1 (default problem)")
     style = doctor.add_mutually_exclusive_group()
-    style.add_argument("--verbose", action="store_true", help="every op, check and known issue")
+    style.add_argument("--verbose", action="store_true", help="show every op, check and known issue")
     style.add_argument("--json", action="store_true", help="JSON on stdout")
     style.add_argument("--markdown", action="store_true", help="Markdown on stdout, folded for an issue")
     explain = command("explain", description=EXPLAIN, epilog=EXPLAIN_EXAMPLES)
@@ -189,7 +195,7 @@ def parser() -> Parser:
                                     "gdn, kda, deltanet, gla, mamba2, retnet, rwkv7 ...")
     explain.add_argument("--target", metavar="FACTS", help=TARGET)
     explain.add_argument("-B", type=int, default=1, help="batch size (default 1)")
-    for size, what in (("T", "tokens (default 2048, or 1 of an op that only decodes)"),
+    for size, what in (("T", "tokens (default 2048, or 1 for an op that only decodes)"),
                        ("H", "heads (default 16 for most ops)"),
                        ("K", "size of a key (default 128 for most ops), or of a row, or channels"),
                        ("V", "size of a value (default 128 for most ops), or taps of a convolution"),
@@ -201,11 +207,11 @@ def parser() -> Parser:
     explain.add_argument("--no-grad", dest="needs_grad", action="store_false", help="without gradients")
     explain.add_argument("--ranks", type=int, default=1,
                          help="ranks that share each sequence, T tokens on each (process_group)")
-    explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has the choice")
+    explain.add_argument("--mode", help="auto, chunk or fused_recurrent, for an op that has a choice")
     program = command("run", description=RUN, epilog=RUN_EXAMPLES)
     program.add_argument("--patch", metavar="NAMES",
-                         help="packages, separated by commas (default: FLASHLIN_PATCH, else all that are installed)")
-    program.add_argument("--quiet", action="store_true", help="say nothing at the end")
+                         help="packages, separated by commas (default: FLASHLIN_PATCH, else all installed ones)")
+    program.add_argument("--quiet", action="store_true", help="print no summary at the end")
     program.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
     program.add_argument("program", nargs=argparse.PARSER,
                          help="a file, a console script such as torchrun, or with -m a module; then its "
@@ -219,20 +225,21 @@ def parser() -> Parser:
                       help="size of a head (repeatable; default 64 and 128)")
     warm.add_argument("--device", default="cuda:0", help="default cuda:0")
     warm.add_argument("--jobs", type=int, default=0,
-                      help="children at a time (default: one per core, at most 8)")
+                      help="child processes at a time (default: one per core, at most 8)")
     warm.add_argument("--limit", type=float, default=300, help="seconds for each child (default 300)")
     warm.add_argument("--forget", action="store_true",
-                      help="try nothing, and take back what was found on this machine (of --op, or of all)")
+                      help="run nothing, and delete the results of this machine (for --op, or all)")
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
     ask = command("why", description=WHY, epilog=WHY_EXAMPLES)
-    ask.add_argument("text", nargs="*", help="what was printed; standard input if nothing is given")
+    ask.add_argument("text", nargs="*", help="the printed text; standard input if none is given")
     return top
 
 
 class Version(argparse.Action):
-    """Prints the versions of flashlin, torch and Triton, as they are when imported, in one line."""
+    """Print the versions of flashlin, torch and Triton in one line, as they report them when imported."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        """Print the line and exit."""
         with redirect_stdout(sys.stderr):
             shown = ", ".join([f"flashlin {flashlin.__version__}",
                                *(f"{name} {version_of(name)}" for name in ("torch", "triton"))])
@@ -241,24 +248,25 @@ class Version(argparse.Action):
 
 
 def version_of(package: str) -> str:
+    """Return the version of a package, or the reason that it cannot be imported."""
     try:
         return str(import_module(package).__version__)
-    except (Exception, SystemExit) as error:  # a broken one may raise anything
+    except (Exception, SystemExit) as error:  # a broken package may raise any exception
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         return ("not installed" if missing
                 else f"broken ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
-# the last one by warmup, not by doctor and explain
+# packages that flashlin requires; only warmup requires torch, doctor and explain do not
 NEEDED = {"packaging": "packaging>=22", "pydantic": "pydantic>=2", "torch": "torch>=2.4"}
 
 
 class Unloadable(Exception):
-    """Part of flashlin cannot be imported, so there is nobody to make a report."""
+    """An error that says that a part of flashlin cannot be imported, so that no report can be made."""
 
 
 def load(module: str) -> Any:
-    """A module of flashlin. Raises Unloadable, with the command that repairs it."""
+    """Return a module of flashlin. Raises Unloadable, with the command that repairs it."""
     try:
         return import_module(f"flashlin.{module}")
     except (Exception, SystemExit) as error:
@@ -271,6 +279,7 @@ def load(module: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
     try:
         try:
             arguments = parser().parsed(argv)
@@ -280,21 +289,22 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             code = report(command, arguments) if command in COMMANDS else None
         finally:
-            if sys.stdout is not None:  # as after >&-
+            if sys.stdout is not None:  # None if a shell closed it by >&-
                 sys.stdout.flush()
-    except OSError as error:  # of stdout: what commands raise is told in ``report``
-        # for what is still in the buffer when Python ends
+    except OSError as error:  # raised by stdout, since ``report`` handles the errors of commands
+        # text that is still in the buffer must not raise again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # whoever read this has seen enough, as with any other program
+        if isinstance(error, BrokenPipeError):  # the reader closed the pipe, which is no error
             return 141
         print(f"flashlin: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 2
-    return run_program(**arguments) if code is None else code  # pipes that break in there are the program's
+    return run_program(**arguments) if code is None else code  # broken pipes of the program are not handled
 
 
 def report(command: str, arguments: dict[str, Any]) -> int:
+    """Run a command that prints a report, and return the exit code."""
     try:
-        with redirect_stdout(sys.stderr):  # a broken package may print when imported: stdout is the report's
+        with redirect_stdout(sys.stderr):  # a broken package may print when imported; stdout has the report only
             text, code = COMMANDS[command](**arguments)
     except (ValueError, RuntimeError, OSError, Unloadable) as error:
         print(f"flashlin {command}: {error}", file=sys.stderr)
@@ -305,6 +315,7 @@ def report(command: str, arguments: dict[str, Any]) -> int:
 
 
 def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any) -> tuple[str, int]:
+    """Return the text and the exit code of ``flashlin doctor``."""
     report = load("diagnostics.doctor").diagnose(None, **given, import_all=True)
     text = (report.model_dump_json(indent=2) if json else report.markdown() if markdown
             else report.text(verbose, colour=coloured(sys.__stdout__)))
@@ -312,20 +323,21 @@ def doctor(fail_on: Any, json: bool, markdown: bool, verbose: bool, **given: Any
 
 
 def coloured(out: Any) -> bool:
-    """Whether that is a terminal whose owner has not asked for plain text (no-color.org)."""
+    """Return True if ``out`` is a terminal whose user has not disabled colours (no-color.org)."""
     return (out is not None and out.isatty() and not os.environ.get("NO_COLOR")
             and os.environ.get("TERM") != "dumb")
 
 
 def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, json: bool,
            **given: Any) -> tuple[str, int]:
+    """Return the text and the exit code of ``flashlin warmup``."""
     from json import dumps
 
     trial, verdicts = load("trial.warmup"), load("guards.local_results")
     folder, why = verdicts.place()
     if forget:
         gone = trial.forget(op)
-        return dumps({"forgotten": gone}) if json else f"{gone} verdicts taken back in {folder}", 0
+        return dumps({"forgotten": gone}) if json else f"{gone} results deleted in {folder}", 0
     device = given["device"]
     if device.partition(":")[0] == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"device: got {device}, where nothing is compiled: need a GPU, or "
@@ -344,22 +356,24 @@ def warmup(op: list[str], dtype: list[str], head_dim: list[int], forget: bool, j
 
 
 def explain(op: str, **given: Any) -> tuple[str, int]:
+    """Return the text and the exit code of ``flashlin explain``."""
     return load("diagnostics.doctor").explain(op, **given), 0
 
 
 def why(text: list[str]) -> tuple[str, int]:
+    """Return the text and the exit code of ``flashlin why``."""
     known = load("diagnostics.why")
     piped = not text and sys.stdin is not None and not sys.stdin.isatty()
     reading = known.read(sys.stdin.buffer) if piped else known.read_text(" ".join(text))
     if reading.empty:
-        raise ValueError('text: got nothing, need what was printed: flashlin why "IndexError: map::at", or a '
+        raise ValueError('text: got nothing, need the printed text: flashlin why "IndexError: map::at", or a '
                          "log on standard input")
     found = reading.matches()
     return known.answer(found), 0 if found else 1
 
 
 def run_program(patch: str | None, program: list[str], **how: Any) -> int:
-    """The program has stdout for itself, and its exit ends this process."""
+    """Run ``flashlin run``. The program has stdout for itself, and its exit ends this process."""
     try:
         with redirect_stdout(sys.stderr):
             startup = load("integrations.run_command")

@@ -213,7 +213,7 @@ def test_a_log_comes_by_standard_input_and_nothing_is_one_line() -> None:
     nothing = subprocess.run(command, stdin=subprocess.DEVNULL, text=True, cwd=ROOT, capture_output=True,
                              timeout=60, env=environment, check=False)
     assert (nothing.returncode, nothing.stdout) == (2, "")
-    assert nothing.stderr.startswith("flashlin why: text: got nothing, need what was printed")
+    assert nothing.stderr.startswith("flashlin why: text: got nothing, need the printed text")
 
 
 def test_it_works_without_torch_and_triton() -> None:

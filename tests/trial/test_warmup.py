@@ -247,7 +247,7 @@ def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPa
     [kept] = home.glob("launches-*.json")
     assert {one[0] for one in json.loads(kept.read_text())["kernels"].values()} == {"ran"}
     assert main([*arguments, "--forget"]) == 0 and not kept.exists()
-    assert f"{len(found['configs']) + 1} verdicts taken back in {home}" in capsys.readouterr().out
+    assert f"{len(found['configs']) + 1} results deleted in {home}" in capsys.readouterr().out
 
 
 def test_the_smaller_case_is_right_and_smaller() -> None:
