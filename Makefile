@@ -1,24 +1,25 @@
-# make run    see it work: what runs here and why, then a language model trained on this machine (about two minutes on two cores)
-# make test   everything that CI checks; TEST_WHOLE=1 make test for all of which CI takes a share
+# make run    show what runs on this machine and why, then train a language model (about two minutes on two cores)
+# make test   run all checks of CI, which include a sample of the tests; TEST_WHOLE=1 make test runs all tests
 # make quick  check a change in at most three minutes on two cores: ruff, mypy, plans, and calls of each kind of op
-# All make their own environment in .venv first; a second time that takes no time. Needs make and Python 3.10 or newer.
+# Each command first makes an environment in .venv, unless it is up to date. Needs make and Python 3.10 or newer.
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
-# Each worker begins with its own half of the files, so what a file prepares is prepared once; who is done first helps.
+# Each worker begins with its own share of the files, so that the setup of a file runs once. A worker that finishes early
+# takes tests from another one.
 WORKERS = -n $(JOBS) --dist worksteal
 RUN = $(VENV)/bin/python
 
-# The tensors in the tests are small: threads that wait for each other cost more than they bring, twentyfold on a busy machine.
+# The tensors in the tests are small, so threads cost more than they save: on a busy machine, tests take up to 20 times as long.
 run test quick: export OMP_NUM_THREADS = 1
 
-# Of make quick: plans, the order of the code, and an op of each kind, in plain torch and in the interpreter.
+# Files of make quick: plans, the organisation of the code, and an op of each kind, in plain torch and in the interpreter.
 QUICK = tests/plan/test_plan.py tests/plan/test_policy.py tests/test_house.py tests/test_imports.py tests/test_promise.py tests/test_stubs.py \
 	tests/test_readme.py tests/test_cli.py tests/test_launch.py tests/test_launch_cache.py tests/test_family.py \
 	tests/ops/test_simple_gla.py tests/ops/test_families.py tests/ops/test_token_ops.py tests/ops/test_replay.py
 QUICK_KERNELS = tests/interpret/test_by_chunk.py tests/interpret/test_modules.py
 
-# Every step runs, whatever the others find. END says how each went; its exit status is 1 if one failed.
+# Every step runs, even if an earlier one fails. END prints the result of each; its exit status is 1 if any step failed.
 STEP = trap 'exit 130' INT; failed=0; lines=; \
 	step() { \
 		name=$$1; shift; echo "$$*"; \

@@ -167,7 +167,7 @@ def test_two_kernels_may_not_become_one(make: Make) -> None:
     old = facts(make, "one:1", "one") | facts(make, "two:2", "two", ("def main", "def start"), kernel="start")
     new = facts(make, "three:3", "three", ("def main", "def begin"), kernel="begin")
     found = carry_records.kernels([("main", "one:1"), ("start", "two:2")], old, new, {})
-    assert [(one.new, one.reason) for one in found] == [("", "another kernel became three.begin, too")] * 2
+    assert [(one.new, one.reason) for one in found] == [("", "another kernel also became three.begin")] * 2
 
 
 MOVED = Kernel("a.main", "a:1", "b.start", "b:2", parameters={"BT": "ROWS", "q": "query"})

@@ -55,7 +55,7 @@ def test_what_does_not_import_is_told_and_what_else_there_is(tmp_path: Path) -> 
     assert any(line.startswith("BAD  flashlin.diagnostics.doctor: exit code 1") for line in lines)
     assert "C compiler: " in done.stdout and "hf_x" not in done.stdout and "TRITON_SECRET=..." in lines
     # a library that it does not find is another package's, so not without those
-    assert lines[-1].startswith('The first BAD line is what to repair: pip install --force-reinstall "pydantic')
+    assert lines[-1].startswith('Repair the first BAD line: pip install --force-reinstall "pydantic')
     assert str(tmp_path) not in done.stdout
 
 

@@ -165,7 +165,7 @@ def test_what_is_counted_is_shown(small: Path) -> None:
                 "releases": [f"{at}:7 (3, 4)", f"{at}:5 3.6.0", f"{at}:5 2.13"]}
     assert {name: house(small, "--where", name).stdout.splitlines() for name in expected} == expected
     text = house(small).stdout
-    for line_shown in ("1  custom ops", "3  a kernel: kernels/*/recipe.py", "not there: nowhere.py"):
+    for line_shown in ("1  custom ops", "3  a kernel: kernels/*/recipe.py", "missing: nowhere.py"):
         assert line_shown in text
 
 
@@ -260,4 +260,4 @@ def test_help_teaches_and_a_wrong_folder_is_one_line(tmp_path: Path) -> None:
     assert "git archive" in said and "examples:" in said and "--where positional" in said
     done = house(tmp_path)
     assert done.returncode == 1
-    assert done.stderr == f"house: got {tmp_path}, need a checkout, in which there is a folder flashlin\n"
+    assert done.stderr == f"house: got {tmp_path}, need a checkout, with a folder flashlin\n"

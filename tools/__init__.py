@@ -1,1 +1,1 @@
-"""Scripts for those who work on the project: stubs, documents, the figures of order, make's environment."""
+"""Scripts for maintainers: they write stubs and documents, measure code and compare checkouts."""

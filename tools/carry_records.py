@@ -16,48 +16,48 @@ from typing import Any, NamedTuple
 from matrix.results import Ledger, apart, compact, one_a_line, read_ledger, write_ledger
 from tools.kernel_facts import ROOT, Function, ask, canonical, checkout_of
 
-ABOUT = """A record of a kernel holds for its source: matrix/results keeps the module of the kernel and a
-hash of the normalised source, launches.json also a hash of what each launch was compiled for. A kernel that
-is renamed or moved loses its records although its machine code stays the same. This tool carries them over.
+ABOUT = """A record of a kernel is valid for one version of its source. matrix/results stores the module of
+the kernel and a hash of its normalised source. launches.json also stores a hash of each launch. A kernel that
+is renamed or moved loses its records, although its machine code stays the same. This tool carries them over.
 
 A record is carried if the source of the kernel and of every function it calls is the same after names are
-mapped one to one: functions, module-level constants, parameters and local variables. Values of constants must
-be equal. A record is not carried if
-  - code differs beyond names: an operator, a number, a body of a helper, the order of arguments
-  - a name would stand for two, or two names for one
-  - a parameter has the name that another parameter had: host code passes arguments by name
-  - it was stale before, so that the old checkout would not count it either
-  - several kernels of this checkout have that source, and neither a name nor --map tells which is meant
+mapped one to one. Names are those of functions, module-level constants, parameters and local variables.
+Values of constants must be equal. A record is not carried if
+  - code differs beyond names: an operator, a number, the body of a helper, the order of arguments
+  - one name would map to two names, or two names to one
+  - a parameter has the old name of another parameter, because host code passes arguments by name
+  - it was already stale in the old checkout
+  - several kernels of this checkout have that source, and neither the name nor --map selects one
 
-Files, all in this checkout: matrix/results/launches.json, gpu-*.json, figures-*.json, and
-flashlin/kernels/proven.json, whose configurations begin with names of kernels. What a launch was compiled for
-is not kept, so the old checkout plans its calls again, release by release and card by card, until all
-launches are found; this takes minutes. A refused or slow launch that no plan leads to any more is kept by its
-configuration. Other files that name kernels tell of one day and hold no source; they are listed, not changed.
+The tool updates these files of this checkout: matrix/results/launches.json, gpu-*.json, figures-*.json, and
+flashlin/kernels/proven.json, whose configurations begin with names of kernels. The records do not contain the
+arguments of launches. So the old checkout plans its calls again for each release and GPU until all launches
+are found, which takes minutes. A refused or slow launch that no plan contains any more is kept by its
+configuration. Other files that name kernels are records of one day without a source; they are only listed.
 
-Without --write nothing changes, and the table says what would. Afterwards:
-  python -m matrix report             writes SUPPORT.md and the launch table anew
-  python -m matrix run                compiles what was not carried; on a GPU: python -m matrix.gpu --missing
+Without --write the tool only prints the changes that it would make. Afterwards:
+  python -m matrix report             writes SUPPORT.md and the launch table again
+  python -m matrix run                compiles the other launches; on a GPU: python -m matrix.gpu --missing
   python -m tools.same_ptx OLD        compares machine code of both checkouts on a sample
 """
 EXAMPLES = """examples:
-  python -m tools.carry_records HEAD~1                    what would be carried since the last commit
+  python -m tools.carry_records HEAD~1                    show the changes since the last commit
   python -m tools.carry_records ../before --map map.json --write
   python -m tools.carry_records 812ea30 --json | jq '.kernels[] | select(.reason != "")'
 
-map.json, where equal source does not tell (old module.kernel -> new module.kernel):
+map.json maps old module.kernel to new module.kernel, where equal source does not decide:
   {"flashlin.kernels.tile_ops.gate_cumsum": "flashlin.kernels.tile_ops.gate_sums"}
 """
 RESULTS = Path("matrix") / "results"
 PROVEN = Path("flashlin") / "kernels" / "proven.json"
-STALE = "stale in the old checkout, too"
+STALE = "already stale in the old checkout"
 UNKNOWN = "the old checkout has no such kernel"
 Functions = Mapping[str, Function]
 Fields = dict[str, Any]
 
 
 class Difference(Exception):
-    """Two kernels differ in more than names; the message says in what."""
+    """Two kernels differ in more than names. The message describes the difference."""
 
 
 class Names:
@@ -81,7 +81,11 @@ def said(name: Any) -> str:
 
 
 def renamed(old: Functions, old_key: str, new: Functions, new_key: str) -> dict[str, str]:
-    """Return the parameters of a kernel, old -> new. Raises Difference where more differs than names."""
+    """Return the old and new parameter names of a kernel. Raise Difference if more than names differs.
+
+    old, new: the functions of both checkouts, by key.
+    old_key, new_key: keys of the kernel.
+    """
     functions, constants, hosts = Names("function"), Names("constant"), Names("decorator")
     functions.bind(old_key, new_key)
     done = set[str]()
@@ -96,7 +100,8 @@ def renamed(old: Functions, old_key: str, new: Functions, new_key: str) -> dict[
         for was, now in zip(pair[0].parameters, pair[1].parameters, strict=True):
             names.bind(was, now)
         ours, theirs = pair[0].tokens, pair[1].tokens
-        # each piece of a tree is closed, so texts that begin alike and differ in length differ before an end
+        # Every node ends with a closing token. So if one source is longer, it differs before the shorter one
+        # ends.
         for number, (was, now) in enumerate(zip(ours, theirs, strict=False)):
             if was[0] != now[0] or was[0] == "unknown":
                 raise Difference(f"{key}: {told(ours, number)}, now {told(theirs, number)}")
@@ -129,13 +134,18 @@ def check_parameters(key: str, old: Function, new: Function) -> None:
 
 
 def told(tokens: list[Any], at: int) -> str:
-    """A few pieces of source up to the one that differs."""
+    """Return the tokens up to position ``at``, at most four, as text for a message."""
     return "..." + " ".join(said(tuple(map(str, one[1:]))) for one in tokens[max(0, at - 3):at + 1])
 
 
 class Kernel(NamedTuple):
-    """A kernel and what becomes of its records. old, new: ``module.kernel``, new "" where there is none.
-    reason: why they are not carried. parameters: old -> new."""
+    """A kernel whose records are carried over, or the reason why they are not.
+
+    old, new: ``module.kernel`` in each checkout; `new` is "" if no kernel corresponds.
+    source, new_source: their source hashes.
+    reason: why the records are not carried.
+    parameters: new name of each old parameter.
+    """
     old: str
     source: str
     new: str = ""
@@ -152,7 +162,7 @@ class Kernel(NamedTuple):
         return self.new.rpartition(".")[2]
 
     def config(self, config: str) -> str:
-        """The configuration (``Launch.config``) under the new names of kernel and tile."""
+        """Return a configuration (``Launch.config``) with the new names of the kernel and its tile."""
         words = [self.new_name]
         for word in config.split(" ")[1:]:
             name, equals, size = word.partition("=")
@@ -160,7 +170,7 @@ class Kernel(NamedTuple):
         return " ".join(words)
 
     def launch(self, fields: Fields) -> Fields:
-        """A launch under the new names."""
+        """Return the fields of a launch with the new names."""
         def each(given: Mapping[str, Any]) -> Fields:
             return {self.parameters.get(name, name): one for name, one in given.items()}
         return {**fields, "module": self.new.rpartition(".")[0], "kernel": self.new_name,
@@ -174,8 +184,12 @@ def functions(kernel: Fields) -> Functions:
 
 def kernels(sources: Iterable[tuple[str, str]], old: Fields, new: Fields,
             mapping: Mapping[str, str]) -> list[Kernel]:
-    """Decide on every kernel whose records do not hold as they are. sources: (kernel, source) of the records;
-    old, new: ``kernel_facts.kernels`` of the two checkouts; mapping: old -> new."""
+    """Find the new name of each kernel whose records are not valid as they are.
+
+    sources: (kernel, source hash) of the records.
+    old, new: ``kernel_facts.kernels`` of both checkouts.
+    mapping: given new names of old kernels.
+    """
     found = []
     for name, source in sorted(set(sources)):
         key = f"{source.partition(':')[0]}.{name}"
@@ -205,19 +219,28 @@ def kernels(sources: Iterable[tuple[str, str]], old: Fields, new: Fields,
             reasons[near[0]] if near else "no new kernel has its source")
         found.append(Kernel(key, source, reason=reason))
     taken = Counter(one.new for one in found if one.new)
-    return [Kernel(one.old, one.source, reason=f"another kernel became {one.new}, too")
+    return [Kernel(one.old, one.source, reason=f"another kernel also became {one.new}")
             if one.new and taken[one.new] > 1 else one for one in found]
 
 
 class Compile(NamedTuple):
-    """A launch of launches.json after it was carried: its new configuration and hash. The hash is "" where
-    what it was compiled for is not known, so that only a refusal or slow code is kept."""
+    """A carried launch of launches.json.
+
+    config: its new configuration.
+    name: its new hash, or "" if its arguments are unknown. Then only a refusal or slow code is kept.
+    """
     config: str
     name: str
 
 
 def by_tile(missing: Iterable[tuple[str, str]], known: Iterable[Fields]) -> list[Fields]:
-    """Launches that no plan leads to any more may be known ones in another tile: all of those."""
+    """Return candidates for launches that no plan contains any more.
+
+    They are the known launches of the same kernels, with the tiles, warps and stages of the missing ones.
+
+    missing: (configuration, hash) of the launches.
+    known: fields of the launches that were found.
+    """
     configs, tried = sorted({config for config, _ in missing}), dict[str, Fields]()
     for fields in known:
         for config in configs:
@@ -235,7 +258,7 @@ def by_tile(missing: Iterable[tuple[str, str]], known: Iterable[Fields]) -> list
 
 def launches(ledger: Ledger, carried: Mapping[str, Kernel], old: Path,
              new: Path) -> dict[tuple[str, str], Compile]:
-    """Find the new identities of the launches of carried kernels. Plans in both checkouts."""
+    """Return the new identities of the launches of carried kernels. Plans calls in both checkouts."""
     wanted = {place: known for place, known in ledger.items() if place[0].partition(" ")[0] in carried}
     if not wanted:
         return {}
@@ -252,7 +275,7 @@ def launches(ledger: Ledger, carried: Mapping[str, Kernel], old: Path,
     tried = by_tile(missing, list(known.values()))
     known |= {one: fields for one, fields in zip(ask(old, "identities", launches=tried), tried, strict=True)
               if one in ids and one not in known}
-    # host code of this checkout may give constants in another order, which is part of an identity
+    # The host code of this checkout may pass constants in another order, which is part of an identity.
     orders = dict[str, set[str]]()
     names = sorted({kernel.new_name for kernel in carried.values()})
     for _, one, fields in ask(new, "planned", names=names, wanted=[], places=visited):
@@ -270,7 +293,7 @@ def launches(ledger: Ledger, carried: Mapping[str, Kernel], old: Path,
 
 
 def remembered(known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Keep refusals and slow code of what came of a launch: release -> cards."""
+    """Return the refusals and slow compilations of a launch, by release and GPUs."""
     kept = {triton: {cards: one for cards, one in of.items() if isinstance(one, (dict, list))}
             for triton, of in known.items()}
     return {triton: of for triton, of in kept.items() if of}
@@ -279,8 +302,16 @@ def remembered(known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 def carry_ledger(sources: Mapping[str, str], ledger: Ledger, found: list[Kernel],
                  identities: Mapping[tuple[str, str], Compile],
                  drop: bool) -> tuple[dict[str, str], Ledger, Counter[tuple[str, str]]]:
-    """Return launches.json with the carried kernels under their new names, and how many launches of each
-    kernel were ``carried``, ``kept`` by configuration, or are ``gone``."""
+    """Return the contents of launches.json with carried kernels under their new names, and counts.
+
+    The counts say how many launches of each kernel were ``carried``, ``kept`` by configuration, or are
+    ``gone``.
+
+    sources: source hash of each kernel.
+    found: results of `kernels`.
+    identities: results of `launches`.
+    drop: remove records that are not carried.
+    """
     concerned = {one.name: one for one in found if sources.get(one.name) == one.source}
     renewed = {one.new_name for one in concerned.values() if one.new}
     kept_sources = {name: source for name, source in sources.items()
@@ -303,8 +334,10 @@ def carry_ledger(sources: Mapping[str, str], ledger: Ledger, found: list[Kernel]
 
 
 def carry_gpu(record: Fields, found: list[Kernel], drop: bool) -> tuple[Fields, Counter[tuple[str, str]]]:
-    """Return a GPU's record with the configurations of carried kernels under their new names, and how many
-    each kernel has."""
+    """Return a GPU's record with carried configurations under their new names, and counts per kernel.
+
+    drop: remove configurations that are not carried.
+    """
     carried = {(one.source, one.name): one for one in found}
     configs, counts = dict[str, list[str]](), Counter[tuple[str, str]]()
     for source, of_one in record["configs"].items():
@@ -325,7 +358,10 @@ def carry_gpu(record: Fields, found: list[Kernel], drop: bool) -> tuple[Fields, 
 
 def carry_figures(record: Fields, found: list[Kernel],
                   ids: Mapping[str, str]) -> tuple[Fields, Counter[tuple[str, str]]]:
-    """Return figures-*.json with renamed kernels. ids: old -> new, of launches."""
+    """Return figures-*.json with renamed kernels, and counts per kernel.
+
+    ids: new id of each old launch id.
+    """
     carried, counts = {one.name: one for one in found if one.new}, Counter[tuple[str, str]]()
     fresh = dict[str, Any]()
     for card, kept in record.items():
@@ -349,7 +385,7 @@ def carry_proven(table: Fields, found: list[Kernel]) -> Fields:
 
 
 def mentions(root: Path, found: list[Kernel], known: Iterable[Path]) -> dict[str, int]:
-    """Other records that name a kernel whose name is gone: how often."""
+    """Return how often other records name a kernel whose name no longer exists, by file."""
     names = {one.name for one in found if one.new_name != one.name}
     skipped, counted = set(known), dict[str, int]()
     for path in sorted((*(root / RESULTS).glob("*"), *(root / "benchmarks" / "results").glob("*"))):
@@ -361,7 +397,10 @@ def mentions(root: Path, found: list[Kernel], known: Iterable[Path]) -> dict[str
 
 
 def carry(old: Path, root: Path, mapping: Mapping[str, str], write: bool, drop: bool) -> Fields:
-    """Carry the records of ``root``; returns what was done, or would be."""
+    """Carry the records of ``root`` over, and return the changes as a dict for JSON.
+
+    Without ``write``, nothing is changed.
+    """
     results = root / RESULTS
     sources, ledger = read_ledger(results)
     gpus = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("gpu-*.json"))}
@@ -405,7 +444,7 @@ def table(done: Fields) -> str:
                                           "gpu not carried")]
         cells = [f"{number:>{wide}}" for number, wide in zip(numbers, (9, 6, 6, 6, 6), strict=True)]
         lines.append("".join(cells) + f"  {one['old']} -> {one['new'] or 'not carried: ' + one['reason']}")
-    lines += [f"not touched: {path} has {number} old names without a source"
+    lines += [f"not changed: {path} has {number} old names without a source"
               for path, number in done["names without a source"].items()]
     carried = sum(1 for one in done["kernels"] if one["new"])
     return "\n".join([*lines, f"{carried} kernels carried, {len(done['kernels']) - carried} not; "
@@ -415,7 +454,7 @@ def table(done: Fields) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.carry_records", description=ABOUT, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", help="a checkout or a git revision for which the records hold")
+    parser.add_argument("old", help="a checkout or a git revision for which the records are valid")
     parser.add_argument("--map", type=Path, metavar="FILE",
                         help="JSON, old module.kernel -> new module.kernel")
     parser.add_argument("--write", action="store_true", help="change the records in place")

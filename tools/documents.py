@@ -187,7 +187,7 @@ def absent(names: Iterable[str]) -> list[tuple[str, str, str]]:
     for name in names:
         first = next((one for one in ABSENT if re.search(one.names, name)), None)
         if first is None:
-            raise SystemExit(f"tools.documents: {name} is in none of the rows of ABSENT")
+            raise SystemExit(f"tools.documents: {name} matches no row of ABSENT")
         rows.setdefault(first, []).append(name)
     return [(", ".join(f"`{name}`" for name in those), one.when, one.why)
             for one in ABSENT if (those := rows.get(one))]

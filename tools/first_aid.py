@@ -1,15 +1,15 @@
-"""What is wrong where flashlin itself does not import: python first_aid.py > machine.txt
+"""Find out why flashlin cannot be imported: python first_aid.py > machine.txt
 
-Alone in a file, for any Python from 3.8 on, with nothing installed: it imports none of what it examines, but
-asks child processes to. Offline and read-only. Where flashlin imports, `flashlin doctor` says more.
-Exit code: 0 if flashlin can be imported, 1 if not.
+This single file runs on any Python since 3.8, with nothing installed. It does not import the packages that it
+examines; child processes do. It works offline and changes nothing. If flashlin can be imported, `flashlin
+doctor` says more. Exit code: 0 if flashlin can be imported, 1 if not.
 """
 from __future__ import annotations
 
 import sys
 
 if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-    del sys.path[0]  # the folder of this file, often that of downloads, may hold any modules
+    del sys.path[0]  # the folder of this file is often a download folder with arbitrary modules
 
 import os
 import platform
@@ -20,9 +20,9 @@ import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 
-WHEELS = "https://download.pytorch.org/whl/"  # builds of torch that no other index has
-LIMIT = 60  # seconds for an import, 10 for anything else
-# In this order one needs the other; the last is what this is about.
+WHEELS = "https://download.pytorch.org/whl/"  # some builds of torch are only here
+LIMIT = 60  # seconds for an import; other commands have 10
+# Each may need the ones before it. The last ones are flashlin.
 IMPORTED = ("packaging", "pydantic", "numpy", "torch", "triton", "triton.language", "flashlin",
             "flashlin.diagnostics.doctor", "flashlin.ops.simple_gla")
 INSTALLED = ("flashlin", "torch", "triton", "pytorch-triton", "triton-nightly", "triton-windows", "packaging",
@@ -30,7 +30,7 @@ INSTALLED = ("flashlin", "torch", "triton", "pytorch-triton", "triton-nightly", 
              "transformers", "vllm")
 VARIABLES = ("FLASHLIN_", "TRITON_", "CUDA_", "PYTORCH_", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH",
              "LD_PRELOAD", "CONDA_PREFIX", "VIRTUAL_ENV", "CC")
-# The empty entry is the current directory, which python -c puts first.
+# The empty entry is the current directory, which `python -c` puts first.
 ASK = """import sys
 sys.path[:] = filter(None, sys.path)
 import {0}
@@ -40,15 +40,20 @@ print("found", getattr(root, "__version__", "no version"), "from", getattr(root,
 
 
 def searched() -> dict[str, str]:
-    """Return the environment without empty entries of PYTHONPATH, which Python treats as the current
-    directory."""
+    """Return the environment without empty entries of PYTHONPATH.
+
+    Python treats an empty entry as the current directory.
+    """
     folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**others, "PYTHONPATH": os.pathsep.join(folders)} if folders else others
 
 
 def said(command: list[str], limit: int = 10) -> tuple[int, str]:
-    """(exit status, the last that it printed), whatever happens to the command."""
+    """Run a command and return (exit status, output). Never raises, even if the command fails.
+
+    limit: seconds.
+    """
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=limit, check=False, env=searched())
@@ -60,8 +65,10 @@ def said(command: list[str], limit: int = 10) -> tuple[int, str]:
 
 
 def imported(module: str) -> tuple[bool, str]:
-    """Whether a module can be imported, by a child: it may end the process. Unbuffered, so that what it
-    prints stands before what it raises."""
+    """Import a module in a child process, and return (True if it works, last line of output).
+
+    The import may end the child. The output is unbuffered, so that printed text comes before an exception.
+    """
     status, text = said([sys.executable, "-u", "-c", ASK.format(module)], LIMIT)
     last = text.splitlines()[-1] if text else ""
     how = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
@@ -78,9 +85,9 @@ def versions() -> Iterator[str]:
 
 def surroundings() -> Iterator[str]:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    yield f"C compiler: {compiler or 'none, and Triton needs one'}"
+    yield f"C compiler: {compiler or 'none, but Triton needs one'}"
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    yield f"Python.h: {header}{'' if os.path.exists(header) else ' is not there, and Triton needs it'}"
+    yield f"Python.h: {header}{'' if os.path.exists(header) else ' is missing, but Triton needs it'}"
     status, text = said(["/sbin/ldconfig", "-p"])
     cuda = [line.split()[-1] for line in text.splitlines() if "libcuda.so" in line]
     yield f"libcuda: {', '.join(cuda) or 'not known to ldconfig' if status == 0 else text}"
@@ -102,7 +109,7 @@ def variables() -> Iterator[str]:
 
 
 def repaired(package: str, text: str) -> str:
-    """The command that mends a package, by what its import said."""
+    """Return the command that repairs a package, chosen by the message of its failed import."""
     if package == "flashlin":
         return "pip install -e . in flashlin's folder"
     if f"No module named '{package}'" in text:
@@ -110,14 +117,14 @@ def repaired(package: str, text: str) -> str:
     version = next((one.version for one in metadata.distributions(name=package)), "")
     public, _, build = version.partition("+")
     known = f"{package}=={public}" if version else package
-    # a library that is missing comes with a package that it needs
+    # A missing library comes from a dependency, so do not exclude dependencies.
     alone = "" if "cannot open shared object file" in text else " --no-deps"
     index = f" --index-url {WHEELS}{build}" if build and package == "torch" else ""
     return f'pip install --force-reinstall{alone} "{known}"{index}'
 
 
 def hidden(text: str) -> str:
-    """Without home folders and what may be a secret."""
+    """Return the text without home folders and likely secrets."""
     text = text.replace(os.path.expanduser("~"), "~")
     return re.sub(r"(?i)\b(?=\w*?(?:token|password|secret|api_?key))(\w+)=\S+", r"\1=...", text)
 
@@ -136,7 +143,7 @@ def main() -> int:
         for line in lines:
             print(hidden(f"  {line}"))
     print("\nflashlin imports: flashlin doctor says more." if fine else
-          f"\nThe first BAD line is what to repair: {repair}")
+          f"\nRepair the first BAD line: {repair}")
     return 0 if fine else 1
 
 

@@ -1,6 +1,7 @@
-"""The figures this project's order is judged by, of one checkout.
+"""Metrics of how well the code of one checkout is organised.
 
-Standard library only. Nothing of the checkout is imported or run, except in the child process of ``--steps``.
+It uses the standard library only. It imports and runs nothing of the checkout, except in the child process of
+``--steps``.
 """
 from __future__ import annotations
 
@@ -18,37 +19,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ABOUT = """Counts, over a checkout, what makes a project of this kind hard to enter and to change:
-hand-written copies, calls that tell their arguments apart by position only, long lines, and how many files
-one new thing touches. Smaller is better, all else equal; tests/test_house.py holds upper bounds.
-An old commit's figures, and today's:
+ABOUT = """Counts the features of a checkout that make a project of this kind hard to learn and to change:
+hand-written copies, calls with many positional arguments, long lines, and the number of files that an
+addition touches. Smaller is better. tests/test_house.py sets upper bounds. To compare an old commit with
+this checkout:
 
   git archive COMMIT | tar x -C FOLDER
   python tools/house.py FOLDER
   python tools/house.py
 
-A walk is a row of ARCHITECTURE.md's table "Where a new thing goes": the files and folders that its second
-column names, which are edited by hand. A place is a path in backticks, from the root of the checkout or from
-flashlin/, and must exist. The third column, commands to run afterwards and what they write, is not counted.
+A walk is a row of the table "Where a new thing goes" in ARCHITECTURE.md. It counts the files and folders in
+the second column, which are edited by hand. Each is a path in backticks, relative to the root of the checkout
+or to flashlin/, and must exist. The third column lists commands to run afterwards and is not counted.
 
---steps runs one call of chunk_simple_gla in a child process that imports the checkout, and lists the
-functions of flashlin/ between the op and its first kernel. The call is planned for an H100 and starts no kernel;
-torch has to be installed. A step is a function, however often it runs: comprehensions and generator expressions are
-no functions. The path begins with the op and ends with `start` of compat/launch.py, both included. Of
-backward, which is a row of its own, the path begins where autograd enters flashlin/. Two calls that differ
-from the counted one in `scale` alone come first. So imports, plans and caches are warm, but no replay of an
-earlier call can take the place of the path.
+--steps runs one call of chunk_simple_gla in a child process that imports the checkout. It lists the functions
+of flashlin/ from the op to its first kernel. The call is planned for an H100 and launches no kernel. It needs
+torch. A step is one function, however often it runs. Comprehensions and generators do not count. The path
+begins with the op and ends with `start` of compat/launch.py; both count. Backward has its own row, and its
+path begins where autograd enters flashlin/. Two earlier calls, which differ only in `scale`, warm up imports,
+plans and caches. As `scale` differs, the counted call cannot replay them.
 """
 EXAMPLES = """examples:
   python tools/house.py                        this checkout
-  python tools/house.py --where positional     the calls that are counted, each with its line
+  python tools/house.py --where positional     the counted calls, each with its line
   python tools/house.py --json | jq .figures   for a script
   python tools/house.py --steps FOLDER         the steps of a call in another checkout
   python tools/house.py --steps --json | jq -r '.forward.path[]'
 """
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
-# Of --steps: the machine that the call is planned for, and names of code that is no function.
+# For --steps: TARGET is the machine for which the call is planned; EXPRESSIONS are names of code that is not
+# a function.
 TARGET = "H100,triton=3.6.0"
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
@@ -58,14 +59,19 @@ PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves 
 DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "matrix/*.md")
 LONG = 30
 RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
-# Where releases belong: the table of them, and what is known of single ones, with its proofs.
+# Files that may name releases: the table of releases, and the known issues with their proofs.
 RELEASE_TABLES = ("flashlin/compat/releases.py", "flashlin/compat/known_issues.py",
                   "matrix/proofs/proof_table.py")
 TABLE = "## Where a new thing goes\n"
 
 
 class Source(NamedTuple):
-    """name: from the root of the checkout. nodes: of its syntax tree, all of them."""
+    """One Python file of the checkout.
+
+    name: path relative to the root of the checkout.
+    lines: lines of text.
+    nodes: all nodes of the syntax tree.
+    """
     name: str
     lines: list[str]
     nodes: list[ast.AST]
@@ -79,16 +85,22 @@ class Source(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """places: what somebody who adds the thing edits. missing: those of them that are not there."""
+    """One kind of addition to the project, with the files to edit by hand.
+
+    thing: name of the addition.
+    places: paths of the files and folders to edit.
+    missing: the paths that do not exist.
+    """
     thing: str
     places: list[str]
     missing: list[str]
 
 
 class House:
+    """A checkout whose metrics are counted. The docstring of a metric's method is its printed description."""
     def __init__(self, root: Path) -> None:
         if not (root / "flashlin").is_dir():
-            raise SystemExit(f"house: got {root}, need a checkout, in which there is a folder flashlin")
+            raise SystemExit(f"house: got {root}, need a checkout, with a folder flashlin")
         self.root = root
         self.sources = []
         for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
@@ -101,14 +113,14 @@ class House:
             if source.name.startswith(tuple(f"{folder}/" for folder in folders)):
                 yield from ((source, node) for node in source.nodes)
 
-    # --- figures that are a number of places ---
+    # --- metrics that count places ---
 
     def root_files(self) -> list[str]:
-        """Python files at flashlin/'s root."""
+        """Python files in the folder flashlin/ itself."""
         return sorted(f"flashlin/{path.name}" for path in (self.root / "flashlin").glob("*.py"))
 
     def custom_ops(self) -> list[str]:
-        """Calls of torch.library's custom_op in flashlin/ops."""
+        """Calls of custom_op of torch.library in flashlin/ops."""
         return [source.at(node) for source, node in self.nodes("flashlin/ops")
                 if isinstance(node, ast.Call) and not isinstance(node.func, ast.Call)
                 and last_name(node.func) == "custom_op"]
@@ -132,13 +144,13 @@ class House:
                 and (node.end_lineno or node.lineno) - node.lineno + 1 > LINES_OF_A_KERNEL]
 
     def fp32(self) -> list[str]:
-        """Files of flashlin/ that compare a call's dot with "fp32", so know what a remedy does."""
+        """Files of flashlin/ that compare a call's dot with "fp32", so repeat the logic of a remedy."""
         return sorted({source.name for source, node in self.nodes("flashlin")
                        if isinstance(node, ast.Compare) and last_name(node.left) == "dot"
                        and any(value(side) == "fp32" for side in node.comparators)})
 
     def releases(self) -> list[str]:
-        """Releases of Triton or torch outside of their tables: "3.6.0", or compared as (3, 6)."""
+        """Releases of Triton or torch outside their tables: "3.6.0", or compared as (3, 6)."""
         found = []
         for source, node in self.nodes("flashlin", "matrix", "tools"):
             if source.name in RELEASE_TABLES:
@@ -158,7 +170,7 @@ class House:
                 and any(isinstance(one, ast.FunctionDef) and one.name == "run" for one in node.body)]
 
     def import_cycles(self) -> list[str]:
-        """Groups of modules of flashlin/ that import each other, also late or for type checkers."""
+        """Groups of modules of flashlin/ that import each other, including late and type-only imports."""
         graph = {source.module: set[str]() for source in self.sources if source.name.startswith("flashlin/")}
         for source, node in self.nodes("flashlin"):
             names = [one.name for one in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
@@ -170,7 +182,7 @@ class House:
                   for module in graph}
         return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)
 
-    # --- figures of prose ---
+    # --- metrics of prose ---
 
     def docstrings(self) -> Iterator[tuple[str, str]]:
         """Yield the place and the text of each docstring in flashlin/."""
@@ -214,10 +226,10 @@ class House:
         lengths = [len(text.split()) for _, text in self.sentences()]
         return round(sum(lengths) / max(1, len(lengths)), 1)
 
-    # --- figures of another kind ---
+    # --- other metrics ---
 
     def code_lines(self) -> int:
-        """Lines of flashlin/ without docstrings and comment lines; blank lines count."""
+        """Lines of flashlin/ without docstrings and comment lines. Blank lines count."""
         dropped = set[tuple[str, int]]()
         for source, node in self.nodes("flashlin"):
             if (isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
@@ -230,7 +242,7 @@ class House:
         return sum(len(source.lines) for source in ours) - len(dropped)
 
     def width(self) -> float:
-        """Of all lines of Python, the percentage over 110 columns."""
+        """Percentage of all Python lines that are over 110 columns."""
         return round(100 * len(self.wide()) / sum(len(source.lines) for source in self.sources), 2)
 
     def walks(self) -> list[Walk]:
@@ -249,7 +261,10 @@ class House:
 
 
 def reached(graph: dict[str, set[str]], module: str) -> set[str]:
-    """Modules that can be reached by one import or more."""
+    """Return the modules that a module reaches through one or more imports.
+
+    graph: the imported modules of each module.
+    """
     found, waiting = set[str](), [*graph[module]]
     while waiting:
         one = waiting.pop()
@@ -260,14 +275,14 @@ def reached(graph: dict[str, set[str]], module: str) -> set[str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """``c`` of ``a.b.c``, also called."""
+    """Return ``c`` for ``a.b.c``, also if it is called."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def value(node: ast.expr) -> object:
-    """What a literal is; None for anything else."""
+    """Return the value of a literal, or None for any other expression."""
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -291,10 +306,10 @@ def figures(house: House) -> dict[str, float]:
 def text(house: House) -> str:
     about = {name: function.__doc__ for name, function in {**PLACES, **NUMBERS}.items()}
     lines = [f"{number:>10}  {name:<14} {about[name]}" for name, number in figures(house).items()]
-    lines += ["", "walks: the files and folders that a new thing touches"]
+    lines += ["", "walks: the files and folders that an addition touches"]
     for walk in house.walks():
         lines.append(f"{len(walk.places):>10}  {walk.thing}: {', '.join(walk.places)}")
-        lines += [f"{'':>12}not there: {name}" for name in walk.missing]
+        lines += [f"{'':>12}missing: {name}" for name in walk.missing]
     return "\n".join(lines)
 
 
@@ -302,15 +317,21 @@ def text(house: House) -> str:
 
 
 class Frame(NamedTuple):
-    """A call of a function: the file from flashlin/, the function's name and its first line."""
+    """One call of a function.
+
+    file: path relative to flashlin/.
+    function: name of the function.
+    line: first line of the function.
+    """
     file: str
     function: str
     line: int
 
 
 def steps(checkout: Path) -> dict[str, dict[str, Any]]:
-    """Count the steps of a chunked call in a child process; see ``ABOUT``."""
-    with tempfile.TemporaryDirectory() as home:  # no verdicts of this machine, and no compiled kernels
+    """Count the steps of a chunked call in a child process. ``ABOUT`` explains the counts."""
+    # An empty home has no local results of this machine and no compiled kernels.
+    with tempfile.TemporaryDirectory() as home:
         variables = {"TRITON_INTERPRET": "0", "FLASHLIN_HOME": home, "TRITON_CACHE_DIR": home}
         done = subprocess.run([sys.executable, __file__, "--watch", str(checkout)], text=True, check=False,
                               capture_output=True, cwd=checkout, env={**os.environ, **variables})
@@ -328,7 +349,10 @@ def counted(path: list[Frame]) -> dict[str, Any]:
 
 
 def watch(checkout: Path) -> dict[str, list[Frame]]:
-    """In the child: return the calls of each path, in order."""
+    """Run the calls of ``--steps`` and return the function calls of each path, in order.
+
+    Runs in the child process.
+    """
     sys.path[0] = str(checkout)
     import torch
 
@@ -388,11 +412,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="house.py", description=ABOUT, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT,
-                        help="a folder with flashlin/ in it (default: this one)")
+                        help="a folder that contains flashlin/ (default: this checkout)")
     style = parser.add_mutually_exclusive_group()
-    style.add_argument("--json", action="store_true", help="figures and walks as JSON on stdout")
+    style.add_argument("--json", action="store_true", help="print metrics and walks as JSON")
     style.add_argument("--where", choices=sorted(PLACES), metavar="FIGURE",
-                       help=f"list what is counted: {', '.join(PLACES)}")
+                       help=f"list the counted places of one metric: {', '.join(PLACES)}")
     parser.add_argument("--steps", action="store_true", help="count the steps of a call instead")
     parser.add_argument("--watch", action="store_true", help=argparse.SUPPRESS)  # the child of --steps
     given = parser.parse_args()
@@ -413,6 +437,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):  # ends quietly when whoever reads this has seen enough, as with `| head`
+    if hasattr(signal, "SIGPIPE"):  # end quietly if the reader of a pipe stops, such as `| head`
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

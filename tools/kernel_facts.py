@@ -1,4 +1,4 @@
-"""Facts of the kernels of one checkout, for tools that compare two checkouts.
+"""Facts about the kernels of one checkout, for tools that compare two checkouts.
 
 As a program it imports flashlin and matrix from its current folder. It reads a request as JSON from stdin and
 writes the answer as JSON to stdout. ``ask`` starts it.
@@ -26,15 +26,23 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SPECIALISED = ("do_not_specialize", "do_not_specialize_on_alignment")
-# A piece of source. The first entry says what follows: ``text`` (compared as it is), ``local`` (a name),
-# ``function`` (the key of a function, which is also read), ``constant`` (a name and its value), ``parameter``
-# (the key of a function and the position of a parameter), ``host`` (the name of a decorator, which is no code
-# of the kernel), ``unknown`` (code that this module does not read).
+# A piece of source. Its first entry is the kind of the rest:
+# ``text``: text to compare as it is.
+# ``local``: a name.
+# ``function``: the key of a function, which is also read.
+# ``constant``: a name and its value.
+# ``parameter``: the key of a function and the position of a parameter.
+# ``host``: the name of a decorator, which is not code of the kernel.
+# ``unknown``: code that this module does not read.
 Token = tuple[Any, ...]
 
 
 class Function(NamedTuple):
-    """Parameters by name and source in pieces, of a jitted function or one that its decorator calls."""
+    """The source of a jitted function, or of a function that its decorator calls.
+
+    parameters: names of the parameters.
+    tokens: the source in pieces.
+    """
     parameters: list[str]
     tokens: list[Token]
 
@@ -64,8 +72,10 @@ def functions_of(kernel: Any) -> dict[str, Function]:
 
 
 class Writer:
-    """Write the source of a jitted function as tokens: without comments, docstrings and layout, as
-    ``flashlin.testing.source_text`` does, and with each name resolved."""
+    """Writes the source of a jitted function as tokens, with each name resolved.
+
+    Comments, docstrings and layout are left out, as ``flashlin.testing.source_text`` does.
+    """
 
     def __init__(self, jitted: Any) -> None:
         self.key, self.globals = key_of(jitted), plain(jitted).__globals__
@@ -124,7 +134,7 @@ class Writer:
                 self.write(operands(node) if isinstance(node, ast.BoolOp) and name == "values" else value)
 
     def call(self, node: ast.Call, jitted: Any) -> None:
-        """Write a call with each argument at the position of its parameter, however it is passed."""
+        """Write a call with each argument at its parameter's position, whether passed by position or name."""
         self.tokens.append(self.resolved(node.func.id))  # type: ignore[attr-defined]  # a Name, see write
         names = parameters_of(jitted)
         if any(isinstance(one, ast.Starred) for one in node.args) or any(
@@ -138,7 +148,7 @@ class Writer:
             self.write(argument)
 
     def not_specialised(self, node: ast.keyword) -> None:
-        """Write names of parameters in a decorator by their positions, in whatever order they stand."""
+        """Write the parameters that a decorator names as sorted positions, so that their order is ignored."""
         self.text(node.arg)
         names = ast.literal_eval(node.value)
         places = {self.parameters.index(one) if isinstance(one, str) else one for one in names}
@@ -152,7 +162,7 @@ class Writer:
             self.called.append(value)
             return "function", key_of(value)
         if type(value).__name__ == "constexpr":
-            number = type(value.value) in (int, float)  # compiles as the literal does
+            number = type(value.value) in (int, float)  # compiles to the same code as the literal
             return ("text", repr(value.value)) if number else ("constant", name, repr(value.value))
         if value is None or isinstance(value, (bool, int, float, str, tuple)):
             return "constant", name, repr(value)
@@ -171,7 +181,7 @@ def parameters_of(jitted: Any) -> list[str]:
 
 
 def operands(chain: ast.BoolOp) -> list[ast.expr]:
-    """Return the operands of ``a and b and c``, however it is put in parentheses."""
+    """Return the operands of a chain such as ``a and b and c``, without regard to parentheses."""
     return [one for value in chain.values
             for one in (operands(value) if isinstance(value, ast.BoolOp) and type(value.op) is type(chain.op)
                         else [value])]
@@ -182,7 +192,7 @@ def is_docstring(statement: Any) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-# --- what the program answers ---
+# --- the requests that the program answers ---
 
 
 def kernels(package: str) -> dict[str, Any]:
@@ -200,14 +210,23 @@ def kernels(package: str) -> dict[str, Any]:
 
 
 def canonical(launch: Mapping[str, Any]) -> str:
-    """Return what a launch is compiled for, in whatever order the host code gives its constants."""
+    """Return the facts for which a launch is compiled, as text.
+
+    The order in which host code passes constants does not matter.
+    """
     return json.dumps([launch["module"], launch["kernel"], launch["arguments"],
                        dict(sorted(launch["constants"].items())), launch["num_warps"], launch["num_stages"]])
 
 
 def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) -> Iterator[Any]:
-    """Plan the matrix's calls at each place (release, card) and yield what they launch of the kernels
-    ``names``: (place, id, fields of the launch). wanted: ids; where all are found, it stops."""
+    """Plan the calls of the matrix for each (release, GPU), and yield the launches of some kernels.
+
+    names: the kernels.
+    wanted: ids of launches; planning stops when all are found. Empty: plan everything.
+    places: pairs of release and GPU.
+
+    Yields ((release, GPU), id, fields of the launch).
+    """
     from matrix.cells import CARDS, whole
     from matrix.run import plans
     cells = {cell.triton: cell for cell in whole().tritons}
@@ -216,7 +235,8 @@ def planned(names: list[str], wanted: list[str], places: list[tuple[str, str]]) 
     for number, (triton, card) in enumerate(places):
         if triton not in cells or card not in cards:
             continue
-        # two places tell which ops start these kernels
+        # The plans of the first two places show which ops launch these kernels; later places plan only those
+        # ops.
         chosen = plans(cells[triton], [cards[card]],
                        wanted=(lambda op, label: True) if number < 2 else (lambda op, label: op in ops))
         for outcome in chosen.outcomes:
@@ -238,7 +258,10 @@ def identities(launches: list[dict[str, Any]]) -> list[str]:
 
 
 def compiled(jobs: list[dict[str, Any]], folder: str, at_once: int, timeout: float) -> list[list[str]]:
-    """Compile launches with the Triton that is imported: status and PTX or error of each. See same_ptx.py."""
+    """Compile launches with the imported Triton, and return (status, error message) of each.
+
+    The PTX of job n is written to ``folder/n.ptx``. See same_ptx.py.
+    """
     from functools import partial
 
     from flashlin.testing import compile as compiler
@@ -256,11 +279,11 @@ def compiled(jobs: list[dict[str, Any]], folder: str, at_once: int, timeout: flo
         return compiler.compiled_by(warmup, sm, room)
     launches = [Recorded.from_fields(job["launch"]) for job in jobs]
     for module in {launch.module for launch in launches}:
-        importlib.import_module(module)  # once, before the children
+        importlib.import_module(module)  # import it here once, not in every child
     compiler.warm()
     works = [partial(work, number, job["sm"], launch)
              for number, (job, launch) in enumerate(zip(jobs, launches, strict=True))]
-    # older checkouts call it forked
+    # Older checkouts call this function `forked`.
     in_forks: Any = getattr(compiler, "compiled_in_forks", None) or vars(compiler)["forked"]
     answers = dict(in_forks(works, at_once, timeout))
     return [[answers[number].status, answers[number].message] for number in range(len(jobs))]
@@ -271,28 +294,35 @@ ANSWERS: dict[str, Any] = {"kernels": kernels, "planned": lambda **given: list(p
 
 
 def ask(checkout: Path, question: str, *, environment: Mapping[str, str] | None = None, **given: Any) -> Any:
-    """Ask a process that imports ``checkout``. It shares stderr with this process. Raises RuntimeError if it
-    fails."""
+    """Send a request to a process that imports ``checkout``, and return its answer.
+
+    question: a key of ANSWERS.
+    given: arguments of the request.
+
+    The process shares stderr with this one. Raises RuntimeError if it fails.
+    """
     variables = {"TRITON_INTERPRET": "0", "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
     done = subprocess.run([sys.executable, __file__, "--answer"], cwd=checkout, text=True, check=False,
                           input=json.dumps([question, given]), stdout=subprocess.PIPE,
                           env={**os.environ, **variables})
     if done.returncode:
         raise RuntimeError(f"{question} of {checkout}: the process ended with {done.returncode}; "
-                           "stderr says why")
+                           "see stderr for the reason")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextmanager
 def checkout_of(place: str) -> Iterator[Path]:
-    """A checkout: the folder ``place``, or what ``git archive`` unpacks of a revision of this one. Raises
-    SystemExit where it is neither."""
+    """Yield the folder of a checkout: ``place`` itself, or a temporary copy of a git revision.
+
+    The copy is unpacked from ``git archive``. Raises SystemExit if ``place`` is neither.
+    """
     if (Path(place) / "flashlin").is_dir():
         yield Path(place).resolve()
         return
     done = subprocess.run(["git", "archive", place], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit(f"got {place}, need a folder with flashlin/ in it or a git revision: "
+        raise SystemExit(f"got {place}, need a folder that contains flashlin/, or a git revision: "
                          f"{done.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory(prefix="flashlin-old-") as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
@@ -306,7 +336,7 @@ def main() -> None:
     answer = ANSWERS[question](**given)
     import flashlin
     if Path(str(flashlin.__file__)).resolve().parents[1] != Path.cwd().resolve():
-        raise SystemExit(f"imported {flashlin.__file__}, need that of {Path.cwd()}")
+        raise SystemExit(f"imported {flashlin.__file__}, need the one of {Path.cwd()}")
     print(json.dumps(answer))
 
 

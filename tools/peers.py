@@ -1,7 +1,8 @@
-"""The signatures of the packages beside whose names flashlin has its own, read from their sources, and how
-ours differ.
+"""Signatures of the packages whose names flashlin shares, and their differences from ours.
 
-    python -m tools.peers FOLDER ...     after a release of one: its sources lie in one of the folders
+    python -m tools.peers FOLDER ...     after a release of a package; the folders contain the sources
+
+The signatures are read from the sources and stored in peers.json.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import flashlin.mamba
 from flashlin.integrations.fla import NOT_FLA
 
 RECORD = Path(__file__).with_suffix(".json")
-# Of each package: where its public names are.
+# Files and folders with the public names of each package.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "fla": ("fla/ops", "fla/modules"),
     "mamba_ssm": ("mamba_ssm/ops/selective_scan_interface.py", "mamba_ssm/ops/triton/ssd_combined.py",
@@ -28,23 +29,28 @@ PACKAGES: dict[str, tuple[str, ...]] = {
                   "mamba_ssm/ops/triton/mamba3/mamba3_siso_combined.py", "mamba_ssm/modules/mamba_simple.py",
                   "mamba_ssm/modules/mamba2.py", "mamba_ssm/modules/mamba3.py"),
     "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d/causal_conv1d_varlen.py")}
-FAMILIES = "fla/ops"  # in which each folder is one, and exports more than the package hands on
-INTERNAL = re.compile(r"^naive_|_(ref|fwd|bwd|cache)$")  # of what a family exports
+FAMILIES = "fla/ops"  # each subfolder is a family, and exports more than the package re-exports
+INTERNAL = re.compile(r"^naive_|_(ref|fwd|bwd|cache)$")  # exports of a family that are not public
 NOT_PUBLIC = ("backends", "ascend", "tilelang", "gluon", "naive", "/cp", "_ref", "/utils")
 LAYERS = ("Mamba", "Mamba2", "Mamba3")
-ONLY_NONE = frozenset({"process_group"})  # ours have them to say that they must be None
+ONLY_NONE = frozenset({"process_group"})  # we have these parameters only to say that they must be None
 
 
 class Theirs(NamedTuple):
-    """A public name of another package. module: where it is defined. parameters: (name, default or "") in
-    order; ``**`` before the name of what swallows keywords."""
+    """One public name of another package.
+
+    module: the module that defines it.
+    name: its name.
+    parameters: (name, default) in order, with "" for no default. ``**`` precedes the name that collects
+        keywords.
+    """
     module: str
     name: str
     parameters: tuple[tuple[str, str], ...]
 
 
 def ours(package: str) -> dict[str, Any]:
-    """Our public names that mean what the package's do."""
+    """Return flashlin's public names that have the same meaning as the package's, with their objects."""
     home: Any = flashlin if package == "fla" else flashlin.mamba
     return {name: getattr(home, name) for name in home.__all__ if package != "fla" or name not in NOT_FLA}
 
@@ -52,8 +58,13 @@ def ours(package: str) -> dict[str, Any]:
 # --- reading sources ---
 
 def read(package: str, folder: Path) -> Iterator[Theirs]:
-    """What the package exports (``__all__`` of its places and of fla's families), and what it defines there
-    under a name of ours."""
+    """Yield the public names of a package.
+
+    These are the names in ``__all__`` of its PACKAGES and of fla's families, and definitions with a name of
+    ours.
+
+    folder: folder that contains the package's sources.
+    """
     mine, exported = ours(package), set[str]()
     files = [file for place in PACKAGES[package]
              for file in sorted((folder / place).rglob("*.py") if "." not in place else [folder / place])
@@ -96,7 +107,10 @@ def parameters(node: ast.FunctionDef | ast.ClassDef) -> Iterator[tuple[str, str]
 # --- comparing ---
 
 def differences(theirs: Theirs, mine: Any) -> list[str]:
-    """What a caller of theirs meets with ours, a phrase each. What theirs swallows by ``**`` is left out."""
+    """Return the differences that a caller of the other function meets with ours, as phrases.
+
+    Keywords that the other function collects with ``**`` are ignored.
+    """
     known = inspect.signature(mine).parameters
     names = [name for name, _ in theirs.parameters if not name.startswith("**")]
     lost = [name for name in names if name not in known]
@@ -120,7 +134,7 @@ def shown(default: Any) -> str:
 
 
 def same(default: str) -> str:
-    """As ``shown`` has it."""
+    """Return a default from source in the form that ``shown`` gives it."""
     literal = re.sub(r"float\(['\"](-?)inf['\"]\)", r"\g<1>1e999", default)
     try:
         return repr(ast.literal_eval(literal))
@@ -129,7 +143,7 @@ def same(default: str) -> str:
 
 
 def recorded() -> dict[str, tuple[str, list[Theirs]]]:
-    """package -> (version, its names)."""
+    """Return (version, public names) of each package, as stored in peers.json."""
     return {package: (one["version"], [Theirs(module, name, tuple((a, b) for a, b in given))
                                        for module, name, given in one["names"]])
             for package, one in json.loads(RECORD.read_text(encoding="utf-8")).items()}

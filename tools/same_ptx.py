@@ -21,21 +21,21 @@ from flashlin.testing.environments import triton_environment
 from tools.carry_records import Kernel, kernels
 from tools.kernel_facts import ROOT, ask, checkout_of
 
-ABOUT = """Chooses launches of kernels that were renamed or moved since OLD, as the matrix's calls start them,
+ABOUT = """Chooses launches that the matrix's calls make of kernels that were renamed or moved since OLD. It
 compiles each in both checkouts under each Triton release, and compares the PTX. Line information is off, and
-names of entries and functions are masked. The same seed chooses the same launches. A launch that both sides
-refuse in the same way counts as not compiled. Exits with 1 where something differs, where no launch compiles
-under a release, or where the sample is too small.
+names of entries and functions are masked. The same seed chooses the same launches. A launch that both
+checkouts refuse in the same way counts as not compiled. Exits with 1 if any PTX differs, if no launch
+compiles under a release, or if the sample is too small.
 
-Releases are fetched into $FLASHLIN_CACHE as for `python -m matrix run`. No GPU is needed.
+Releases are downloaded into $FLASHLIN_CACHE, as for `python -m matrix run`. No GPU is needed.
 """
 EXAMPLES = """examples:
   python -m tools.same_ptx HEAD~1
   python -m tools.same_ptx ../before --count 6 --triton 3.7.1 --json
-  python -m tools.same_ptx 812ea30 --every      also kernels that kept their names and source
+  python -m tools.same_ptx 812ea30 --every      includes kernels that kept their names and source
 """
 GATES = [one.version for one in RELEASES if one.gate]
-TRITONS = [GATES[at * (len(GATES) - 1) // 4] for at in range(5)]  # the oldest, the newest, three between
+TRITONS = [GATES[at * (len(GATES) - 1) // 4] for at in range(5)]  # the oldest, the newest and three between
 STATUSES = ("same", "differs", "not compiled")
 CARDS = ("sm80", "sm90")
 FUNCTION = re.compile(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)")
@@ -43,7 +43,11 @@ Fields = dict[str, Any]
 
 
 class Chosen(NamedTuple):
-    """A launch in both checkouts, and the card to compile for."""
+    """One launch of the sample.
+
+    card: the GPU to compile for, such as ``sm90``.
+    old, new: fields of the launch in each checkout.
+    """
     card: str
     old: Fields
     new: Fields
@@ -54,7 +58,7 @@ class Chosen(NamedTuple):
 
 
 def masked(ptx: str) -> str:
-    """PTX without comments, and with functions named by their order."""
+    """Return PTX without comments, and with functions renamed by their order."""
     lines = [line for line in re.sub(r"//.*", "", ptx).splitlines() if line.strip()]
     text = "\n".join(line.rstrip() for line in lines)
     for number, name in enumerate(dict.fromkeys(FUNCTION.findall(text))):
@@ -65,7 +69,11 @@ def masked(ptx: str) -> str:
 
 def chosen(found: Sequence[tuple[Sequence[str], Fields]], partners: Mapping[str, Kernel], seed: int,
            count: int) -> list[Chosen]:
-    """Choose ``count`` launches, of each kernel about as many. found: (place, fields) in the old checkout."""
+    """Return a random sample of ``count`` launches, with about as many of each kernel.
+
+    found: ((release, GPU), fields of the launch) in the old checkout.
+    partners: the corresponding kernels, by ``module.kernel`` of the old checkout.
+    """
     groups = dict[str, list[Chosen]]()
     for (_, card), fields in found:
         kernel = partners.get(f"{fields['module']}.{fields['kernel']}")
@@ -84,7 +92,11 @@ def chosen(found: Sequence[tuple[Sequence[str], Fields]], partners: Mapping[str,
 
 
 def partners_of(old: Path, root: Path, mapping: Mapping[str, str], every: bool) -> dict[str, Kernel]:
-    """Kernels whose source is the same but for names: those that changed their names, or every one."""
+    """Return the kernels whose source is the same except for names, by old ``module.kernel``.
+
+    every: include kernels whose names also stayed the same.
+    mapping: given new names of old kernels.
+    """
     was, now = (ask(place, "kernels", package="flashlin.kernels") for place in (old, root))
     sources = [(one["name"], one["source"]) for one in was.values()]
     same = {key: Kernel(key, one["source"], key, one["source"], parameters={})
@@ -95,7 +107,10 @@ def partners_of(old: Path, root: Path, mapping: Mapping[str, str], every: bool) 
 
 def compared(sample: Sequence[Chosen], triton: str, old: Path, root: Path, jobs: int,
              timeout: float) -> list[Fields]:
-    """Compile the sample in both checkouts under a release: a row for each launch."""
+    """Compile the sample in both checkouts under a release, and return one row per launch.
+
+    timeout: seconds for each kernel.
+    """
     variables = {**triton_environment(triton), "TRITON_DISABLE_LINE_INFO": "1"}
     answers, texts = [], list[dict[int, str]]()
     for checkout, side in ((old, "old"), (root, "new")):
@@ -136,16 +151,16 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a checkout or a git revision")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (default 0)")
-    parser.add_argument("--count", type=int, default=60, help="launches (default 60)")
+    parser.add_argument("--count", type=int, default=60, help="number of launches (default 60)")
     parser.add_argument("--triton", nargs="+", default=TRITONS, metavar="RELEASE",
-                        help=f"each compiles the whole sample (default {' '.join(TRITONS)})")
+                        help=f"releases; each compiles the whole sample (default {' '.join(TRITONS)})")
     parser.add_argument("--card", nargs="+", default=CARDS,
-                        help=f"what to plan for (default {' '.join(CARDS)})")
-    parser.add_argument("--every", action="store_true", help="kernels that kept name and source, too")
-    parser.add_argument("--map", type=Path, metavar="FILE", help="as of tools.carry_records")
+                        help=f"GPUs to plan for (default {' '.join(CARDS)})")
+    parser.add_argument("--every", action="store_true", help="include kernels that kept name and source")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="see tools.carry_records")
     parser.add_argument("--unchecked", action="store_true",
-                        help="kernels of --map even where their source differs")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default 2)")
+                        help="include kernels of --map even if their source differs")
+    parser.add_argument("--jobs", type=int, default=2, help="number of compilers at a time (default 2)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each kernel (default 300)")
     parser.add_argument("--json", action="store_true", help="JSON on stdout instead of a table")
     given = parser.parse_args()

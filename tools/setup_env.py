@@ -1,15 +1,17 @@
-"""Make the virtual environment that the Makefile runs in: `python tools/setup_env.py .venv [test,dev]`.
-Standard library only.
+"""Make the virtual environment of the Makefile: `python tools/setup_env.py .venv [test,dev]`.
 
-With an NVIDIA GPU (nvidia-smi answers) it is just `pip install -e .`: pip takes the newest torch and the
-Triton made for it.
+This script uses the standard library only.
 
-Without one, that would fetch several gigabytes of CUDA libraries nobody can use. So torch is asked for under
-the name that only its CPU build bears (2.13.0+cpu): first wherever pip is set up to look, then in TORCH_INDEX
-(an environment variable for the index of CPU builds that PyTorch's installation page names). Only if neither
-has it (macOS, a closed network) the plain release is taken, and that is said.
+With an NVIDIA GPU (nvidia-smi responds) it runs `pip install -e .`, and pip installs the newest torch with
+its Triton.
 
-A second run sees from a note in the environment that nothing has changed, and is done at once.
+Without a GPU that would download several gigabytes of unused CUDA libraries. So the script requests the
+version that only the CPU build of torch has (2.13.0+cpu). It tries pip's configured index first, then
+TORCH_INDEX, an environment variable with the address of PyTorch's index of CPU builds (see its installation
+page). If neither has it (macOS, a closed network), it installs the plain release and prints a notice.
+
+A note in the environment records what was installed, so that a second run ends at once if nothing has
+changed.
 """
 from __future__ import annotations
 
@@ -22,13 +24,14 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# a pair: torch 2.13 is built with Triton 3.7.1; its CPU build just does not ask for it
+# These two belong together: torch 2.13 is built with Triton 3.7.1, but its CPU build does not require it.
 TORCH, TRITON = "2.13.0", "3.7.1"
-ALSO = ("numpy",)  # flashlin does without; torch warns at its start about every environment that has none
+# flashlin does not need numpy, but torch prints a warning in every environment without it.
+ALSO = ("numpy",)
 
 
 def main(folder: str, extras: str) -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036  this file is what tells users of an older Python
+    if sys.version_info < (3, 10):  # noqa: UP036  this message is for users of an older Python
         raise SystemExit(f"setup_env: got Python {sys.version.split()[0]}, need 3.10 or newer: make "
                          "PYTHON=python3.11 ...")
     home = Path(folder)
@@ -42,13 +45,13 @@ def main(folder: str, extras: str) -> None:
     if not python.exists():
         make(home)
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    print(f"setup_env: installing flashlin{f'[{extras}]' if extras else ''} and what it needs; the first "
-          "time takes some minutes", flush=True)
+    print(f"setup_env: installing flashlin{f'[{extras}]' if extras else ''} and its requirements; the "
+          "first time takes some minutes", flush=True)
     if has_gpu():
         pip(python, *ALSO, "--editable", project)
     else:
         install_cpu_torch(python)
-        # Named again here, so that nothing in the project's own requirements moves it.
+        # torch and triton are repeated here, so that the project's requirements cannot change their versions.
         pip(python, f"torch=={TORCH}", f"triton=={TRITON}; platform_system == 'Linux'", *ALSO, "--editable",
             project)
     note.write_text("".join([*done, wanted]))
@@ -58,14 +61,15 @@ def make(home: Path) -> None:
     print(f"setup_env: new environment in {home}", flush=True)
     try:
         venv.create(home, with_pip=True, clear=True)
-    except subprocess.CalledProcessError:  # Debian and Ubuntu package ensurepip apart from Python
+    # Debian and Ubuntu package ensurepip separately from Python.
+    except subprocess.CalledProcessError:
         shutil.rmtree(home, ignore_errors=True)
         raise SystemExit("setup_env: this Python cannot make a virtual environment with pip; on Debian or "
                          "Ubuntu: apt install python3-venv") from None
 
 
 def has_gpu() -> bool:
-    """Whether a driver answers, which is what counts: a card without one is no use to torch."""
+    """Return True if an NVIDIA driver responds. torch cannot use a GPU without a driver."""
     try:
         return subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, timeout=60,
                               check=False).stdout.startswith(b"GPU ")
@@ -75,27 +79,31 @@ def has_gpu() -> bool:
 
 def install_cpu_torch(python: Path) -> None:
     index = os.environ.get("TORCH_INDEX", "")
-    print(f"setup_env: no NVIDIA GPU here, so the CPU build of torch {TORCH}", flush=True)
+    print(f"setup_env: no NVIDIA GPU found; installing the CPU build of torch {TORCH}", flush=True)
     if pip(python, f"torch=={TORCH}+cpu", may_fail=True):
         return
     if index and pip(python, f"torch=={TORCH}+cpu", "--extra-index-url", index, "--retries", "1",
                      may_fail=True):
         return
-    print(f"setup_env: found no CPU build of torch {TORCH} (TORCH_INDEX={index or 'not set'}), so the plain "
-          "one: on Linux it brings several gigabytes of CUDA libraries, which TORCH_INDEX=<PyTorch's index of "
-          "CPU builds> avoids", flush=True)
+    print(f"setup_env: found no CPU build of torch {TORCH} (TORCH_INDEX={index or 'not set'}); "
+          "installing the plain build. On Linux it brings several gigabytes of CUDA libraries. To avoid "
+          "them, set TORCH_INDEX=<PyTorch's index of CPU builds>", flush=True)
     pip(python, f"torch=={TORCH}")
 
 
 def pip(python: Path, *arguments: str, may_fail: bool = False) -> bool:
-    """pip install, silent but for what went wrong, and for that too where there is another way."""
-    # without -I, Python would run a pip.py in the current directory
+    """Run pip install and return True if it succeeds.
+
+    may_fail: return False on failure and hide pip's errors. Otherwise a failure prints them and raises
+        SystemExit.
+    """
+    # Without -I, Python would run a pip.py in the current directory.
     command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
                *arguments]
     done = subprocess.run(command, stderr=subprocess.DEVNULL if may_fail else None, check=False)
     if done.returncode and not may_fail:
-        raise SystemExit(f"setup_env: failed: {' '.join(command)}\n(pip says why above; make clean starts "
-                         "over)")
+        raise SystemExit(f"setup_env: failed: {' '.join(command)}\n(pip's message above says why; to start "
+                         "over: make clean)")
     return done.returncode == 0
 
 

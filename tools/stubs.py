@@ -1,6 +1,6 @@
-"""The stubs of packages whose names are loaded when first used: what type checkers know of these names.
+"""Write the type stubs of packages that load their names on first use.
 
-    python -m tools.stubs      after a public name was added: writes flashlin/__init__.pyi and the others anew
+    python -m tools.stubs      after a public name was added: rewrites flashlin/__init__.pyi and others
 """
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ STUBS = {"flashlin": "flashlin/__init__.pyi", "flashlin.modules": "flashlin/modu
 
 
 def stub(package: str) -> str:
-    """The text of a package's stub. It has no ``__getattr__``: a name that is not there is an error."""
+    """Return the text of a package's stub.
+
+    It has no ``__getattr__``, so that a type checker reports an unknown name.
+    """
     module = import_module(package)
     imports = []
     for name, place in module._where().items():
