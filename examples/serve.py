@@ -1,23 +1,25 @@
 """Serve a small language model to many requests at once, and check every answer.
 
-    python examples/serve.py                     some seconds on a CPU; picks the GPU if there is one
+    python examples/serve.py                     some seconds on a CPU; uses the GPU if there is one
     python examples/serve.py --requests 40 --slots 16 --piece 32
     python examples/serve.py --json              the result as one line of JSON on stdout
 
-What it shows: continuous batching, as engines do it. All that a Gated DeltaNet remembers of a request is a
-state per layer, of one size however long the text is. So there is a pool of such states with a few slots; a
-request that arrives takes a free slot, waits if there is none, and gives it back when it has its tokens.
-Each step of the engine is
-    flashlin.serving.prefill    the next piece of each prompt that is still being read, packed in one row
-    flashlin.serving.decode     one more token for each request that is past its prompt
-and the same for the short convolutions (causal_conv1d_prefill, causal_conv1d_update). The batch for decode
-has a fixed size, as a CUDA graph wants it: the places that nobody needs are padding, with slot -1. Slots are
-never cleared: has_initial_state says that a prompt's first piece starts from nothing.
+This example shows continuous batching, as in serving engines. A Gated DeltaNet remembers a request in one
+state per layer, whose size does not depend on the length of the text. So the engine has a pool with a few
+slots for such states. A new request takes a free slot, or waits until one is free. It returns the slot when
+it has all its tokens. Each step of the engine calls
 
-The model has random weights, so what it writes means nothing. But each request is also generated alone, its
-prompt read in one piece, and must get the same tokens.
+    flashlin.serving.prefill    for the next piece of each unfinished prompt, all packed in one row
+    flashlin.serving.decode     for one more token of each request with a finished prompt
 
-Exit code: 0 if every request got the tokens that it gets alone, 1 if not.
+and the corresponding functions of the short convolutions (causal_conv1d_prefill, causal_conv1d_update). The
+batch for decode has a fixed size, as a CUDA graph needs it. Its unused rows are padding with slot -1. Slots
+are never cleared: has_initial_state tells prefill that the first piece of a prompt starts from a zero state.
+
+The model has random weights, so its text has no meaning. But each request is also generated alone, with its
+prompt in one piece, and must get the same tokens.
+
+Exit code: 0 if every request gets the same tokens as alone, 1 if not.
 """
 from __future__ import annotations
 
@@ -39,15 +41,21 @@ import flashlin
 from flashlin import serving
 
 VOCAB, HIDDEN, LAYERS = 256, 64, 2
-H, HV, K, V = 2, 4, 16, 32  # two value heads share a head of q and k; a state is [HV, V, K]
-WIDTH = 4  # taps of the short convolution
+# Two value heads share a head of q and k. A state is [HV, V, K].
+H, HV, K, V = 2, 4, 16, 32
+WIDTH = 4  # filter width of the short convolution
 CHANNELS = 2 * H * K + HV * V
 
 
 @dataclass
 class Batch:
-    """Tokens of several requests. slots: [N], -1 for padding. edges and has: of pieces of prompts, packed;
-    None where each request has one token."""
+    """Tokens of several requests.
+
+    tokens: [rows], int32.
+    slots: slot of each request, [N]; -1 for padding.
+    edges, has: bounds of the packed pieces, [N + 1], and True for pieces that are not the first of their
+        prompt, [N]. None if each request has one token.
+    """
     tokens: Tensor
     slots: Tensor
     edges: Tensor | None = None
@@ -55,8 +63,11 @@ class Batch:
 
 
 class Mixer(nn.Module):
-    """A Gated DeltaNet layer with its pools: of states [slots, HV, V, K], of the last tokens before the
-    convolution [slots, CHANNELS, WIDTH - 1]."""
+    """A Gated DeltaNet layer with its pools.
+
+    The pool of states is [slots, HV, V, K]. The pool of the convolution's last inputs is [slots, CHANNELS,
+    WIDTH - 1].
+    """
 
     def __init__(self, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,12 +76,12 @@ class Mixer(nn.Module):
         self.A_log, self.dt_bias = nn.Parameter(torch.zeros(HV)), nn.Parameter(torch.linspace(2, -3, HV))
         self.norm = flashlin.RMSNorm(V)
         self.out = nn.Linear(HV * V, HIDDEN, bias=False)
-        # garbage, to show that nobody clears a slot
+        # The pools start with NaN, to show that no slot is ever cleared.
         self.states = torch.full((slots, HV, V, K), float("nan"), device=device)
         self.window = torch.full((slots, CHANNELS, WIDTH - 1), float("nan"), device=device, dtype=dtype)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x: [rows, HIDDEN]."""
+        """Return the output [rows, HIDDEN] for x [rows, HIDDEN]."""
         mixed, g, beta = self.project(x).split([CHANNELS, HV, HV], -1)
         options: dict[str, Any] = dict(
             A_log=self.A_log, dt_bias=self.dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -90,8 +101,10 @@ class Mixer(nn.Module):
 
 def by_heads(mixed: Tensor, g: Tensor, beta: Tensor,
              at: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, g and beta of rows as [rows, 1, heads, ...] or, packed, [1, rows, heads, ...]. at: where the
-    dimension of one goes."""
+    """Split rows into q, k, v, g and beta, and add a dimension of one.
+
+    at: position of that dimension: 1 for [rows, 1, heads, ...], 0 for packed [1, rows, heads, ...].
+    """
     q, k, v = mixed.split([H * K, H * K, HV * V], -1)
     return (q.view(-1, H, K).unsqueeze(at), k.view(-1, H, K).unsqueeze(at), v.view(-1, HV, V).unsqueeze(at),
             g.unsqueeze(at), beta.unsqueeze(at))
@@ -111,11 +124,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A batch's tokens -> logits [rows, VOCAB]."""
+    """A language model that returns logits [rows, VOCAB] for a batch's tokens."""
 
     def __init__(self, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tokens = nn.Parameter(torch.randn(VOCAB, HIDDEN) / 4)  # little beside what the layers remember
+        # Small weights, so that the layers' states matter more than the current token.
+        self.tokens = nn.Parameter(torch.randn(VOCAB, HIDDEN) / 4)
         self.blocks = nn.ModuleList(Block(slots, device, dtype) for _ in range(LAYERS))
         self.norm, self.head = flashlin.RMSNorm(HIDDEN), nn.Parameter(torch.randn(VOCAB, HIDDEN))
         self.to(device, dtype)
@@ -130,8 +144,16 @@ class Model(nn.Module):
 
 @dataclass
 class Request:
-    """arrives: the step at which it comes. wanted: how many tokens it asks for. read: tokens of its prompt
-    that the model has seen."""
+    """One request to the engine, and its progress.
+
+    name: number of the request.
+    arrives: step at which it arrives.
+    prompt: tokens of the prompt.
+    wanted: number of tokens to generate.
+    slot: its slot in the pools, -1 before it has one.
+    read: number of prompt tokens that the model has seen.
+    written: generated tokens.
+    """
     name: int
     arrives: int
     prompt: list[int]
@@ -142,13 +164,17 @@ class Request:
 
 
 class Engine:
-    """Continuous batching: ``step`` reads a piece of each unread prompt and writes a token of each other
-    request."""
+    """Continuous batching over a pool of slots.
+
+    `step` reads a piece of each unfinished prompt, and writes one token of each other request.
+
+    piece: maximum number of prompt tokens per request and step.
+    """
 
     def __init__(self, model: Model, slots: int, piece: int, device: torch.device) -> None:
         self.model, self.piece, self.device = model, piece, device
         self.free, self.running = [*range(slots)], list[Request]()
-        self.slots, self.used = slots, dict[int, int]()  # how many requests a slot has had
+        self.slots, self.used = slots, dict[int, int]()  # number of requests by slot
 
     def admit(self, waiting: list[Request]) -> None:
         while waiting and self.free:
@@ -159,10 +185,10 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """The requests that are done with it."""
+        """Run one step of the model, and return the requests that it finishes."""
         reading = [request for request in self.running if request.read < len(request.prompt)]
         writing = [request for request in self.running if request.read == len(request.prompt)]
-        if writing:  # always self.slots rows: the rest is padding
+        if writing:  # the batch always has self.slots rows, filled up with padding
             rest = self.slots - len(writing)
             batch = Batch(self.tensor([request.written[-1] for request in writing] + [0] * rest),
                           self.tensor([request.slot for request in writing] + [-1] * rest))
@@ -184,7 +210,7 @@ class Engine:
         return done
 
     def append(self, requests: list[Request], logits: Tensor) -> None:
-        """The likeliest token of each."""
+        """Append the most likely token to each request."""
         for request, token in zip(requests, logits.argmax(-1).tolist(), strict=False):
             request.written.append(token)
 
@@ -195,19 +221,21 @@ class Engine:
 
 @contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A function to be told how many tokens were written. A bar on stderr, if tqdm is installed and somebody
-    looks."""
+    """Yield a function that receives the number of tokens just written.
+
+    It draws a bar on stderr if tqdm is installed and stderr is a terminal.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda count: None
         return
-    with tqdm(total=total, unit="token", disable=None) as bar:  # None: not where stderr is no terminal
+    with tqdm(total=total, unit="token", disable=None) as bar:  # None: no bar if stderr is no terminal
         yield bar.update
 
 
 def serve(engine: Engine, requests: list[Request]) -> tuple[int, int]:
-    """(steps, the most requests at once)."""
+    """Serve all requests, and return (number of steps, maximum number of concurrent requests)."""
     coming, waiting = sorted(requests, key=lambda request: request.arrives), list[Request]()
     step = most = done = 0
     with progress(sum(request.wanted for request in requests)) as show:
@@ -225,7 +253,10 @@ def serve(engine: Engine, requests: list[Request]) -> tuple[int, int]:
 
 
 def drawn(count: int, seed: int) -> list[Request]:
-    """Requests with prompts of 1 to 90 tokens, of which each asks for 1 to 40, some steps apart."""
+    """Return random requests that arrive 0 to 6 steps apart.
+
+    Prompts have 1 to 90 tokens, and each request wants 1 to 40 tokens.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -240,14 +271,14 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device",
                         help="cpu, cuda, cuda:1 ... (default: the GPU if torch sees one, else the CPU)")
-    parser.add_argument("--requests", type=int, default=16, help="how many come (default: 16)")
+    parser.add_argument("--requests", type=int, default=16, help="number of requests (default: 16)")
     parser.add_argument("--slots", type=int, default=6,
-                        help="requests that run at once; the others wait (default: 6)")
+                        help="number of requests that run at once; the others wait (default: 6)")
     parser.add_argument("--piece", type=int, default=24,
-                        help="tokens of a prompt that are read in one step (default: 24)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and requests (default: 0)")
+                        help="number of prompt tokens to read in one step (default: 24)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and requests (default: 0)")
     parser.add_argument("--json", action="store_true",
-                        help="print the result as JSON on stdout and nothing else there")
+                        help="print only the result, as JSON on stdout")
     options = parser.parse_args()
     for name in ("requests", "slots", "piece"):
         if getattr(options, name) < 1:
@@ -255,7 +286,7 @@ def main() -> int:
     torch.manual_seed(options.seed)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu":
-        torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
+        torch.set_num_threads(1)  # a second thread does not help with matrices this small
 
     model = Model(options.slots, device, torch.float32)
     requests, alone = drawn(options.requests, options.seed), drawn(options.requests, options.seed)
@@ -264,7 +295,7 @@ def main() -> int:
     steps, most = serve(engine, requests)
     seconds = time.perf_counter() - began
     began = time.perf_counter()
-    for request in alone:  # one slot, and prompts in one piece
+    for request in alone:  # one slot, and each prompt in one piece
         request.arrives = 0
         serve(Engine(model, 1, 1 << 20, device), [request])
     seconds_alone = time.perf_counter() - began
@@ -289,11 +320,11 @@ def main() -> int:
               f"steps      {steps}; one by one {found['steps_alone']}",
               f"speed      {found['tokens_per_second']} tokens/s on {device}; one by one "
               f"{found['alone_per_second']}",
-              f"answers    {len(requests) - len(wrong)} of {len(requests)} are what the request gets alone",
+              f"answers    {len(requests) - len(wrong)} of {len(requests)} are the same as alone",
               sep="\n")
     if wrong:
-        print(f"serve: requests {', '.join(map(str, wrong))} got other tokens than alone, need the same",
-              file=sys.stderr)
+        print(f"serve: requests {', '.join(map(str, wrong))} got other tokens than alone, need the same "
+              "tokens", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -1,16 +1,17 @@
-"""A Triton kernel of one's own, launched through flashlin.shield and tuned by flashlin.autotune.
+"""Launch your own Triton kernel through flashlin.shield, and tune it with flashlin.autotune.
 
     python examples/shield_kernel.py             some seconds; without a GPU in Triton's interpreter
 
-What it shows. The kernel is the recurrence h[t] = exp(g[t]) h[t - 1] + x[t] of [B, H, T, D], a program for
-each sequence, head and block of channels, so the second axis of its grid is B * H long. Raw, it ends with
-"invalid argument" above 65,535, and with a compiler's error in bf16 on a T4. Three things are flashlin's:
+The kernel computes the recurrence h[t] = exp(g[t]) h[t - 1] + x[t] of [B, H, T, D]. One program computes a
+block of channels of one sequence and head, so the second axis of the grid has B * H programs. Without
+flashlin, the launch fails with "invalid argument" above 65,535, and with a compiler error in bf16 on a T4.
+The example uses three features of flashlin:
 
-    @flashlin.autotune          in place of triton.autotune: keys by name, configurations that fail are left
-                                out
-    flashlin.shield(...)        says what the batch is and what is written, so that a launch can be split, or
-                                run on fp32 copies, where it has to be
-    test_under_every_triton     compiles the kernel under two releases for two cards, without a GPU:
+    @flashlin.autotune          replaces triton.autotune: keys by name, and failing configurations are
+                                skipped
+    flashlin.shield(...)        declares the batch and the outputs, so that a launch can be split, or run
+                                on fp32 copies, if necessary
+    test_under_every_triton     compiles the kernel under two releases for two GPUs, without a GPU:
                                 pytest examples/shield_kernel.py
 
 Exit code: 0 if every result agrees with float64, 1 if not.
@@ -24,7 +25,9 @@ from typing import Any
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:  # Triton reads the one when it is imported; in its interpreter nothing can be timed
+# Triton reads TRITON_INTERPRET when it is imported. Kernels cannot be timed in its interpreter, so autotune
+# takes the first configuration.
+if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("FLASHLIN_AUTOTUNE", "first")
 
@@ -37,7 +40,13 @@ import flashlin  # noqa: E402
 @flashlin.autotune([triton.Config({"BD": 32}), triton.Config({"BD": 64})], key=["D"])
 @triton.jit
 def recurrence(x, g, o, B, H: tl.constexpr, T, D, BD: tl.constexpr):
-    """x, o: [B, H, T, D]; g: [B, H, T]. Program (block of channels, batch * H + head)."""
+    """Compute the recurrence for one block of channels of one sequence and head.
+
+    x, o: [B, H, T, D].
+    g: log decays, [B, H, T].
+
+    The grid is (blocks of channels, B * H).
+    """
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BD + tl.arange(0, BD)
     at, there = row * T * D + channel, channel < D
@@ -53,7 +62,7 @@ shielded = flashlin.shield(recurrence, batch={"x": 0, "g": 0, "o": 0}, batch_axi
 
 
 def scan(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """x: [B, H, T, D]; g: [B, H, T] -> [B, H, T, D], as x."""
+    """Return the recurrence of x [B, H, T, D] with log decays g [B, H, T], in the dtype of x."""
     B, H, T, D = x.shape
     o = torch.empty_like(x)
     shielded[lambda meta: (triton.cdiv(D, meta["BD"]), B * H)](x, g, o, B, H, T, D)
@@ -61,7 +70,7 @@ def scan(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def right(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """The same in float64."""
+    """Compute the recurrence in float64, in plain torch."""
     h, out = torch.zeros_like(x[:, :, 0], dtype=torch.float64), []
     for t in range(x.shape[2]):
         h = h * g[:, :, t, None].double().exp() + x[:, :, t].double()
@@ -70,7 +79,7 @@ def right(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:
-    """What came out and what is right, for the pytest fixture: small, and on the CPU."""
+    """Return a small result on the CPU and the correct result, for the pytest fixture."""
     torch.manual_seed(0)
     x, g = torch.randn(2, 3, 5, 40), -torch.rand(2, 3, 5)
     return scan(x, g), right(x, g).float()
@@ -84,7 +93,7 @@ def main() -> int:
     device = torch.device("cuda" if GPU else "cpu")
     sizes = [(2, 3, 20, 40, torch.float32), (2, 3, 20, 40, torch.float16)]
     if GPU:
-        # the latter has 65,538 sequences and heads
+        # The second size has 65,538 sequences and heads, more than an axis of a grid may have.
         sizes += [(2, 16, 512, 128, torch.bfloat16), (10923, 6, 4, 64, torch.float32)]
     wrong = 0
     for B, H, T, D, dtype in sizes:

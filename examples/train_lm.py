@@ -1,15 +1,15 @@
-"""Train a small character-level language model on Python's standard library, then let it write some.
+"""Train a small character-level language model on Python's standard library, then let it write text.
 
-    python examples/train_lm.py                    about a minute on two CPU cores; picks the GPU if there is one
+    python examples/train_lm.py                    about a minute on two CPU cores; uses a GPU if it can
     python examples/train_lm.py --steps 2000       longer, for better text
     python examples/train_lm.py --json             the result as one line of JSON on stdout
 
-What it shows: a small Gated DeltaNet. Training runs chunk by chunk (``flashlin.chunk_gated_delta_rule``);
-writing runs token by token (``flashlin.fused_recurrent_gated_delta_rule``) from the state that training's
-form left behind; and both are the same function, which is checked. The same file runs on the CPU, on a T4 and
-on a B200: which kernels serve it there is what the plan on the first lines says.
+The model is a small Gated DeltaNet. Training runs chunk by chunk (``flashlin.chunk_gated_delta_rule``).
+Writing runs token by token (``flashlin.fused_recurrent_gated_delta_rule``), and starts from the state that
+the chunked op returns for the prompt. Both ops compute the same function, which the example checks. The same
+file runs on the CPU, on a T4 and on a B200; the plan in the first lines of output names the kernels.
 
-Exit code: 0 if the loss fell and the two forms agree, 1 if not.
+Exit code: 0 if the loss fell and the two ops agree, 1 if not.
 """
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from flashlin.compat.target import probe
 VOCAB = 128  # ASCII; other characters become "?"
 HIDDEN, HEADS, LAYERS = 128, 8, 2
 BATCH, LENGTH = 8, 256
-HELD_OUT = 4 * BATCH * LENGTH + 1  # characters at the end of the text that training never sees
-ENOUGH = 0.9  # the loss on held-out text must end below this part of where it began
+# number of characters at the end of the text that are not used for training
+HELD_OUT = 4 * BATCH * LENGTH + 1
+ENOUGH = 0.9  # the held-out loss must fall below this fraction of its initial value
 
 
 class Mixer(nn.Module):
-    """A Gated DeltaNet layer: heads that forget (g) and overwrite what a key held before (beta), both read
-    from the token itself."""
+    """A Gated DeltaNet layer.
+
+    Its heads forget (g) and overwrite the earlier value of a key (beta). Both rates are computed from the
+    token itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +50,8 @@ class Mixer(nn.Module):
                                                                                            HIDDEN, HIDDEN,
                                                                                            bias=False)
         self.A_log = nn.Parameter(torch.zeros(HEADS))
-        # softplus(g + dt_bias) is what a token takes off: heads begin with memories of a character to some
-        # hundred
+        # A head's log decay is -softplus(g + dt_bias) per token. Initially, heads remember from one to some
+        # hundred characters.
         self.dt_bias = nn.Parameter(torch.linspace(2, -5, HEADS))
         self.norm = flashlin.FusedRMSNormGated(HIDDEN // HEADS)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
@@ -78,8 +82,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tokens [B, T] -> logits [B, T, VOCAB], and one state per layer, which is all it remembers of what it
-    read."""
+    """A language model: tokens [B, T] -> logits [B, T, VOCAB], and one state per layer.
+
+    The states contain everything that the model remembers of earlier tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +103,7 @@ class Model(nn.Module):
 
 
 class Bar:
-    """Progress on stderr: one line that fills up in a terminal, ten lines elsewhere (a log has no use for a
-    thousand)."""
+    """Progress on stderr: a bar in a terminal, or ten lines in total elsewhere, such as in a log."""
 
     def __init__(self, total: int) -> None:
         self.total, self.live, self.began = total, sys.stderr.isatty(), time.perf_counter()
@@ -115,8 +120,10 @@ class Bar:
 
 
 def read_text() -> Tensor:
-    """The standard library's top-level modules as ASCII codes: about five million characters that every
-    machine has."""
+    """Return the top-level modules of the standard library as ASCII codes, about five million characters.
+
+    Every machine with Python has this text.
+    """
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
     if len(text) < 10 * HELD_OUT:
@@ -126,13 +133,13 @@ def read_text() -> Tensor:
 
 
 def loss_of(model: Model, rows: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each next character, in nats."""
+    """Return the mean negative log-likelihood of each next character, in nats."""
     logits, _ = model(rows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 def train(model: Model, text: Tensor, steps: int, device: torch.device) -> float:
-    """Seconds it took, without loading the optimizer."""
+    """Train the model, and return the seconds it took, without the setup of the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 2), pct_start=0.1)
     bar = Bar(steps)
@@ -158,8 +165,7 @@ def held_out_loss(model: Model, rows: Tensor) -> float:
 
 @torch.no_grad()
 def disagreement(model: Model, prompt: Tensor) -> float:
-    """The largest difference between the logits of the chunked form and of one token at a time, in parts of
-    the largest logit."""
+    """Return the largest difference of the logits, chunked or token by token, over the largest logit."""
     model.eval()
     whole, _ = model(prompt)
     states: list[Tensor | None] | None = None
@@ -172,8 +178,10 @@ def disagreement(model: Model, prompt: Tensor) -> float:
 
 @torch.no_grad()
 def write(model: Model, prompt: Tensor, count: int) -> str:
-    """Read the prompt in one go, then go on from its state: each new character costs the same, however long
-    the text gets."""
+    """Read the prompt at once, and return `count` sampled characters.
+
+    Each character takes the same time, however long the text gets.
+    """
     model.eval()
     logits, states = model(prompt)
     written = []
@@ -190,18 +198,18 @@ def main() -> int:
     parser.add_argument("--device",
                         help="cpu, cuda, cuda:1 ... (default: the GPU if torch sees one, else the CPU)")
     parser.add_argument("--steps", type=int, default=200,
-                        help=f"training steps of {BATCH} x {LENGTH} characters (default: 250)")
+                        help=f"training steps of {BATCH} x {LENGTH} characters (default: 200)")
     parser.add_argument("--seed", type=int, default=0,
-                        help="of the weights, the batches and the writing (default: 0)")
+                        help="seed of the weights, the batches and the written text (default: 0)")
     parser.add_argument("--json", action="store_true",
-                        help="print the result as JSON on stdout and nothing else there")
+                        help="print only the result, as JSON on stdout")
     options = parser.parse_args()
     if options.steps < 0:
         parser.error(f"--steps: got {options.steps}, need 0 or more")
     torch.manual_seed(options.seed)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # matrices this small gain little from a second thread, and lose twentyfold by waiting for it on a busy
-    # machine
+    # A second thread hardly helps with matrices this small, and makes training up to 20 times as slow on a
+    # busy machine.
     if device.type == "cpu":
         torch.set_num_threads(1)
 
@@ -240,8 +248,8 @@ def main() -> int:
     if not fell:
         print(f"train_lm: the held-out loss went from {before:.3f} to {after:.3f}, need below "
               f"{ENOUGH * before:.3f}: "
-              f"with {options.steps} steps that is "
-              f"{'no training to speak of' if options.steps < 20 else 'a failure'}", file=sys.stderr)
+              f"with {options.steps} steps this is "
+              f"{'too little training' if options.steps < 20 else 'a failure'}", file=sys.stderr)
     if not agree:
         print(f"train_lm: recurrent and chunked logits differ by {apart:.1e}, need at most {allowed:g}",
               file=sys.stderr)
