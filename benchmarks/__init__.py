@@ -1,1 +1,1 @@
-"""Speed: what is timed, how, and what came out."""
+"""Benchmarks: the measured calls, the method of measurement, and the recorded results."""

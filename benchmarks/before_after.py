@@ -1,11 +1,11 @@
-"""Two checkouts of flashlin on the same work in one run: whether a change made anything slower.
+"""Compare the speed of two checkouts of flashlin, to find out whether a change made anything slower.
 
     git worktree add ../before COMMIT
     python -m benchmarks.before_after ../before --out benchmarks/results
 
-Calls are those of calls.py, timed as timing.py does. Each checkout has processes of its own, two of them in
-turn with the other's, so that a card that slows down does so for both; a figure is the smaller of the two.
-Ratios: this checkout / the other, above 1 is slower.
+calls.py lists the calls, and timing.py describes the timing. Each checkout runs in its own processes. Two
+processes per checkout run in alternation, so that a GPU that slows down does so for both. Each metric is
+the smaller of the two measurements. A ratio is this checkout / the other; above 1 means slower.
 """
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from benchmarks import timing
 from benchmarks.calls import OPS, Op, Shape, cases, runs
 
 HERE = Path(__file__).resolve().parents[1]
-NOISE = 1.05  # what two runs of one checkout may differ by
-OF_THE_CARD = "device_ms"  # the others are mostly the host's, whose cores may be anybody's
+NOISE = 1.05  # two runs of the same checkout may differ by this factor
+# The other metrics mostly measure the host, whose cores may be shared.
+OF_THE_CARD = "device_ms"
 ROUNDS = 5
-Rows = dict[str, dict[str, float]]  # what was called -> figure -> milli- or microseconds
+Rows = dict[str, dict[str, float]]  # call -> metric -> milliseconds or microseconds
 
 
 def figures(op: Op, shape: Shape) -> dict[str, float]:
-    """In a process of a checkout: medians, by what is called and which figure."""
+    """Return the medians of a call's metrics, by name. Runs in a process of the checkout."""
     import flashlin
     calls = runs(getattr(flashlin, op.name), op, shape, "cuda")
     found: dict[str, float] = {}
@@ -46,16 +47,18 @@ def figures(op: Op, shape: Shape) -> dict[str, float]:
 
 
 def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """What is timed, of calls that have one of these, by commas, in their name, and what makes its
-    figures."""
+    """Return (name, function that measures the metrics) of the selected calls.
+
+    having: comma-separated texts; a call is selected if its name contains one of them.
+    """
     chosen = {name: (op, shape) for family in OPS for name, (op, shape) in cases(family).items()
               if shape in op.shapes[:2] and any(part in name for part in having.split(","))}
     return [(name, partial(figures, op, shape)) for name, (op, shape) in chosen.items()]
 
 
 def measured(checkout: Path, having: str) -> Rows:
-    """In a process of that checkout, the calls that have one of these in their name."""
-    # not in the child, which imports the other flashlin
+    """Measure the selected calls in a new process of that checkout."""
+    # Imported here, because the child process must import the other checkout's flashlin.
     from flashlin.compat.subprocesses import python, run_to_end
     command = python("benchmarks.before_after", "--child", str(checkout), "--call", having)
     done = run_to_end(command)
@@ -70,17 +73,19 @@ def main() -> None:
     parser.add_argument("before", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commits", nargs=2, default=["unknown", "unknown"], metavar=("BEFORE", "AFTER"),
-                        help="what to call the two in the record")
-    parser.add_argument("--call", default="", help="only calls that have one of these, by commas, in their name")
+                        help="names of the two checkouts in the record")
+    parser.add_argument("--call", default="", help="only calls whose name contains one of these texts: a,b")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        sys.path.insert(0, options.child)  # whose flashlin is imported; these modules are from here
+        # Import flashlin from that checkout; the benchmark's own modules are from this one.
+        sys.path.insert(0, options.child)
         return print(json.dumps({name: function() for name, function in calls(options.call)}))
     if options.before is None or not (options.before / "flashlin").is_dir():
         parser.error(f"before: got {options.before}, need a checkout of flashlin")
     before, after = options.before.resolve(), HERE
-    # So that both find everything compiled: a process for each call, the card shared.
+    # Run each call once in its own process, several at a time, so that all kernels are compiled before
+    # measuring.
     with ThreadPoolExecutor(14) as pool:
         list(pool.map(lambda job: measured(*job),
                       [(checkout, name) for name, _ in calls(options.call) for checkout in (before, after)]))
@@ -97,8 +102,8 @@ def main() -> None:
         print(f"{row['ratio']:6.3f} {row['before']:10.4f} -> {row['after']:10.4f}  {row['figure']:16}"
               f" {row['call']}")
     card_rows = [row for row in rows if row["figure"].endswith(OF_THE_CARD)]
-    print(f"{len(rows)} figures, {len(card_rows)} of them of the card's time: "
-          f"{sum(row['ratio'] > NOISE for row in card_rows)} more than {NOISE} times the other's")
+    print(f"{len(rows)} metrics, {len(card_rows)} of them GPU times: "
+          f"{sum(row['ratio'] > NOISE for row in card_rows)} are more than {NOISE} times those before")
     if options.out:
         record = {"device": torch.cuda.get_device_name(), "triton": triton.__version__,
                   "torch": torch.__version__, "date": datetime.date.today().isoformat(),

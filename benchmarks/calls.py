@@ -1,4 +1,4 @@
-"""What is timed: ops, shapes and inputs, and the bytes below which a call cannot go."""
+"""The calls that benchmarks time: ops, shapes and inputs, and the bytes that each call must move."""
 from __future__ import annotations
 
 import math
@@ -11,8 +11,14 @@ import torch.nn.functional as F
 
 
 class Shape(NamedTuple):
-    """HV: heads of values, 0 for H. packed: so many sequences in the one row of tokens. D is the size of a
-    head; where there are no heads, H or D is that of a token."""
+    """The sizes of one call.
+
+    B, T: batch and tokens.
+    H: heads of q and k.
+    D: size of a head. For ops without heads, H or D is the size of a token.
+    HV: heads of v; 0 for H.
+    packed: number of sequences that share the row of tokens; 0 if not packed.
+    """
     B: int
     T: int
     H: int
@@ -25,40 +31,49 @@ class Shape(NamedTuple):
         return f"{self.B}x{self.T}x{heads}x{self.D}" + (f" in {self.packed}" if self.packed else "")
 
     def size(self, dimension: str) -> int:
-        """Of a dimension of ROLES."""
+        """Return the size of a dimension that ROLES names."""
         if dimension.isdigit():
             return int(dimension)
-        if dimension == "2T":  # rows of a delta product's two steps a token
+        if dimension == "2T":  # rows of a delta product with two steps per token
             return 2 * self.T
         return self.HV or self.H if dimension == "HV" else int(getattr(self, dimension))
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# What an argument is: its dimensions and its dtype.
+# Dimensions and dtype of the arguments, by role.
 ROLES: dict[str, tuple[str, torch.dtype]] = {
     "q": ("B T H D", BF16), "k": ("B T H D", BF16), "v": ("B T HV D", BF16), "unit": ("B T H D", BF16),
     "a": ("B T H D", BF16), "b": ("B T H D", BF16), "g": ("B T HV", FP32), "gk": ("B T HV D", FP32),
     "beta": ("B T HV", BF16), "bonus": ("H D", BF16), "state": ("B HV D D", FP32),
     "erase": ("B T HV D", BF16), "write": ("B T HV D", BF16),
     "units": ("B 2T H D", BF16), "values": ("B 2T HV D", BF16), "betas": ("B 2T HV", BF16),
-    # of Mamba2: one key and query for all heads, of its usual 128 states
+    # Mamba2: one key and query for all heads, with the usual 128 columns of a state
     "dt": ("B T H", FP32), "pole": ("H", FP32), "shared": ("B T 1 128", BF16),
-    # of Mamba-3: what is by head before it is by token, and a quarter of the states' pairs turned
+    # Mamba-3: steps and decays are [B, H, T], and 32 of the 64 pairs of columns of a state are rotated
     "steps": ("B H T", FP32), "decays": ("B H T", FP32), "traps": ("B H T", BF16), "bias": ("H 128", FP32),
     "angles": ("B T H 32", FP32),
-    # of Mamba: H channels of D states; channels_last, as a linear layer leaves them
+    # Mamba: H channels with D columns of state; a linear layer returns the layout channels_last
     "channels": ("B H T", BF16), "channels_last": ("B H T", BF16), "poles": ("H D", FP32),
     "columns": ("B D T", BF16), "weights": ("H", FP32),
-    # of a norm and a convolution
+    # norms and the convolution
     "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16)}
 
 
 class Op(NamedTuple):
-    """A function, and where else it is. home: its module in fla or mamba_ssm. arguments: ``name``, or
-    ``name:role`` where they differ. output: its role. options: keywords of every call. refused: fla's
-    backward is refused on Hopper under Triton 3.4 to 3.7.0
-    (https://github.com/fla-org/flash-linear-attention/issues/640). gradients: a backward is timed, too.
-    keeps: the final state is asked for."""
+    """One op to time, and its counterpart in another package.
+
+    name: public name, the same in both packages.
+    home: module of the counterpart in fla or mamba_ssm.
+    arguments: names of the arguments; ``name:role`` if the role has another name.
+    shapes: shapes to time.
+    output: role of the output.
+    options: keywords of every call.
+    refused: fla refuses the backward on Hopper under Triton 3.4 to 3.7.0
+        (https://github.com/fla-org/flash-linear-attention/issues/640).
+    gradients: also time a backward.
+    keeps: request the final state.
+    small: a shape for trying the benchmark itself.
+    """
     name: str
     home: str
     arguments: str
@@ -83,21 +98,26 @@ class Op(NamedTuple):
 SHAPES = (Shape(4, 4096, 32, 128), Shape(1, 32768, 8, 128), Shape(1, 8192, 32, 128), Shape(1, 8192, 2, 128),
           Shape(8, 1024, 8, 64), Shape(1, 32768, 8, 128, packed=32))
 DECODING = tuple(Shape(B, 1, 16, 128) for B in (1, 32, 128))
-ROWS = (Shape(1, 16384, 1, 4096), Shape(1, 8192, 1, 8192), Shape(1, 524288, 1, 128))  # of a norm, 128 MB each
+# Rows of a norm, 128 MB each.
+ROWS = (Shape(1, 16384, 1, 4096), Shape(1, 8192, 1, 8192), Shape(1, 524288, 1, 128))
 MAMBA3 = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
 MAMBA, MAMBA2 = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 
 
 def _both(family: str, arguments: str, decoding: str = "", more: tuple[Shape, ...] = (),
           **facts: Any) -> list[Op]:
-    """The chunk op of a family and the one that decodes; decoding: its own arguments."""
+    """Return the chunk op of a family and its token-by-token op for decoding.
+
+    decoding: arguments of the second op, if they differ.
+    more: additional shapes of the first op.
+    """
     home = f"fla.ops.{family}"
     return [Op(f"chunk_{family}", home, arguments, SHAPES + more, **facts),
             Op(f"fused_recurrent_{family}", home, f"{decoding or arguments} initial_state:state", DECODING,
                gradients=False, keeps=True, small=Shape(2, 1, 2, 16))]
 
 
-# By the name that the command takes.
+# Ops by the name of their family, as the option --op takes it.
 OPS: dict[str, list[Op]] = {
     "gated_delta_rule": _both("gated_delta_rule", "q k:unit v g beta", more=(Shape(1, 8192, 16, 128, HV=48),),
                               refused=True),
@@ -137,12 +157,16 @@ OPS: dict[str, list[Op]] = {
 
 
 def find(name: str) -> Op:
-    """The op of this name; of several the first."""
+    """Return the op with this name; the first of several."""
     return next(op for ops in OPS.values() for op in ops if op.name == name)
 
 
 def cases(family: str, small: bool = False, shapes: Sequence[str] = ()) -> dict[str, tuple[Op, Shape]]:
-    """What is called, by a name that tells it from the others of a family."""
+    """Return (op, shape) of each call of a family, by a unique name.
+
+    small: use the small shapes only.
+    shapes: use only these shapes, if given.
+    """
     found = {}
     for op in OPS[family]:
         for one in (op.small,) if small else op.shapes:
@@ -152,13 +176,15 @@ def cases(family: str, small: bool = False, shapes: Sequence[str] = ()) -> dict[
 
 
 def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
-    """The arguments of a call: leaves that ask for a gradient where the op has one. Keys of the delta rules
-    have length 1, or the state would grow."""
+    """Return the arguments of a call. They are leaves that require gradients if the op has a backward.
+
+    Keys of the delta rules have length 1, because the state would otherwise grow.
+    """
     draw = drawing(shape, device)
     key = F.normalize(draw("k").float(), dim=-1)
 
     def made(role: str) -> torch.Tensor:
-        if role in ("unit", "a"):  # a = -key, b = its rate times key
+        if role in ("unit", "a"):  # a = -key, b = rate * key
             return key if role == "unit" else -key
         if role == "units":
             return F.normalize(draw(role).float(), dim=-1)
@@ -170,7 +196,7 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
             return F.logsigmoid(draw(role))
         if role in ("dt", "steps"):
             return F.softplus(draw(role) - 2)
-        if role == "decays":  # of a step and a pole
+        if role == "decays":  # a product of a step and a negative rate
             return -0.1 * draw(role, torch.rand)
         if role in ("pole", "poles"):
             return -draw(role, torch.rand) - 0.5
@@ -186,8 +212,11 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
 
 
 def drawing(shape: Shape, device: str, seed: int = 0) -> Callable[..., torch.Tensor]:
-    """What draws a tensor of a role; in bf16 it is drawn there. By a generator of its own, since torch's
-    stays unusable in a process in which the capture of a CUDA graph has failed."""
+    """Return a function that draws a random tensor of a role, in its dtype.
+
+    It has its own generator, because torch's generator is unusable in a process after a failed capture of a
+    CUDA graph.
+    """
     source = torch.Generator(device).manual_seed(seed)
 
     def draw(role: str, how: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
@@ -200,36 +229,44 @@ def drawing(shape: Shape, device: str, seed: int = 0) -> Callable[..., torch.Ten
 
 
 def uneven(total: int, count: int) -> list[int]:
-    """So many lengths, the longest 16 times the shortest before they are rounded, neighbours far apart."""
+    """Return `count` lengths with the sum `total`.
+
+    Before rounding, the longest is 16 times the shortest. Neighbours differ strongly.
+    """
     weights = [2 ** (4 * (7 * number % count) / max(count - 1, 1)) for number in range(count)]
     edges = [round(total * sum(weights[:number]) / sum(weights)) for number in range(count + 1)]
     return [end - begin for begin, end in pairwise(edges)]
 
 
 def floor(op: Op, shape: Shape) -> dict[str, int]:
-    """Bytes that a call has to move, each tensor once. forward: every input is read, the output (and the
-    final state) written. both: besides, every input and the output's gradient are read, and every input's
-    gradient written."""
+    """Return the number of bytes that a call must move if it moves each tensor once.
+
+    forward: all inputs are read, and the output (and the final state) is written.
+    both: in addition, all inputs and the output's gradient are read, and the gradient of each input is
+        written.
+    """
     def size(role: str) -> int:
         dimensions, dtype = ROLES[role]
         return math.prod(shape.size(dimension) for dimension in dimensions.split()) * dtype.itemsize
     given, output = sum(map(size, op.roles.values())), size(op.output)
-    written = sum(size(role) for role in op.roles.values() if role == "cache")  # in place
+    written = sum(size(role) for role in op.roles.values() if role == "cache")  # updated in place
     forward = given + output + written + (size("state") if op.keeps else 0)
     return {"forward": forward} | ({"both": forward + 2 * given + output} if op.gradients else {})
 
 
 def output(returned: Any) -> torch.Tensor:
-    """o, of an op that returns it alone or with its final state."""
+    """Return the output o of an op that returns it alone or together with its final state."""
     o: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
     return o
 
 
 def runs(function: Callable[..., Any], op: Op, shape: Shape, device: str,
          given: dict[str, Any] | None = None) -> dict[str, Callable[[], Any]]:
-    """What is timed of a function: ``forward``, and ``both`` with all gradients. given: inputs that another
-    function has, too. Functions that are compared should share them: where in memory they lie can be 4 % of
-    the time."""
+    """Return the calls to time: ``forward``, and ``both``, which includes all gradients.
+
+    given: inputs to use. Functions that are compared should share them, because their location in memory can
+        change the time by 4 %.
+    """
     arguments, pull = given or inputs(op, shape, device), drawing(shape, device, seed=1)(op.output)
     leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 

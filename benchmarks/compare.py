@@ -1,21 +1,22 @@
-"""Ops of flashlin beside fla, mamba_ssm and FlashQLA, on the same work in one process, in turn.
+"""Compare ops of flashlin with fla, mamba_ssm and FlashQLA, on the same work in one process.
 
     python -m benchmarks.compare --op gated_delta_rule --out benchmarks/results [--warm-fla 16]
     python -m benchmarks.compare --op gla --op rwkv6 --shape 1x32768x8x128
-    python -m benchmarks.compare --op gla --device cpu --small        tries the script itself
+    python -m benchmarks.compare --op gla --device cpu --small        try the script itself
 
-Forward, and forward with backward, at the shapes of benchmarks/calls.py: see benchmarks/timing.py for what is
-timed and how. A floor is the bytes that a call has to move (``calls.floor``) at the speed at which this card
-copies.
+It times forward, and forward with backward, at the shapes of benchmarks/calls.py; benchmarks/timing.py
+describes the method. The packages take turns. The floor of a call is the time in which this GPU copies the
+bytes that the call must move (``calls.floor``).
 
-fla tunes for minutes. ``--warm-fla N``: before, N processes fill Triton's cache together (matrix/warming.py).
-What its tuners then find is kept in ``fla-winners-*.json`` beside the record (mamba_ssm's in a file of its
-own); where that file is, nothing is tuned again. A configuration is timed for a quarter of the usual time
-(``warming.hurry``).
+fla's autotuning takes minutes. With ``--warm-fla N``, N processes first fill Triton's cache together
+(matrix/warming.py). The configurations that fla's tuners choose are stored in ``fla-winners-*.json`` next to
+the record (mamba_ssm's in a separate file). If that file exists, nothing is tuned again. Each configuration
+is timed for a quarter of the usual time (``warming.hurry``).
 
 fla refuses the backward of its scalar gates on Hopper with Triton 3.4 to 3.7.0
-(https://github.com/fla-org/flash-linear-attention/issues/640); its refusal is switched off in this process
-only, and the row is marked (``refused``). fla's own doors to other packages are shut: its column is its own.
+(https://github.com/fla-org/flash-linear-attention/issues/640). This process switches the refusal off, and the
+row is marked (``refused``). fla's dispatch to other packages is switched off, so that its column measures
+fla's own kernels.
 """
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ Function = Callable[..., Any]
 
 
 def sides(op: Op, shape: Shape) -> dict[str, Function | str]:
-    """Whose function there is, or why there is none."""
+    """Return the function of each package, or the reason why it is missing."""
     import flashlin
     found: dict[str, Function | str] = {"flashlin": getattr(flashlin, op.name)}
     loaders: dict[str, Callable[[], Function]] = {op.peer: lambda: getattr(module_of(op.home), op.name)}
@@ -56,16 +57,17 @@ def sides(op: Op, shape: Shape) -> dict[str, Function | str]:
     for name, load in loaders.items():
         try:
             found[name] = load()
-        except Exception as error:  # the other package is not installed, or broken here: its column says so
+        # The other package is missing or broken here. Its column shows the reason.
+        except Exception as error:
             found[name] = record.raised(error).removeprefix("error: ")
     return found
 
 
 def stop_refusing() -> bool:
-    """Switch fla's refusal off; whether it would have refused here."""
+    """Switch fla's refusal off, and return True if fla would have refused on this machine."""
     try:
         module: Any = importlib.import_module("fla.ops.common.chunk_o")
-    except Exception:  # its column says why
+    except Exception:  # fla's column shows the reason
         return False
     refuses = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
     module.IS_NVIDIA_HOPPER = False
@@ -73,7 +75,10 @@ def stop_refusing() -> bool:
 
 
 def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> dict[str, Any]:
-    """A row. speed: bytes a second of a copy."""
+    """Measure one row: all packages on one op and shape.
+
+    speed: bytes per second of a copy.
+    """
     found = sides(op, shape)
     given = inputs(op, shape, device)
     calls = {name: runs(function, op, shape, device, given) for name, function in found.items()
@@ -91,8 +96,10 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
 
 
 def first(op: Op, device: str) -> dict[str, Any]:
-    """Seconds to the first result of a process, where caches are ``empty`` and ``full``, or why there is
-    none: see benchmarks/first.py."""
+    """Return the seconds to the first result of a new process, or the reason why there is none.
+
+    They are measured with ``empty`` and with ``full`` caches, see benchmarks/first.py.
+    """
     found: dict[str, Any] = {"op": op.name, "empty": {}, "full": {}}
     for what in ("forward", "both"):
         with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as home:
@@ -105,21 +112,24 @@ def first(op: Op, device: str) -> dict[str, Any]:
 
 
 def called(op: Op, shape: Shape, device: str) -> str:
-    """Each call of a row once; what is raised is told, so that who lacks memory can wait."""
+    """Run each call of a row once, and return the errors as text.
+
+    The caller can then repeat calls that ran out of memory.
+    """
     raised = []
     for name, function in sides(op, shape).items():
-        if isinstance(function, str) or name == "FlashQLA":  # which is not Triton's
+        if isinstance(function, str) or name == "FlashQLA":  # not a Triton kernel
             continue
         for call in runs(function, op, shape, device).values():
             try:
                 call()
-            except Exception as error:  # the process that measures meets it again
+            except Exception as error:  # the measuring process meets the same error
                 raised.append(record.raised(error))
     return "; ".join(raised)
 
 
 def told(row: dict[str, Any]) -> str:
-    """A row on the terminal."""
+    """Return a row as text for the terminal."""
     lines = [f"{row['op']} {row['shape']}" + (", fla's refusal off" if row["refused"] else "")]
     for what in ("forward", "both"):
         for name, figures in row.get(what, {}).items():
@@ -138,8 +148,11 @@ def told(row: dict[str, Any]) -> str:
 
 
 def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
-    """The record that is there, of which stays what is not measured again; {} if it is of other versions.
-    FlashQLA counts by row: one without it says so."""
+    """Return the existing record, whose rows are kept unless measured again.
+
+    Return {} if it was made with other versions. FlashQLA's version is not compared, because each row says
+    whether it has FlashQLA.
+    """
     found = dict(json.loads(place.read_text(encoding="utf-8"))) if place.exists() else {}
     return found if versions.items() <= found.items() else {}
 
@@ -147,18 +160,18 @@ def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
 def parsed() -> argparse.Namespace:
     options = record.parser(__doc__)
     options.add_argument("--op", required=True, action="append", choices=OPS,
-                         help="(repeatable: a process has its start and the copy's speed to measure once)")
+                         help="family of ops (repeatable, which saves the start of a process)")
     options.add_argument("--shape", action="append", default=[],
-                         help="only this one, as in the table: 1x32768x8x128 (repeatable)")
+                         help="only this shape, as in the table: 1x32768x8x128 (repeatable)")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
+    options.add_argument("--small", action="store_true", help="use small sizes, to try the script itself")
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--first", action="store_true",
-                         help="also how long a new process waits, from empty caches and from full ones")
+                         help="also time the first result of a new process, with caches empty and full")
     options.add_argument("--warm-fla", type=int, default=0, metavar="N",
-                         help="so many processes fill Triton's cache before")
-    options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
-    options.add_argument("--winners", type=Path, help="what tuners have found; by default in --out")
+                         help="first fill Triton's cache with N processes")
+    options.add_argument("--warm-seconds", type=float, default=300, help="seconds for --warm-fla at most")
+    options.add_argument("--winners", type=Path, help="file with the tuners' choices; by default in --out")
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
     for op in given.op:
@@ -166,7 +179,7 @@ def parsed() -> argparse.Namespace:
         if other := set(given.shape) - known.keys():
             options.error(f"--shape: got {', '.join(sorted(other))}, need one of {op}'s, {', '.join(known)}")
     if len(peers := {OPS[op][0].peer for op in given.op}) > 1:
-        options.error(f"--op: got ops beside {' and '.join(sorted(peers))}, need one package at a time")
+        options.error(f"--op: got ops of {' and '.join(sorted(peers))}, need one package at a time")
     return given
 
 
@@ -207,7 +220,7 @@ def main() -> None:
                           "refused": refused and op.refused,
                           **measured(op, shape, given.device, given.rounds, speed)}
             print(told(rows[name]), flush=True)
-            if given.out:  # after each, since a card is lent for a time
+            if given.out:  # after each row, because the GPU may be available only for a limited time
                 in_order = [rows[name] for name in cases(family, given.small) if name in rows]
                 record.write(given.out, kind, card, **versions, copy_tb_s=round(speed / 1e12, 3), first=waits,
                              rows=in_order)

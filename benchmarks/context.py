@@ -1,11 +1,12 @@
-"""Time and memory of one long sequence over several GPUs, both ways, beside one GPU that has all of it.
+"""Measure one long sequence over several GPUs, with both methods, and on one GPU alone.
 
     python -m benchmarks.context --ranks 2 --tokens 262144 --out benchmarks/results
     python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU, by gloo
 
-A process for each rank; a time is the slowest rank's, memory the peak of the fullest one. "heads" is a share
-of the heads each (an all-to-all), "tokens" states from rank to rank; `flashlin.explain(op, ranks=)` says
-which of the two a call takes. The README's table is made of the records (benchmarks/report.py).
+Each rank is a process. The recorded time is the slowest rank's, and the memory is the highest peak of a rank.
+"heads": each rank computes some heads (an all-to-all). "tokens": each rank has some tokens and passes states
+on. `flashlin.explain(op, ranks=)` says which method a call uses. README's table is made from the records
+(benchmarks/report.py).
 """
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ WARM, ROUNDS = 2, 7
 def main() -> int:
     options = record.parser(__doc__)
     options.add_argument("--ranks", type=int, default=2)
-    options.add_argument("--tokens", type=int, default=262144, help="of the whole sequence")
+    options.add_argument("--tokens", type=int, default=262144, help="tokens of the whole sequence")
     options.add_argument("--heads", type=int, default=16)
     options.add_argument("--head-dim", type=int, default=128)
     options.add_argument("--op", choices=OPS, help="default: all")
@@ -51,7 +52,7 @@ def main() -> int:
 
 
 def rank_of(rank: int, folder: str, given: Namespace) -> None:
-    """One of the processes; rank 0 tells."""
+    """Run one rank. Rank 0 prints and records the results."""
     on_gpus = torch.cuda.device_count() >= given.ranks
     device = f"cuda:{rank}" if on_gpus else "cpu"
     if on_gpus:
@@ -72,9 +73,9 @@ def rank_of(rank: int, folder: str, given: Namespace) -> None:
 
 
 def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]:
-    """What each way takes, forward, and with all gradients ("both")."""
+    """Measure one op with each method, forward and with all gradients ("both")."""
     op, found = find(name), {}
-    one_key = "mamba" in name  # for all heads, which ranks cannot divide
+    one_key = "mamba" in name  # all heads share one key, so ranks cannot divide the heads
     for way in ("one device", *(() if one_key else ("heads",)), "tokens"):
         size = 1 if way == "one device" else given.ranks
         function, shape = getattr(flashlin, name), Shape(1, given.tokens // size, given.heads, given.head_dim)
@@ -94,8 +95,11 @@ def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]
 
 
 def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str, Any]:
-    """Milliseconds of the slowest rank and MiB of the fullest one; a rank without a call waits. One device
-    alone may lack the memory."""
+    """Return milliseconds of the slowest rank and MiB of the fullest rank.
+
+    A rank without a call only waits at the barriers. A single device may run out of memory; then the result
+    says so.
+    """
     times, failed = [], ""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -108,7 +112,7 @@ def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str,
                 if device != "cpu":
                     torch.cuda.synchronize()
         except torch.OutOfMemoryError as error:
-            if not alone:  # the others wait for this rank
+            if not alone:  # the other ranks wait for this one, so do not continue
                 raise
             failed = str(error).splitlines()[0]
         if round_ >= WARM:

@@ -1,11 +1,12 @@
-"""How long a process that has just begun waits for the first result of an op, forward or with backward, with
-the import of flashlin; torch and the card's context are there, and what torch itself imports for a first
-gradient.
+"""Measure how long a new process waits for the first result of an op.
 
     python -m benchmarks.first --op chunk_gla [--what forward] [--alone]
 
-``benchmarks/compare.py --first`` runs it twice: where Triton's cache and FLASHLIN_HOME are empty, and again.
-alone: each kernel compiles where it is started, as if the machine had one core
+The time includes the import of flashlin, and a forward or a forward with backward. It excludes the import of
+torch, the CUDA context and torch's own imports at a first gradient.
+
+``benchmarks/compare.py --first`` runs this twice: with an empty Triton cache and FLASHLIN_HOME, and again.
+--alone: each kernel compiles when it is launched, as on a machine with one core
 (ops/_common/compile_ahead.py).
 """
 from __future__ import annotations
@@ -23,12 +24,12 @@ CHUNKED = [op.name for ops in OPS.values() for op in ops if op.name.startswith("
 
 
 def waited(op: Op, what: str, shape: Shape, device: str, alone: bool = False) -> float:
-    """Seconds until the output is there, or with ``both`` the gradients, too."""
+    """Return the seconds until the output exists, or with ``both`` also the gradients."""
     def synchronize() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
     x = torch.zeros(1, device=device, requires_grad=True)
-    torch.autograd.grad(2 * x, x, torch.ones_like(x))  # which imports sympy
+    torch.autograd.grad(2 * x, x, torch.ones_like(x))  # the first gradient imports sympy
     call = runs(lambda **arguments: getattr(flashlin, op.name)(**arguments), op, shape, device)[what]
     synchronize()
     began = time.perf_counter()
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--op", required=True, choices=CHUNKED)
     parser.add_argument("--what", default="both", choices=("forward", "both"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--alone", action="store_true", help="compile each kernel where it is started")
+    parser.add_argument("--alone", action="store_true", help="compile each kernel when it is launched")
     given = parser.parse_args()
     op = find(given.op)
     shape = SHAPE if given.device == "cuda" else op.small

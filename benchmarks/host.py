@@ -1,12 +1,13 @@
-"""Measure the host's time for a call: chunk by chunk, forward and with backward, and in decoding.
+"""Measure the host's time for a call: chunked, forward and with backward, and in decoding.
 
     python -m benchmarks.host [--op chunk_kda] [--profile 20] [--out FILE]
 
-In microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in turn with
-the calls. On a GPU they are real, handed to a card that is kept busy. Elsewhere an H200 is pretended
-(benchmarks/pretended.py), on which starting what is compiled takes no time, for calls and bare launches
-alike, so there the ratio is not the GPU's. ``ordinary``: without what calls like earlier ones leave out
-(ops/_common/replay.py, compat/launch_cache.py). profile: so many lines of where a call's time goes.
+Times are in microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in
+turn with the calls. With a GPU the launches are real, and the GPU is kept busy. Without one, the benchmark
+simulates an H200 (benchmarks/pretended.py), where launching a compiled kernel takes no time, for calls and
+for bare launches. So without a GPU the ratio is not that of a real one. ``ordinary``: without the shortcuts
+of repeated calls (ops/_common/replay.py, compat/launch_cache.py). --profile N: print the N functions in which
+a call spends most time.
 """
 from __future__ import annotations
 
@@ -36,13 +37,17 @@ from flashlin.ops._common import chunked, recurrent, replay
 
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_simple_gla",
        "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
-CHUNKED, DECODED = Shape(2, 64, 2, 64), Shape(2, 1, 2, 64)  # small: on a CPU torch's own work is no host time
+# Small shapes, because on a CPU torch's own computation is not host time.
+CHUNKED, DECODED = Shape(2, 64, 2, 64), Shape(2, 1, 2, 64)
 ROUNDS, CALLS = 15, 100
 
 
 def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
-    """By name what is timed of an op; and of one with gradients, what torch alone takes for as many
-    tensors, below which no call can go."""
+    """Return the calls of an op to time, by name.
+
+    For an op with gradients, one entry is torch alone with as many tensors, which is a lower bound of the
+    op's time.
+    """
     shape = DECODED if "recurrent" in op else CHUNKED
     timed = {f"{op} {what}": call
              for what, call in runs(getattr(flashlin, op), find(op), shape, device).items()}
@@ -52,7 +57,7 @@ def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
 
 
 class Alone(torch.autograd.Function):
-    """A result and gradients that nobody computes."""
+    """An autograd function whose result and gradients are empty tensors."""
 
     @staticmethod
     def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:
@@ -65,13 +70,13 @@ class Alone(torch.autograd.Function):
 
 
 def alone(v: torch.Tensor, **others: torch.Tensor) -> Any:
-    call: Any = Alone.apply  # torch has no types for it
+    call: Any = Alone.apply  # torch has no types for apply
     return call(v, *others.values())
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Every call is checked, planned and started as the first one."""
+    """Check, plan and launch every call in the block like a first call."""
     with (mock.patch.object(chunked, "key_of", lambda *call: None),
           mock.patch.object(recurrent, "key_of", lambda *call: None),
           mock.patch.object(replay, "_key_of_run", lambda *call: None),
@@ -81,8 +86,11 @@ def ordinary() -> Iterator[None]:
 
 
 def microseconds(call: Callable[[], Any], queued: int = timing.QUEUED) -> float:
-    """Of this thread, for a call. queued: how many are handed to a busy card, enough for some milliseconds,
-    since the first ones find cold caches."""
+    """Return the microseconds of this thread for a call.
+
+    queued: number of calls that are queued on a busy GPU. They should take some milliseconds in total,
+        because the first calls find cold caches.
+    """
     if torch.cuda.is_available():
         return timing.hosted(call, queued) or float("nan")
     began = time.thread_time()
@@ -92,7 +100,10 @@ def microseconds(call: Callable[[], Any], queued: int = timing.QUEUED) -> float:
 
 
 def measured(timed: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
-    """By name microseconds and bare launches, the least of rounds in which all take turns."""
+    """Return microseconds (minimum) and bare launches (median) of each call, by name.
+
+    All calls take turns within each round.
+    """
     tensors = [torch.zeros(128, device="cuda" if torch.cuda.is_available() else "cpu") for _ in range(8)]
     every = {"bare": lambda: timing.bare[(1,)](*tensors, N=128), **timed}
     taken: dict[str, list[float]] = {name: [] for name in every}
@@ -108,7 +119,7 @@ def measured(timed: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]
 
 
 def profile(call: Callable[[], Any], lines: int) -> None:
-    """Prints the functions in which a call's time is spent, in microseconds of a profiled call."""
+    """Print the functions in which a call spends its time, in microseconds of a profiled call."""
     for _ in range(4):
         call()
     profiler = cProfile.Profile()
@@ -159,7 +170,7 @@ def main() -> None:
 
 
 class Idle(Driver):
-    """A card on which starting a kernel takes no time."""
+    """A simulated GPU on which launching a kernel takes no time."""
 
     def _launcher(self, src: Any, metadata: Any) -> Any:
         def start(*arguments: Any) -> None:

@@ -1,10 +1,11 @@
-"""What ``settings(invariant=True)`` costs: the card's time with it beside the time without.
+"""Measure the cost of ``settings(invariant=True)``: the GPU time with it and without it.
 
     python -m benchmarks.invariant [--op gla] --out benchmarks/results
-    python -m benchmarks.invariant --device cpu --small        tries the script itself
+    python -m benchmarks.invariant --device cpu --small        try the script itself
 
-The chunk ops of benchmarks/calls.py at a shape that fills a card, at which nothing changes but the tiles of
-vector decays, and at those with few heads, which are split without it.
+It times the chunk ops of benchmarks/calls.py. One shape fills a GPU; there the setting changes only the tiles
+of vector decays. The other shapes have few heads, so their sequences are split into segments without the
+setting.
 """
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ def main() -> int:
     options = record.parser(__doc__)
     options.add_argument("--op", action="append", choices=CHUNKED, help="(repeatable; default: all)")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
+    options.add_argument("--small", action="store_true", help="use small sizes, to try the script itself")
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
-    flashlin.settings(canary="off")  # what is timed has been tried
+    flashlin.settings(canary="off")  # the timed kernels have run before
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
     for family in given.op or CHUNKED:
@@ -50,7 +51,7 @@ def main() -> int:
                              for way, found in timing.compared(ways(call), given.rounds).items()}
             rows.append(row)
             print(row, flush=True)
-            if given.out:  # after each, since a card is lent for a time
+            if given.out:  # after each row, because the GPU may be available only for a limited time
                 record.write(given.out, "invariant", card, rows=rows)
     return 0
 

@@ -1,10 +1,11 @@
-"""Time of each kernel in a forward and backward of an op, for a configuration: where the time goes, and what
-a tile is worth.
+"""Time each kernel in a forward and backward of an op, with the planned or a given configuration.
 
     python -m benchmarks.kernels --op chunk_gated_delta_rule                       the planned configuration
-    python -m benchmarks.kernels --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, num_warps, num_stages of the scans
+    python -m benchmarks.kernels --op chunk_gated_delta_rule --tile 64,64,4,2      BT, BV, warps, stages
     python -m benchmarks.kernels --op chunk_gated_delta_rule --set delta_grads=4,2
-    python -m benchmarks.kernels --op chunk_rwkv7 --set dplr_grads=8,1,BK=64,BV=64      num_warps, num_stages, the tile
+    python -m benchmarks.kernels --op chunk_rwkv7 --set dplr_grads=8,1,BK=64,BV=64
+
+--tile sets the configuration of the scans. --set sets num_warps, num_stages and the tile of one kernel.
 """
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", default="chunk_gated_delta_rule")
     parser.add_argument("--shape", default="4,4096,32,128", help="B, T, H, D")
-    parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages instead of the planned ones")
+    parser.add_argument("--tile", default="", help="BT,BV,num_warps,num_stages (default: as planned)")
     parser.add_argument("--set", action="append", default=[],
                         help="kernel=num_warps,num_stages[,registers][,BK=64] (repeatable)")
     parser.add_argument("--decay", type=float, default=1.0,
-                        help="times the logarithms of the gate g: with 20, one reference serves no chunk")
+                        help="factor of the log decays g; with 20, no chunk fits a single decay reference")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()
     B, T, H, D = (int(size) for size in options.shape.split(","))

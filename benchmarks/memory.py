@@ -1,11 +1,11 @@
-"""List the memory that a call takes, forward with backward, buffer by buffer, without a card.
+"""List the memory that a forward with backward needs, buffer by buffer, without a GPU.
 
     python -m benchmarks.memory [--op chunk_gla] [--shape 4x4096x32x128] [--whole]
 
-An H200 is pretended (benchmarks/pretended.py), so torch's own allocator on the CPU hands out what it would on
-a GPU, and torch's profiler notes each time it does. What ``timing`` measures on a card is the third run, a
-repeated one (ops/_common/replay.py); the first is an ordinary one. A card rounds to 512 bytes, or to 2 MiB.
-whole: as if no sequence were split into parts.
+An H200 is simulated (benchmarks/pretended.py), so torch's CPU allocator allocates what it would allocate on a
+GPU. torch's profiler records each allocation. The first run is an ordinary one. The third is a replay
+(ops/_common/replay.py), which is what ``timing`` measures on a GPU. A GPU rounds sizes to 512 bytes or to 2
+MiB. --whole: do not split sequences into segments.
 """
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ RUNS = 3
 
 
 class Peak(NamedTuple):
-    """Bytes beyond what was there, and the buffers that are alive then, in the order in which they were
-    made."""
+    """The largest memory use of a call.
+
+    size: bytes in addition to the memory in use before the call.
+    buffers: sizes of the buffers that are alive at that moment, in the order of their allocation.
+    """
     size: int
     buffers: tuple[int, ...]
 
@@ -50,7 +53,7 @@ def peak(call: Callable[[], Any]) -> Peak:
         size = event.nbytes()
         if size > 0:
             alive.append(size)
-        elif -size in alive:  # else it was there before
+        elif -size in alive:  # otherwise it was allocated before the call
             alive.remove(-size)
         if sum(alive) > most.size:
             most = Peak(sum(alive), tuple(alive))
@@ -58,7 +61,10 @@ def peak(call: Callable[[], Any]) -> Peak:
 
 
 def peaks(op: Op, shape: Shape) -> list[Peak]:
-    """Of the first runs of an op, forward with backward, where nothing of it has run before."""
+    """Return the peaks of an op's first RUNS runs, forward with backward.
+
+    The op must not have run before in this process.
+    """
     home = flashlin if hasattr(flashlin, op.name) else importlib.import_module("flashlin.mamba")
     with mock.patch.object(calls, "drawing", _zeros):
         both = calls.runs(getattr(home, op.name), op, shape, "cpu")["both"]
@@ -66,7 +72,7 @@ def peaks(op: Op, shape: Shape) -> list[Peak]:
 
 
 def _zeros(shape: Shape, device: str, seed: int = 0) -> Callable[..., torch.Tensor]:
-    """In the place of ``calls.drawing``, since nothing is computed."""
+    """Replace ``calls.drawing``: return zeros, because nothing is computed."""
     def draw(role: str, how: Any = None) -> torch.Tensor:
         dimensions, dtype = calls.ROLES[role]
         return torch.zeros([shape.size(dimension) for dimension in dimensions.split()], dtype=dtype)
@@ -75,7 +81,7 @@ def _zeros(shape: Shape, device: str, seed: int = 0) -> Callable[..., torch.Tens
 
 @contextmanager
 def card() -> Iterator[None]:
-    """An H200 is pretended meanwhile."""
+    """Simulate an H200 within the block."""
     machine.pretend(machine.parse(f"triton={triton.__version__},sm=90,sms=132"))
     try:
         with pretended(Idle()), flashlin.settings(canary="off"):

@@ -1,10 +1,10 @@
-"""The scans whose loads, products and stores overlap (``kernels/*/overlapping.py``), beside those that plain
-Triton makes: milliseconds of the card, forward and with backward, microseconds of the scan alone and of the
-reverse one, and how far apart the outputs are.
+"""Compare overlapping scans (``kernels/*/overlapping.py``) with those of plain Triton.
 
     python -m benchmarks.overlapping [--family delta] --out benchmarks/results
 
-Each row has a child process with a limit of time, since a wrong barrier hangs.
+The metrics are milliseconds of GPU time, forward and with backward; microseconds of the forward scan alone
+and of the reverse scan alone; and the distance of the outputs. Each row runs in a child process with a time
+limit, because a wrong barrier hangs.
 """
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from matrix import record
 
 D, ROUNDS, STARTS = 128, 9, 20
 SINCE, NEVER = scans.OVERLAPS, (99, 0)
-SECONDS = 150  # of a row, of which most is compiling
+SECONDS = 150  # per row; most of it is compiling
 MAIN, LONG, SMALL = Shape(4, 4096, 32, D), Shape(1, 32768, 8, D), Shape(8, 1024, 8, 64)
 SCALAR = (MAIN, Shape(1, 8192, 32, D), Shape(16, 4096, 16, D), LONG)
-# By the end of a record's name.
+# Ops and shapes, by the end of the record's name.
 FAMILIES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "scan": {"chunk_simple_gla": SCALAR, "chunk_retention": SCALAR,
              "mamba_chunk_scan_combined": find("mamba_chunk_scan_combined").shapes},
@@ -43,15 +43,17 @@ HEAD = " ".join([f"{'op':24}", f"{'shape':14}", *(f"{title:>20}" for title in CO
 
 
 def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
-    """A call as if Gluon's scans were there since this release."""
+    """Run a call with overlapping kernels enabled since this Triton release."""
     scans.OVERLAPS = since
     dispatch.plan.cache_clear()
     return call()
 
 
 def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
-    """Microseconds of the card that a call's last kernel whose name ends so takes, alone; None if it has
-    none."""
+    """Return the GPU time of a call's last kernel with one of these name endings, in microseconds.
+
+    Return None if the call has no such kernel.
+    """
     marks: list[list[tuple[Any, Any]]] = []
 
     def start(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -65,7 +67,8 @@ def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
             marks[-1].append((begin, end))
     door.replace_starter(start)
     for _ in range(STARTS):
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead
+        # type: ignore[no-untyped-call]  # keeps the GPU busy, so that the host is ahead
+        torch.cuda._sleep(20_000_000)
         marks.append([])
         call()
     door.replace_starter(None)
@@ -75,7 +78,7 @@ def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
 
 
 def row(name: str, shape: Shape) -> dict[str, Any]:
-    """Milliseconds of both ways; distance: of the outputs, relative."""
+    """Return the times of plain and overlapping kernels, and the relative distance of their outputs."""
     found: dict[str, Any] = {}
     for what, call in runs(getattr(flashlin, name), find(name), shape, "cuda").items():
         ways: dict[str, Callable[[], Any]] = {"plain": partial(planned, call, NEVER),
@@ -91,14 +94,17 @@ def row(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def tried(name: str, number: int, shape: Shape) -> dict[str, Any]:
-    """A row, made by a child, or why there is none."""
+    """Measure a row in a child process, and return it, or the reason why there is none.
+
+    number: index of the shape in the op's list.
+    """
     done = record.child("benchmarks.overlapping", "--row", name, str(number), seconds=SECONDS)
     found = done.messages[-1] if done.messages else {"failed": done.ending}
     return {"op": name, "shape": str(shape), **found}
 
 
 def text(found: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a row as a line of the table."""
     if "failed" in found:
         return f"{found['op']:24} {found['shape']:14} {found['failed']}"
     cells = [f"{found[column]['plain']} -> {found[column]['overlapped']}" for column in COLUMNS]
@@ -113,7 +119,7 @@ def main() -> int:
     given = options.parse_args()
     if given.row:
         say, (name, number) = channel(), given.row
-        flashlin.settings(canary="trial")  # whether it has run or not
+        flashlin.settings(canary="trial")  # use the kernels whether they have run before or not
         [shapes] = [ops[name] for ops in FAMILIES.values() if name in ops]
         say(**row(name, shapes[int(number)]))
         return 0

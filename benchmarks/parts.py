@@ -1,10 +1,10 @@
-"""Into how many parts to split sequences: the card's time of an op with each number, unsplit among them, in
-milliseconds, and memory, the peak beyond what was there, in MiB.
+"""Find the best number of segments per sequence: time and memory of an op with each number.
 
     python -m benchmarks.parts [--op gla] [--shape 1x32768x8x128] --out benchmarks/results
 
-What planning would choose for the shape is marked with *. The chunk ops of benchmarks/calls.py at its shapes that
-leave most of a card idle.
+Times are milliseconds of GPU time. Memory is the peak in MiB above the memory in use before the call. The
+numbers include 1, for no split. * marks the number that planning chooses for the shape. The calls are the
+chunk ops of benchmarks/calls.py, at shapes that leave most of a GPU idle.
 """
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROUNDS = 5
 
 
 def in_parts(call: Callable[[], Any], parts: int) -> Any:
-    """A call as if planning split every sequence into so many parts; 0: as it would."""
+    """Run a call with every sequence split into `parts` segments; 0: as many as planning chooses."""
     scans.forced_parts = parts
     dispatch.plan.cache_clear()
     return call()
 
 
 def chosen(call: Callable[[], Any], T: int) -> int:
-    """The number of parts that planning chooses."""
+    """Return the number of segments that planning chooses."""
     plans: list[Plan] = []
     with dispatch.watching(plans.append):
         in_parts(call, 0)
@@ -47,10 +47,10 @@ def chosen(call: Callable[[], Any], T: int) -> int:
 def main() -> int:
     options = record.parser(__doc__)
     options.add_argument("--op", choices=[family for family in OPS if OPS[family][0].name.startswith("chunk_")],
-                         help="a family of benchmarks/calls.py (default: all that are split)")
+                         help="a family of benchmarks/calls.py (default: all chunk ops)")
     options.add_argument("--shape", choices=[str(shape) for shape in SHAPES])
     given = options.parse_args()
-    flashlin.settings(canary="off")  # what is timed has been tried
+    flashlin.settings(canary="off")  # the timed kernels have run before
     rows: dict[str, Any] = {}
     for family, ops in OPS.items():
         if not ops[0].name.startswith("chunk_") or given.op not in (None, family):
@@ -70,7 +70,7 @@ def main() -> int:
                     f"{parts}{'*' if int(parts) == row['chosen'] else ''}: {taken} ms "
                     f"{row[f'{what}_mb'][parts]} MB" for parts, taken in row[what].items()), flush=True)
             rows[f"{ops[0].name} {shape}"] = row
-            if given.out:  # after each, since a card is lent for a time
+            if given.out:  # after each row, because the GPU may be available only for a limited time
                 record.write(given.out, "parts", record.this_card(), rows=rows)
             torch.cuda.empty_cache()
     return 0

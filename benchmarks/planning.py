@@ -1,11 +1,10 @@
-"""What planning adds to a call, measured on the CPU, where all of it happens: nothing here starts a kernel or
-needs a GPU.
+"""Measure the time that planning adds to a call, on the CPU. No kernel is launched and no GPU is needed.
 
     python -m benchmarks.planning [--out benchmarks/results/planning.json]
 
-Each row is the quickest of many runs, in microseconds of this thread's time: other programs only add to it.
-``added to a call`` is what an op does from its tensors to its plan when it has seen the call before (the plan is
-cached); a call with new sizes costs a miss once.
+Each row is the fastest of many runs, in microseconds of this thread's time, because other programs only add
+to it. ``added to a call`` is the time from an op's tensors to its plan if an earlier call was the same, so
+that the plan is cached. A call with new sizes also takes one miss.
 """
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from flashlin.ops._common.pipeline import planned
 
 LIMIT = 5.0  # microseconds that planning may add to a call
 RUNS, CALLS = 101, 1000
-# nothing to remedy; bf16 goes by way of fp32
+# H100 needs no remedy. On a T4, bf16 is computed in fp32.
 TARGETS = {"H100": "triton=3.6.0,sm=90", "T4": "triton=3.3.1,sm=75"}
 
 
@@ -58,7 +57,7 @@ def rows() -> dict[str, float]:
         return norm.problem_of(of_norm, norm.scalars_of(of_norm, norm.Asked("rms_norm", RMS, 1e-5)))
 
     here, now, problem = probe(q.device), policy.current(), gla()
-    # more than the cache holds: always a miss
+    # More problems than the cache has entries, so each is a miss.
     fresh = itertools.cycle([problem._replace(T=T) for T in range(1, 5001)])
 
     def missed(target: Target) -> Plan:
@@ -95,7 +94,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "planning.json")
     out = parser.parse_args().out
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a T4's are announced once, before the clock starts
+        warnings.simplefilter("ignore")  # a T4's warnings are printed once, before the timing starts
         found = rows()
     for name, value in found.items():
         print(f"{name:36} {value:8.2f} us")

@@ -1,4 +1,4 @@
-"""A card that is not there, for Triton: its launch runs as on a GPU, and what it would start is noted."""
+"""A simulated GPU for Triton: launches take the usual path, and are recorded instead of run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from triton.runtime.driver import driver
 
 
 class Started(NamedTuple):
-    """What a compiled kernel was started with."""
+    """One launch of a compiled kernel, with everything that the driver receives."""
     compiled: Any
     grid: tuple[int, ...]
     stream: int
@@ -23,7 +23,11 @@ class Started(NamedTuple):
 
 
 class Driver:
-    """An H100 of any number, current and with a current stream as they are set. started: in order."""
+    """A Triton driver for any number of H100 GPUs.
+
+    Set `device` and `streams` to choose the current device and its stream. `started` lists the launches in
+    order.
+    """
 
     def __init__(self) -> None:
         self.device, self.streams, self.started = 0, {0: 7, 1: 8}, list[Started]()
@@ -61,14 +65,14 @@ class Driver:
 
 @contextmanager
 def pretended(fake: Any) -> Iterator[Any]:
-    """Triton launches on this driver, and compiles nothing: each compiled kernel is one without code."""
+    """Make Triton launch on this driver in the block, without compiling: kernels have no code."""
     functions = set[Any]()
 
     def compiled(src: Any, target: Any, options: dict[str, Any]) -> Any:
         functions.add(src.fn)
         kernel = CompiledKernel.__new__(CompiledKernel)
         kernel.src, kernel.name = src, src.fn.__name__
-        kernel.hash = src.hash()  # which finds global values
+        kernel.hash = src.hash()  # also finds the global values that the kernel uses
         kernel.metadata = SimpleNamespace(shared=0, num_warps=options["num_warps"], target=target,
                                           name=kernel.name)
         kernel.packed_metadata = object()

@@ -1,6 +1,6 @@
-"""What benchmarks/compare.py has measured, as a table in markdown and a plot in SVG, both for the README.
+"""Tables in markdown and plots in SVG of the recorded benchmarks, for the README.
 
-``python -m tests.test_readme --write`` puts them there.
+``python -m tests.test_readme --write`` inserts them.
 """
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def records(folder: Path = RESULTS) -> list[Record]:
 
 
 class Pair(NamedTuple):
-    """A row of a record beside one other package; where either failed, what there is."""
+    """One row of a record, seen as a comparison of flashlin with one other package.
+
+    row: the row.
+    other: name of the package.
+    """
     row: dict[str, Any]
     other: str
 
@@ -35,12 +39,12 @@ class Pair(NamedTuple):
         return str(self.row["op"]) + (", channels last" if "channels_last" in self.row["arguments"] else "")
 
     def figures(self, what: str, side: str) -> dict[str, Any]:
-        """Of ``forward`` or ``both``: of a side, {} where there is nothing."""
+        """Return the metrics of a side for ``forward`` or ``both``; {} if it has none."""
         found = self.row.get(what, {}).get(side, {})
         return {} if "failed" in found else dict(found)
 
     def ratio(self, what: str) -> float | None:
-        """The card's time, flashlin / theirs."""
+        """Return the GPU time of flashlin divided by the other's; None if either is missing."""
         ours, theirs = (self.figures(what, side) for side in ("flashlin", self.other))
         if not ours or not theirs:
             return None
@@ -48,7 +52,10 @@ class Pair(NamedTuple):
 
 
 def pairs(record: Record) -> list[Pair]:
-    """Of every row one for each other package that ran anywhere in the record, and one at least."""
+    """Return a Pair for each row and each other package that ran anywhere in the record.
+
+    A row has at least one pair.
+    """
     every = [[Pair(row, other) for other in row["forward"] if other not in ("flashlin", "floor_ms")]
              for row in record["rows"]]
     ran = {pair.other for beside in every for pair in beside if pair.figures("forward", pair.other)}
@@ -57,7 +64,7 @@ def pairs(record: Record) -> list[Pair]:
 
 
 def over_ranks(folder: Path = RESULTS) -> str:
-    """A table of each record of benchmarks/context.py: one GPU that has the whole sequence, and several."""
+    """Return one table per record of benchmarks/context.py: one GPU with the whole sequence, and several."""
     lines: list[str] = []
     for path in sorted(folder.glob("context-*.json")):
         of = json.loads(path.read_text(encoding="utf-8"))
@@ -82,14 +89,14 @@ def _of_ranks(figures: Record | None) -> tuple[str, ...]:
 
 
 def of_invariance(folder: Path = RESULTS) -> str:
-    """A table of each record of benchmarks/invariant.py."""
+    """Return one table for each record of benchmarks/invariant.py."""
     lines: list[str] = []
     for path in sorted(folder.glob("invariant-*.json")):
         of = json.loads(path.read_text(encoding="utf-8"))
         shapes = list(dict.fromkeys(row["shape"] for row in of["rows"]))
         ways = {(row["op"], row["shape"]): row for row in of["rows"]}
         columns = ("op", *(f"{shape}: {words}" for shape in shapes for words in NAMES.values()))
-        lines += ["Milliseconds of the card, bfloat16, B x T x H x D: by default -> with `invariant=True`; "
+        lines += ["Milliseconds of GPU time, bfloat16, B x T x H x D: by default -> with `invariant=True`; "
                   f"{of['device']}, Triton {of['triton']}, torch {of['torch']}, {of['date']}:", "",
                   *markdown.table(columns, [
                       (f"`{op}`", *(_changed(ways.get((op, shape), {}).get(what))
@@ -104,24 +111,24 @@ def _changed(figures: Record | None) -> str:
     return " -> ".join(one if isinstance(one, str) else f"{one:.3g}" for one in figures.values())
 
 
-COLUMNS = ("op", "B x T x H x D", "beside", "forward, ms", "ratio", "of the floor", "host",
-           "with backward, ms", "ratio", "of the floor", "host", "memory, MB")
+COLUMNS = ("op", "B x T x H x D", "compared with", "forward, ms", "ratio", "% of floor", "host",
+           "with backward, ms", "ratio", "% of floor", "host", "memory, MB")
 
 
 ABOUT = (
-    "bfloat16, flashlin / theirs, all in one process, in turn: medians of the card's time, by replay of a "
-    "CUDA graph (°: where a call cannot be captured, by events around calls in a full queue, or by the wall "
-    "if that is less). Of the floor: "
-    "the time in which this card copies the bytes that the call has to read and to write, over the time that "
-    "flashlin takes; above 100 % where kernels copy faster than the driver, whose time that is, or where what "
-    "is read lies in the cache. Host: what Python takes for a call, in launches of a kernel with eight tensors in the "
-    "same run. Memory: the peak beyond what was there, with backward if there is one. -: it fails, has no "
-    "backward, or its host waits for the card. *: fla refuses this backward here; its refusal was switched "
-    "off.")
+    "bfloat16. A pair of numbers is flashlin / the other package. Both run in one process and take turns. "
+    "Times are medians of GPU time, measured by replay of a CUDA graph. °: the call cannot be captured, so "
+    "it is timed by events around calls in a full queue, or by wall time if that is less. Ratio: flashlin's "
+    "time divided by the other's; lower is better. % of floor: time of a copy of the bytes that the call "
+    "must read and write, divided by flashlin's time. It exceeds 100 % if kernels copy faster than the "
+    "driver, whose copy is the reference, or if inputs are in the GPU's cache. Host: time of Python for a "
+    "call, in launches of a kernel with eight tensors in the same run. Memory: peak above the memory in use "
+    "before the call, with backward if the op has one. -: it fails, has no backward, or its host waits for "
+    "the GPU. *: fla refuses this backward here, so its refusal was switched off.")
 
 
 def table(found: Sequence[Record]) -> str:
-    """A table for each card and Triton; ``""`` without records."""
+    """Return a table for each GPU and Triton release; ``""`` without records."""
     lines: list[str] = []
     for made_by, together in _by_machine(found):
         lines += [f"{made_by}:", "",
@@ -143,7 +150,7 @@ def _first(wait: dict[str, Any]) -> list[str]:
 
 
 def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
-    """Those with most to tell first."""
+    """Return the records by machine and versions, those with the most rows first."""
     machines: dict[str, list[Record]] = {}
     for one in found:
         versions = [f"{name} {one[name if name in one else name.lower()]}"
@@ -169,8 +176,11 @@ def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str
 
 
 def _card(figures: dict[str, Any]) -> float:
-    """Milliseconds of the card. Between events it may have waited for a host that waits for it; the wall's
-    time is a bound, too."""
+    """Return milliseconds of GPU time.
+
+    Between events the GPU may have waited for a host that waits for it. So the wall time is also an upper
+    bound.
+    """
     device, wall = (float(figures[clock]["median"]) for clock in ("device_ms", "wall_ms"))
     return device if figures["how"] == "graph" else min(device, wall)
 
@@ -187,8 +197,10 @@ def _memory(figures: dict[str, Any]) -> str:
     return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
 
 
-UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6  # pixels; UNIT: the other's time; LETTER: a wide one's
-FILLS = {"forward": ("#3b76af", "#6aa5dd"), "both": ("#d1812f", "#e09b52")}  # on light pages and on dark ones
+# Sizes in pixels. UNIT: width of the other package's time. LETTER: width of a wide letter.
+UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6
+# for light pages and for dark pages
+FILLS = {"forward": ("#3b76af", "#6aa5dd"), "both": ("#d1812f", "#e09b52")}
 NAMES = {"forward": "forward", "both": "with backward"}
 STYLE = "\n".join([
     "<style>", *(f"{around}.back {{ fill: {back} }} text {{ fill: {fore} }} .theirs {{ stroke: #777 }} "
@@ -199,11 +211,11 @@ STYLE = "\n".join([
 
 
 def plot(found: Sequence[Record]) -> str:
-    """The ratios of these records; ``""`` without any."""
+    """Return a bar chart of the ratios in these records; ``""`` without records."""
     chosen = [(one, pair) for one in found for pair in pairs(one)
               if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
     cards, releases = (list(dict.fromkeys(one[name] for one, _ in chosen)) for name in ("device", "triton"))
-    rows = [(f"{pair.name}, {pair.row['shape']}, beside {pair.other}"
+    rows = [(f"{pair.name}, {pair.row['shape']}, vs {pair.other}"
              + f", Triton {one['triton']}" * (len(releases) > 1) + f", {one['device']}" * (len(cards) > 1),
              {what: ratio for what in FILLS if (ratio := pair.ratio(what)) is not None})
             for one, pair in chosen]
@@ -211,15 +223,20 @@ def plot(found: Sequence[Record]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:
-    """A picture in SVG, for light and dark pages: flashlin's time in units of the other's, which a line shows.
-    rows: (label, {``forward``, ``both``: the ratio}); ``""`` without any."""
+    """Return a bar chart in SVG, for light and dark pages; ``""`` without rows.
+
+    A bar is flashlin's time divided by the other package's. A dashed line marks 1, the other's time.
+
+    rows: (label, {``forward``, ``both``: the ratio}).
+    """
     if not rows:
         return ""
     left, y, body = LETTER * max(len(label) for label, _ in rows), TOP, list[str]()
     for label, ratios in rows:
         body.append(_text(left - 8, y + HIGH * len(ratios) / 2 + 4, label, anchor="end"))
         for what, ratio in ratios.items():
-            width = min(ratio, 2) * UNIT  # a longer one would leave the picture; its number says so
+            # a longer bar would leave the picture; its number still shows the ratio
+            width = min(ratio, 2) * UNIT
             body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" class="{what}"/>',
                      _text(left + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
             y += HIGH
@@ -232,13 +249,13 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:
     return _svg(left + 2 * UNIT + 50, y + 8, [title, *keys, line, *body])
 
 
-SMOOTH, WIDE, HIGH_UP = 20, 640, 300  # steps of a mean; pixels of the field
+SMOOTH, WIDE, HIGH_UP = 20, 640, 300  # steps of a running mean; pixels of the plot
 WAYS = {"float32": ("#777", "float32, flashlin"), "fla": ("#d1812f", "bf16, fla"),
         "flashlin": ("#3b76af", "bf16, flashlin")}
 
 
 def curves(folder: Path = RESULTS) -> str:
-    """The newest record of benchmarks/training.py, in SVG; ``""`` without any."""
+    """Return the loss curves of the newest record of benchmarks/training.py, in SVG; ``""`` without any."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("training-*.json"))]
     if not found:
         return ""
@@ -257,7 +274,7 @@ def curves(folder: Path = RESULTS) -> str:
     for at, (way, (colour, name)) in enumerate((way, told) for way, told in WAYS.items() if way in means):
         points = " ".join(f"{left + WIDE * step / max(of['steps'] - 1, 1):.1f},{y_of(loss):.1f}"
                           for step, loss in [*enumerate(means[way])][::5])
-        width = 5 - 1.5 * at  # they lie on each other: the first is the widest
+        width = 5 - 1.5 * at  # the curves overlap, so the first one is the widest
         body += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>',
                  f'<rect x="{left + 210 * at}" y="26" width="11" height="11" fill="{colour}"/>',
                  _text(left + 210 * at + 16, 36, f"{name}: {means[way][-1]:.3f} at the end")]

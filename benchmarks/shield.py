@@ -1,11 +1,10 @@
-"""What shield adds to a call that it has seen before, measured on the CPU with a launch that does nothing:
-nothing here needs a GPU.
+"""Measure the time that shield adds to a repeated call, on the CPU with an empty launch. It needs no GPU.
 
     python -m benchmarks.shield [--out benchmarks/results/shield.json]
 
-Each row is the best of many runs (others share the machine), in microseconds: what a call costs more than the
-same call of the same kernel without shield, whose launch does nothing either. Not in it: asking CUDA for the
-current device, which there is none of here.
+Each row is the best of many runs (the machine may be shared), in microseconds. It is the difference between a
+shielded call and the same call of the same kernel without shield, whose launch is also empty. It excludes the
+query of CUDA's current device, because there is no CUDA here.
 """
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def many(
 
 
 def nothing(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Instead of a launch. Triton evaluates a callable grid there."""
+    """Replace a launch. Only call a callable grid, as Triton does."""
     if callable(grid):
         grid(kwargs)
 

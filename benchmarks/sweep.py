@@ -1,11 +1,11 @@
-"""Time warps and stages of every kernel that an op starts: what configurations in the recipes are picked
-from.
+"""Time several numbers of warps and stages for every kernel of an op, to choose configurations.
 
     python -m benchmarks.sweep --op kda --out benchmarks/results [--shape 4x4096x32x128] [--jobs 14]
 
-All configurations are compiled first, by several processes. Then each kernel has a process of its own, so
-that a configuration that faults takes no other kernel's times along. A configuration counts if it repeats
-itself to the bit and leaves in every tensor what the planned one does, to a hundredth of the tensor's norm.
+Several processes first compile all configurations. Then each kernel is timed in its own process, so that a
+crash of one configuration loses only the times of one kernel. A configuration counts if two runs give the
+same bits, and if every tensor differs from that of the planned configuration by at most 0.01 of the tensor's
+norm.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARPS, STAGES, ROUNDS, FAR = (2, 4, 8), (1, 2, 3), 5, 1e-2
 
 
 class Start(NamedTuple):
-    """A kernel as the op starts it, with the tensors of that call."""
+    """One launch of a kernel in an op, with the tensors of that call."""
     launch: Any
     kernel: Any
     programs: int
@@ -39,7 +39,7 @@ class Start(NamedTuple):
 
 
 def captured(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Start]:
-    """The kernels of a forward with backward, by name; of one that is started twice the first time."""
+    """Return the kernels of a forward with backward, by name; of repeated launches, the first."""
     found: dict[str, Start] = {}
     before = door._starter
 
@@ -55,7 +55,7 @@ def captured(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Start]:
 
 
 def configurations(start: Start) -> Iterator[tuple[int, int]]:
-    """(warps, stages), the planned ones first."""
+    """Yield (warps, stages), beginning with the planned ones."""
     planned = start.launch.num_warps, start.launch.num_stages
     yield planned
     for warps in WARPS:
@@ -65,7 +65,7 @@ def configurations(start: Start) -> Iterator[tuple[int, int]]:
 
 
 def timed(start: Start) -> Iterator[dict[str, Any]]:
-    """A row for each configuration."""
+    """Yield one row for each configuration."""
     tensors = {name: x for name, x in start.arguments.items() if isinstance(x, torch.Tensor)}
     before = {name: x.clone() for name, x in tensors.items()}
 
@@ -79,7 +79,8 @@ def timed(start: Start) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         try:
             once, again = left(warps, stages), left(warps, stages)
-        except Exception as error:  # it does not compile, or leaves no room: its row says so
+        # It does not compile, or memory is full. Its row shows the error.
+        except Exception as error:
             yield {**row, "failed": record.raised(error)}
             continue
         right = right or once
@@ -107,8 +108,8 @@ def main() -> None:
     options = record.parser(__doc__)
     options.add_argument("--op", required=True, choices=OPS)
     options.add_argument("--shape", default="4x4096x32x128")
-    options.add_argument("--jobs", type=int, default=14, help="processes that compile")
-    options.add_argument("--seconds", type=float, default=120, help="for compiling, and for each kernel")
+    options.add_argument("--jobs", type=int, default=14, help="number of processes that compile")
+    options.add_argument("--seconds", type=float, default=120, help="limit for compiling, and per kernel")
     options.add_argument("--kernel", help=argparse.SUPPRESS)
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()

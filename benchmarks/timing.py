@@ -1,4 +1,4 @@
-"""How calls are timed: beside each other, the card's time, the host's and the wall's apart."""
+"""The method of timing: calls take turns, and GPU, host and wall time are measured separately."""
 from __future__ import annotations
 
 import statistics
@@ -14,29 +14,33 @@ import triton
 import triton.language as tl
 
 Call = Callable[[], Any]
-# Calls handed to a card that is kept busy for so long; a queue takes about a thousand launches.
+# QUEUED calls are queued on a GPU that is kept busy for SLEEP_MS. A queue takes about a thousand launches.
 QUEUED, SLEEP_MS = 5, 40.0
 LAUNCHES = 100
-GRAPH_MS, WALL_MS = 3.0, 10.0  # what one measurement takes about
+GRAPH_MS, WALL_MS = 3.0, 10.0  # approximate duration of one measurement
 
 
 @triton.jit
 def bare(a, b, c, d, e, f, g, h, N: tl.constexpr):
-    """As little as a launch with eight tensors can be."""
+    """A minimal kernel with eight tensors."""
     at = tl.arange(0, N)
     tl.store(h + at, tl.load(a + at))
 
 
 def compared(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
-    """By name what each call takes: medians over rounds in which they take turns, with quartiles.
+    """Return medians and quartiles of the times of each call, by name. The calls take turns in each round.
 
-    ``device_ms``: without the host; ``how``: a replayed CUDA graph, or, where that cannot be captured, events
-    around calls that wait in a full queue. ``wall_ms``: as called from Python one after another. ``host_us``:
-    of Python alone, while the card is busy with something else; ``launches``: the same in bare launches
-    (``bare``) of the same rounds. Neither is there if a call waits for the card. ``peak_mb``: memory that it
-    takes beyond what was there. Caches are as the call before has left them.
+    ``device_ms``: GPU time, without the host.
+    ``how``: how the GPU time was measured: ``graph`` for a replayed CUDA graph. If the call cannot be
+        captured: events around calls that wait in a full queue.
+    ``wall_ms``: time of calls from Python, one after another.
+    ``host_us``: time of Python alone, while the GPU is busy with other work.
+    ``launches``: `host_us` divided by the time of a bare launch (``bare``) in the same rounds. Both are
+        missing if a call waits for the GPU.
+    ``peak_mb``: peak memory in addition to the memory in use before the call.
 
-    A call that raises has ``failed`` instead. On a machine without a GPU all is the wall's time.
+    Caches are as the previous call leaves them. A call that raises has only ``failed``. Without a GPU, all
+    times are wall times.
     """
     found: dict[str, dict[str, Any]] = {}
     ready: dict[str, Prepared] = {}
@@ -44,7 +48,7 @@ def compared(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
         try:
             ready[name] = _prepared(call)
             found[name] = ready[name].facts
-        except Exception as error:  # one side's failure is the row's result
+        except Exception as error:  # the failure of one call is a result
             found[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     taken: dict[str, dict[str, list[float]]] = {name: {"device_ms": [], "wall_ms": [], "host_us": []}
                                                 for name in ready}
@@ -68,15 +72,19 @@ def compared(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles, four digits of each."""
+    """Return the median and the quartiles, rounded to four digits."""
     several = values if len(values) > 1 else 2 * values
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {name: float(f"{value:.4g}") for name, value in (("median", middle), ("low", low), ("high", high))}
 
 
 class Prepared(NamedTuple):
-    """facts: what is measured once. replay: milliseconds of the card. times: how many calls one measurement
-    of the wall's time has."""
+    """A call that is ready to be timed.
+
+    facts: results that are measured only once.
+    replay: returns milliseconds of GPU time.
+    times: number of calls in one measurement of wall time.
+    """
     facts: dict[str, Any]
     replay: Callable[[], float]
     times: int
@@ -96,8 +104,8 @@ def _prepared(call: Call) -> Prepared:
     times, stream = max(1, int(WALL_MS / wall(call, 3))), torch.cuda.current_stream()
     try:
         return Prepared(facts | {"how": "graph"}, _graph(call), times)
-    except Exception as error:  # it cannot be captured
-        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+    except Exception as error:  # the call cannot be captured
+        torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
         torch.cuda.synchronize()
         why = f"events: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return Prepared(facts | {"how": why}, lambda: _queue(call), times)
@@ -126,10 +134,13 @@ def _graph(call: Call) -> Callable[[], float]:
 
 @contextmanager
 def _not_waiting() -> Iterator[None]:
-    """Raises where a call waits for the card. It could not be captured, and what it caches while that is tried
-    (fla its chunk indices) would never be computed."""
+    """Raise an error if a call in the block waits for the GPU.
+
+    Such a call cannot be captured. Values that it caches during a failed capture (such as fla's chunk
+    indices) would never be computed.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not see every wait
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -138,8 +149,10 @@ def _not_waiting() -> Iterator[None]:
 
 
 def _queue(call: Call) -> float:
-    """Milliseconds of a call when the card never waits for the host, if the call does not wait for the
-    card."""
+    """Return milliseconds of GPU time per call while the GPU does not wait for the host.
+
+    If the call waits for the GPU, the GPU also waits for the host.
+    """
     begin, end = _event(), _event()
     _sleep()
     begin.record()
@@ -151,7 +164,7 @@ def _queue(call: Call) -> float:
 
 
 def wall(call: Call, times: int) -> float:
-    """Milliseconds of a call, one after another."""
+    """Return milliseconds of wall time per call, with calls one after another."""
     _synchronize()
     began = time.perf_counter()
     for _ in range(times):
@@ -161,7 +174,7 @@ def wall(call: Call, times: int) -> float:
 
 
 def hosted(call: Call, times: int) -> float | None:
-    """Microseconds that the host takes for a call while the card is busy; None if it waits for the card."""
+    """Return microseconds of host time per call while the GPU is busy; None if the call waits for the GPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()
@@ -178,8 +191,10 @@ def hosted(call: Call, times: int) -> float | None:
 
 
 def bandwidth(device: str) -> float:
-    """Bytes a second that this machine copies, read and written: by the driver or, often faster, by a
-    kernel."""
+    """Return the bytes per second that a copy reads and writes on this machine.
+
+    It is the faster one of a copy by the driver and a kernel, which is often faster.
+    """
     source = torch.zeros(2**28 if device == "cuda" else 2**20, device=device)
     into = torch.empty_like(source)
     ways = compared({"copy": lambda: into.copy_(source),

@@ -1,13 +1,16 @@
-"""Losses of a small Gated DeltaNet language model over 1,000 steps: by flashlin and by fla in bf16, and in
-fp32.
+"""Record the losses of a small Gated DeltaNet language model over 1,000 steps.
 
     python -m benchmarks.training --out benchmarks/results
-    python -m benchmarks.training --device cpu --steps 3 --small        tries the script itself
+    python -m benchmarks.training --device cpu --steps 3 --small        try the script itself
 
-fla's layers, on bytes of Python's standard library; each way begins with the same weights and sees the same
-bytes. "fla": the layers as they are, their refusal of this backward on Hopper switched off where they would
-refuse (benchmarks/compare.py); "flashlin" and "float32": ``flashlin.patched("fla")``. bf16 is autocast over
-float32 weights. fla's kernels run in the first of their configurations that fits, since nothing is timed.
+It trains with flashlin in bf16, with fla in bf16, and with flashlin in fp32. The layers are fla's, and the
+text is the bytes of Python's standard library. Each training begins with the same weights and sees the same
+bytes.
+
+"fla" uses the layers as they are. Where fla refuses the backward on Hopper, the refusal is switched off
+(benchmarks/compare.py). "flashlin" and "float32" use ``flashlin.patched("fla")``. bf16 means autocast with
+float32 weights. fla's kernels run in the first of their configurations that fits, because speed is not
+measured.
 """
 from __future__ import annotations
 
@@ -30,13 +33,19 @@ from matrix import record
 from matrix.stacks import seeds
 
 WORDS, SEED, SHOWN = 256, 0, 100
-Way = tuple[Callable[[], AbstractContextManager[Any]], bool]  # what it runs in, and whether in bf16
+Way = tuple[Callable[[], AbstractContextManager[Any]], bool]  # the context of the training, and True for bf16
 WAYS: dict[str, Way] = {"flashlin": (partial(flashlin.patched, "fla"), True), "fla": (nullcontext, True),
                         "float32": (partial(flashlin.patched, "fla"), False)}
 
 
 class Size(NamedTuple):
-    """Rows and tokens of a step; layers, their width, heads and their size."""
+    """The size of the model and its batches.
+
+    B, T: rows and tokens of one step.
+    layers: number of layers.
+    D: width of the model.
+    H, K: number of heads and their size.
+    """
     B: int = 16
     T: int = 1024
     layers: int = 4
@@ -58,7 +67,7 @@ class Model(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(size.D) for _ in range(size.layers + 1))
 
     def forward(self, text: Tensor) -> Tensor:
-        """The loss of the next byte."""
+        """Return the mean loss of the next byte."""
         x = self.embed(text[:, :-1])
         for mixer, mixed, norm in zip(self.mixers, self.mixed, self.norms, strict=False):
             x = x + mixer(norm(x))[0]
@@ -68,7 +77,7 @@ class Model(nn.Module):
 
 
 def batches(size: Size, steps: int, device: torch.device) -> Iterator[Tensor]:
-    """The same ones each time."""
+    """Yield batches of bytes, the same in every run."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     chance = random.Random(SEED)
@@ -78,7 +87,10 @@ def batches(size: Size, steps: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def trained(way: str, size: Size, steps: int, device: torch.device) -> list[float]:
-    """The loss of every step."""
+    """Train the model, and return the loss of every step.
+
+    way: a key of WAYS.
+    """
     around, narrow = WAYS[way]
     torch.manual_seed(SEED)
     with around():
@@ -104,7 +116,7 @@ def main() -> None:
     options = record.parser(__doc__)
     options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--device", default="cuda")
-    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
+    options.add_argument("--small", action="store_true", help="use small sizes, to try the script itself")
     given = options.parse_args()
     device, size = torch.device(given.device), Size(2, 64, 1, 32, 2, 16) if given.small else Size()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -113,7 +125,7 @@ def main() -> None:
         try:
             with seeds.quick():
                 losses[way] = trained(way, size, given.steps, device)
-        except Exception as error:  # of any kind: it is this way's result
+        except Exception as error:  # an error of any kind is a result
             failed[way] = record.raised(error)
         print(f"{way:10}", failed.get(way) or f"{losses[way][0]:.3f} -> {losses[way][-1]:.3f}", flush=True)
         if given.out:

@@ -1,4 +1,4 @@
-"""What tuners of other packages have found, as a file, so that on the next machine nothing is tuned again."""
+"""Store the configurations that other packages' autotuners choose, to skip the tuning on other machines."""
 from __future__ import annotations
 
 import json
@@ -7,31 +7,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FIELDS = ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg")
-USUAL = {"num_ctas": 1, "maxnreg": None}  # of nearly every configuration, so the file leaves it out
+USUAL = {"num_ctas": 1, "maxnreg": None}  # defaults, which the file leaves out
 
 
 class Tuned(NamedTuple):
-    """A tuner, and the keys whose configurations it was given."""
+    """One autotuner, and the configurations that it got from the file.
+
+    kernel: full name of the kernel.
+    tuner: Triton's autotuner.
+    given: configurations from the file, by the tuner's key.
+    """
     kernel: str
     tuner: Any
     given: dict[Any, Any]
 
 
 class Winners:
-    """The configurations of a file go into every tuner that is made from now on; ``write`` adds what tuners
-    have found themselves.
+    """Gives the configurations of a file to every autotuner that is made later.
+
+    ``write`` adds the choices that tuners make themselves. Import the packages after this object is made.
 
     Args:
-        file: read where it is there, whose ``made_by`` has to be the same, or nothing of it is taken.
-        made_by: card, releases of Triton and of the package: what a winner holds for.
-        packages: whose tuners they are.
+        file: the file to read, if it exists. Its ``made_by`` must be the same, otherwise it is ignored.
+        made_by: GPU, and releases of Triton and of the package, for which a choice is valid.
+        packages: packages whose autotuners are meant.
 
-    Import the packages afterwards: RuntimeError if one of them is there already.
+    Raises RuntimeError if one of the packages is already imported.
     """
 
     def __init__(self, file: Path, made_by: dict[str, Any], packages: tuple[str, ...] = ("fla",)) -> None:
         if early := [name for name in packages if name in sys.modules]:
-            raise RuntimeError(f"winners: {', '.join(early)} has made its tuners already, import it later")
+            raise RuntimeError(f"winners: {', '.join(early)} has already made its tuners; import it later")
         self.file, self.made_by = file, made_by
         self.rows = self._read()
         self.tuned: list[Tuned] = []
@@ -42,7 +48,7 @@ class Winners:
             return []
         record = json.loads(self.file.read_text(encoding="utf-8"))
         if record["made_by"] != self.made_by:
-            print(f"{self.file.name}: for {record['made_by']}, here is {self.made_by}: all is tuned anew",
+            print(f"{self.file.name}: for {record['made_by']}, this is {self.made_by}; all is tuned again",
                   flush=True)
             return []
         rows: list[dict[str, Any]] = record["winners"]
@@ -58,19 +64,20 @@ class Winners:
             given = {}
             for row in self.rows:
                 config = next((one for one in tuner.configs if fields(one) == row["config"]), None)
-                if row["kernel"] == kernel and config is not None:  # the tuner's own, which may have a hook
+                # the tuner's own configuration, which may have a hook
+                if row["kernel"] == kernel and config is not None:
                     given[_key(row["key"])] = config
             tuner.cache.update(given)
             self.tuned.append(Tuned(kernel, tuner, given))
         Autotuner.__init__ = watched
 
     def found(self) -> list[dict[str, Any]]:
-        """What tuners found for themselves, since it was in no file."""
+        """Return the choices that tuners made themselves because the file had none."""
         return [{"kernel": one.kernel, "key": list(key), "config": fields(config)}
                 for one in self.tuned for key, config in one.tuner.cache.items() if key not in one.given]
 
     def write(self) -> None:
-        """The file, with what has been found since it was read; other processes' winners stay."""
+        """Write the file with the new choices. Choices that other processes wrote meanwhile are kept."""
         found = self.found()
         again = {(row["kernel"], _key(row["key"])) for row in found}
         rows = [row for row in self._read() if (row["kernel"], _key(row["key"])) not in again] + found
@@ -82,11 +89,11 @@ class Winners:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """A configuration as the file has it."""
+    """Return a configuration in the form of the file."""
     found = {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
     return {name: value for name, value in found.items() if name not in USUAL or value != USUAL[name]}
 
 
 def _key(value: Any) -> Any:
-    """A tuner's key out of JSON, which has lists for tuples."""
+    """Return a tuner's key from JSON, with tuples instead of lists."""
     return tuple(map(_key, value)) if isinstance(value, list) else value

@@ -225,7 +225,7 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     monkeypatch.setattr("sys.argv", [*arguments, "--op", "mamba2"])
     with pytest.raises(SystemExit):
         compare.main()
-    assert "got ops beside fla and mamba_ssm, need one package at a time" in capsys.readouterr().err
+    assert "got ops of fla and mamba_ssm, need one package at a time" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", arguments)
     compare.main()
     record = json.loads(next(tmp_path.glob("speed-simple_gla-*.json")).read_text())
@@ -417,7 +417,7 @@ def test_winners_of_another_release_or_of_other_configurations_do_not_count(
 
 
 def test_winners_come_before_the_package() -> None:
-    with pytest.raises(RuntimeError, match="json has made its tuners already"):
+    with pytest.raises(RuntimeError, match="json has already made its tuners"):
         Winners(Path("none"), {}, packages=("json",))
 
 
