@@ -1,4 +1,4 @@
-"""Measure one long sequence over several GPUs, with both methods, and on one GPU alone.
+"""Measure one long sequence over several GPUs, divided by heads or by tokens, and on one GPU.
 
     python -m benchmarks.context --ranks 2 --tokens 262144 --out benchmarks/results
     python -m benchmarks.context --ranks 2 --tokens 2048 --heads 4 --head-dim 32     without a GPU, by gloo

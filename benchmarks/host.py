@@ -57,7 +57,7 @@ def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
 
 
 class Alone(torch.autograd.Function):
-    """An autograd function whose result and gradients are empty tensors."""
+    """An autograd function that computes nothing: its result and gradients are empty tensors."""
 
     @staticmethod
     def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:

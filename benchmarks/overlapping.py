@@ -43,7 +43,7 @@ HEAD = " ".join([f"{'op':24}", f"{'shape':14}", *(f"{title:>20}" for title in CO
 
 
 def planned(call: Callable[[], Any], since: tuple[int, int]) -> Any:
-    """Run a call with overlapping kernels enabled since this Triton release."""
+    """Run a call as if overlapping kernels were available since this Triton release."""
     scans.OVERLAPS = since
     dispatch.plan.cache_clear()
     return call()

@@ -30,7 +30,7 @@ ROUNDS = 5
 
 
 def in_parts(call: Callable[[], Any], parts: int) -> Any:
-    """Run a call with every sequence split into `parts` segments; 0: as many as planning chooses."""
+    """Run a call with every sequence split into `parts` segments; 0 means as many as planning chooses."""
     scans.forced_parts = parts
     dispatch.plan.cache_clear()
     return call()

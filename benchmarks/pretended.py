@@ -13,7 +13,15 @@ from triton.runtime.driver import driver
 
 
 class Started(NamedTuple):
-    """One launch of a compiled kernel, with everything that the driver receives."""
+    """One launch of a compiled kernel, as the driver receives it.
+
+    compiled: the kernel.
+    grid: number of programs along each axis.
+    stream: the CUDA stream.
+    function: the loaded function.
+    metadata: packed metadata of the kernel.
+    arguments: arguments of the kernel.
+    """
     compiled: Any
     grid: tuple[int, ...]
     stream: int
@@ -65,7 +73,7 @@ class Driver:
 
 @contextmanager
 def pretended(fake: Any) -> Iterator[Any]:
-    """Make Triton launch on this driver in the block, without compiling: kernels have no code."""
+    """Use ``fake`` as Triton's driver in the block, and compile nothing: kernels have no code."""
     functions = set[Any]()
 
     def compiled(src: Any, target: Any, options: dict[str, Any]) -> Any:

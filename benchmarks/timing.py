@@ -193,7 +193,7 @@ def hosted(call: Call, times: int) -> float | None:
 def bandwidth(device: str) -> float:
     """Return the bytes per second that a copy reads and writes on this machine.
 
-    It is the faster one of a copy by the driver and a kernel, which is often faster.
+    Both a copy by the driver and a kernel are measured, and the faster one counts. It is often the kernel.
     """
     source = torch.zeros(2**28 if device == "cuda" else 2**20, device=device)
     into = torch.empty_like(source)

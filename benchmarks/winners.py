@@ -28,9 +28,9 @@ class Winners:
     ``write`` adds the choices that tuners make themselves. Import the packages after this object is made.
 
     Args:
-        file: the file to read, if it exists. Its ``made_by`` must be the same, otherwise it is ignored.
+        file: the file to read, if it exists. It is ignored if its ``made_by`` differs.
         made_by: GPU, and releases of Triton and of the package, for which a choice is valid.
-        packages: packages whose autotuners are meant.
+        packages: packages whose autotuners get the configurations.
 
     Raises RuntimeError if one of the packages is already imported.
     """

@@ -53,8 +53,8 @@ class Batch:
 
     tokens: [rows], int32.
     slots: slot of each request, [N]; -1 for padding.
-    edges, has: bounds of the packed pieces, [N + 1], and True for pieces that are not the first of their
-        prompt, [N]. None if each request has one token.
+    edges: bounds of the packed pieces of prompts, [N + 1]; None if each request has one token.
+    has: True for pieces that are not the first of their prompt, [N]; None if each request has one token.
     """
     tokens: Tensor
     slots: Tensor
@@ -210,7 +210,7 @@ class Engine:
         return done
 
     def append(self, requests: list[Request], logits: Tensor) -> None:
-        """Append the most likely token to each request."""
+        """Append the most likely next token to each request. logits: [rows, VOCAB]."""
         for request, token in zip(requests, logits.argmax(-1).tolist(), strict=False):
             request.written.append(token)
 

@@ -81,7 +81,7 @@ def said(name: Any) -> str:
 
 
 def renamed(old: Functions, old_key: str, new: Functions, new_key: str) -> dict[str, str]:
-    """Return the old and new parameter names of a kernel. Raise Difference if more than names differs.
+    """Return the new name of each parameter of a kernel. Raise Difference if more than names differs.
 
     old, new: the functions of both checkouts, by key.
     old_key, new_key: keys of the kernel.

@@ -1,4 +1,6 @@
-"""Find out why flashlin cannot be imported: python first_aid.py > machine.txt
+"""Find out why flashlin cannot be imported.
+
+    python first_aid.py > machine.txt
 
 This single file runs on any Python since 3.8, with nothing installed. It does not import the packages that it
 examines; child processes do. It works offline and changes nothing. If flashlin can be imported, `flashlin

@@ -60,7 +60,7 @@ def is_jitted(value: Any) -> bool:
 
 
 def functions_of(kernel: Any) -> dict[str, Function]:
-    """Return the kernel and every jitted function that it calls, by key."""
+    """Return the kernel and every jitted function that it calls, by key (``module.name``)."""
     known, waiting = dict[str, Function](), [kernel]
     while waiting:
         one = waiting.pop()
@@ -72,7 +72,7 @@ def functions_of(kernel: Any) -> dict[str, Function]:
 
 
 class Writer:
-    """Writes the source of a jitted function as tokens, with each name resolved.
+    """Translates the source of a jitted function to tokens, with each name resolved.
 
     Comments, docstrings and layout are left out, as ``flashlin.testing.source_text`` does.
     """

@@ -165,10 +165,10 @@ def _fill(home: Path, requirements: list[str], dependencies: bool, source: Mappi
 
 
 def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: str, tell: Tell) -> None:
-    """Run pip and report its progress as the number of bytes written.
+    """Run pip, and report its progress as the number of bytes written so far.
 
-    Only newer releases of pip report a total. Downloads are stored next to the target folder, because that
-    file system has enough space.
+    Only newer releases of pip report the total size. Downloads are stored next to the folder `into`, because
+    that file system has enough space.
     """
     began = time.monotonic()
     tell(f"fetching {what} into {into.parent}, once")

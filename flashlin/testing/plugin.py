@@ -207,7 +207,10 @@ def _counted(passed: int, failed: int, skipped: int) -> str:
 
 
 def _located(function: Any) -> tuple[str, str, str]:
-    """Return (module, file, name), with which another process can find the function."""
+    """Return (module, file, name), with which another process can import the function.
+
+    Raise TypeError if it is not at the top level of a module, or needs arguments.
+    """
     __tracebackhide__ = True
     if hasattr(function, "arg_names") and hasattr(function, "run"):
         raise TypeError(f"function: got the Triton kernel {getattr(function, '__name__', function)}, need a "

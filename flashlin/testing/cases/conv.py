@@ -18,8 +18,8 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-# B, T, C, W: batch, tokens, channels, filter width. of: x has C columns of a
-# tensor with C*of. others: dtype of all tensors except x.
+# B, T, C, W: batch, tokens, channels, filter width. of: x is the first C columns of a tensor with C*of
+# columns. others: dtype of all tensors except x.
 OTHERS = {"bias": Input("C", dtype="others", when="given"),
           "residual": Input("B T C", dtype="others", when="given"),
           "initial_state": Input("N C W", dtype="others", when="given")}
@@ -32,14 +32,14 @@ _make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others
 
 
 def of_first_part(function: Callable[..., Any], x: Tensor, weight: Tensor, **given: Any) -> Any:
-    """Call a function on the first columns of x, as many as the weight has channels."""
+    """Call a function on the first columns of x, as many as the filter has channels, `len(weight)`."""
     return function(x[..., :len(weight)], weight, **given)
 
 
 def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Call causal_conv1d_update without gradients (its kernel), then with gradients.
+    """Call causal_conv1d_update twice: without gradients (its kernel), then with them.
 
-    The case compares the results of both calls, each with its updated cache.
+    Returns (y with gradients, y without, cache after the call without, cache after the call with).
     """
     window = cache.clone()
     with torch.no_grad():
@@ -50,14 +50,14 @@ def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
 
 def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None = None,
                      residual: Tensor | None = None, activation: str | None = None) -> tuple[Tensor, ...]:
-    """Return what ``call_update`` returns: y of both calls and the updated cache, twice."""
+    """Compute causal_conv1d_update in float64. Returns (y, y, cache, cache), as ``call_update`` does."""
     y, after = convolve(x[:, None], weight, bias, None if residual is None else residual[:, None], cache,
                         activation)
     return y[:, 0], y[:, 0].detach(), after.detach(), after.detach()
 
 
 def of_shifted(function: Callable[..., Any], x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
-    """Call a function on the first columns of x, as many as the cache has channels."""
+    """Call a function on x, or on its first columns, as many as the cache has channels."""
     return function(x if cache is None else x[..., :cache.shape[-1]], cache=cache, **given)
 
 

@@ -81,11 +81,9 @@ CASES: list[Case] = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES
 # The delta product, with one to three steps per token, similar keys, packed sequences and no gate.
 
 def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
-    """Return values for one row per token, taken from a tensor with n rows per token.
+    """Return a function that draws values with one row per token, for q or g of the delta product.
 
-    k, v and beta have n rows per token, q and g have one.
-
-    first: returns the number of that row for n.
+    k, v and beta have n rows per token. The function draws n rows per token and keeps the row first(n).
     """
     return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw.size("n"))::draw.size("n")]
 
@@ -120,7 +118,10 @@ CASES += [
 # Comba: the gated delta rule that reads the state with a separate vector p.
 
 def _reading(made: Tensors, draw: Draw) -> Tensors:
-    """Replace the random numbers in p by the vector that the fact `reads` selects."""
+    """Replace the random numbers in p by the vectors that the case's setting `reads` selects.
+
+    They are multiples of k, or independent vectors of length 1.
+    """
     if "p" in made:
         k, p = made["k"], made["p"]
         p = F.normalize(p, dim=-1) if draw["reads"] == "own" else k * p[..., :1].sigmoid()

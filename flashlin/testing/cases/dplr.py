@@ -36,18 +36,19 @@ def _minus_read(draw: Draw, shape: str) -> Tensor:
 
 
 def _back(draw: Draw, shape: str) -> Tensor:
-    """Return b: a multiple of the vector that a reads, or an independent vector with the fact `free`.
+    """Return the vectors b: -a times the rate that the case's setting ``rate`` gives.
 
-    The fact ``rate`` gives the factor.
+    With the setting ``free``, b is an independent random vector of length 0.5.
     """
     share = draw(shape).sigmoid() if draw["rate"] == "random" else float(draw["rate"])
     return F.normalize(draw(shape), dim=-1) / 2 if draw["free"] else draw.kept["read"] * share
 
 
 def _beta(draw: Draw, shape: str) -> Tensor:
-    """Return rates of the kind ``rate``.
+    """Return rates of the kind in the case's setting ``rate``.
 
-    Random numbers are drawn even for a constant rate, because the initial state is drawn after them.
+    Random numbers are drawn even for a constant rate, because the initial state is drawn after them and
+    depends on the number of draws.
     """
     beta = draw(shape)
     return (torch.full_like(beta, float(draw["rate"])) if draw["rate"] != "random" else beta if draw["raw"]

@@ -1,6 +1,7 @@
 """Cases of HGRN's recurrence.
 
-They vary extreme decays, states, packed sequences, odd numbers of channels, and lengths near a block's.
+They vary extreme decays, states, packed sequences, odd numbers of channels, and lengths near the size of a
+block.
 """
 from __future__ import annotations
 

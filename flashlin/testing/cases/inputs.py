@@ -1,7 +1,7 @@
 """Declarations of an op's tensors: the shape, the values and the dtype of each.
 
-A `Maker` makes the tensors of a case from a table of `Input` and from facts, which are the sizes and options
-that a case can choose.
+A `Maker` makes the tensors of a case from a table of `Input` and from the case's settings. The settings,
+called `facts` in code, are sizes and options that a case can choose.
 """
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def every_other(g: Tensor) -> Tensor:
     return g
 
 
-# Functions that turn random log decays into the decays of a case, by the value of its fact ``gate``.
+# Functions that turn random log decays into the decays of a case, by the value of its setting ``gate``.
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"random": lambda g: g, "resets": with_resets,
                                                 "every-other": every_other}
 
@@ -56,13 +56,15 @@ def raw_gates(kind: str, g: Tensor) -> Tensor:
 
 
 class Draw:
-    """A source of random float32 numbers on the CPU, with shapes given as names of facts.
+    """A source of random float32 numbers on the CPU. Shapes are given as names of a case's settings.
 
     ``Draw(generator, {"B": 2, "T": 9})("B T")`` returns normal numbers [2, 9].
 
-    A size may be a product of facts, such as ``H*K``, or a fact that names another fact. A size of None is
-    left out of the shape, and a tuple adds several sizes.
+    A size may be a product of settings, such as ``H*K``, or a setting that names another one. A size of None
+    is left out of the shape, and a tuple adds several sizes.
 
+    generator: torch's generator.
+    facts: the settings.
     kept: values that several tensors share.
     """
 
@@ -137,14 +139,14 @@ def unit(draw: Draw, shape: str) -> Tensor:
 
 
 def keys(draw: Draw, shape: str) -> Tensor:
-    """Return keys of the kind that the fact ``keys`` names, one of KEYS."""
+    """Return keys of the kind in the case's setting ``keys``, one of KEYS."""
     return KEYS[draw["keys"]](draw(shape))
 
 
 def decays(shift: float = 2.0, size: float = 1.0) -> Values:
-    """Return a function that makes log decays of the kind in the fact ``gate``.
+    """Return a function that makes log decays of the kind in the case's setting ``gate``.
 
-    With the fact ``raw`` it makes gates, which become decays inside the op.
+    With the setting ``raw`` it makes gates, which become decays inside the op.
 
     shift: see Draw.decay.
     size: standard deviation of the raw gates.
@@ -157,7 +159,10 @@ def decays(shift: float = 2.0, size: float = 1.0) -> Values:
 
 
 def rates(draw: Draw, shape: str) -> Tensor:
-    """Return rates of the kind that the fact ``rate`` names; with the fact ``raw``, before their sigmoid."""
+    """Return rates of the kind in the case's setting ``rate``.
+
+    With the setting ``raw``, return them before their sigmoid.
+    """
     return draw.rates(draw["rate"], shape, draw.facts.get("raw", False))
 
 
@@ -171,9 +176,9 @@ class Input(NamedTuple):
 
     shape: names of sizes, separated by spaces, see Draw.
     of: function that makes the values in float32.
-    dtype: ``same`` for the dtype of the case, the name of a dtype, or a fact that names one.
-    when: the tensor is made only if this fact is true. With ``given``, it is always drawn, but dropped unless
-        the fact ``given`` lists its name, so that tensors drawn later keep their values.
+    dtype: ``same`` for the dtype of the case, the name of a dtype, or a setting that names one.
+    when: the tensor is made only if this setting is true. With ``given``, it is always drawn, but dropped
+        unless the setting ``given`` lists its name. So tensors drawn later keep their values.
     """
     shape: str
     of: Values = Draw.__call__
@@ -181,7 +186,7 @@ class Input(NamedTuple):
     when: str = ""
 
     def made(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Return True if a case with these facts has the tensor, which is called ``name``."""
+        """Return True if a case with these settings has the tensor, which is called ``name``."""
         given = facts["given"] is None or name in facts["given"]
         return bool(given if self.when == "given" else not self.when or facts[self.when]
                     ) and name not in facts["without"]
@@ -194,14 +199,14 @@ GIVEN: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the tensors of a case, in the order of their declaration.
+    """A description of a case's tensors, which makes them in the order of their declaration.
 
     inputs: the declared tensors by name.
-    facts: sizes and options that a case can choose, with their defaults.
-    derived: returns facts that follow from others.
+    facts: the settings that a case can choose (sizes and options), with their defaults.
+    derived: returns settings that follow from others.
     finish: changes the finished tensors.
 
-    A case can also choose these facts for every maker:
+    A case can also choose these settings for every maker:
 
     edges: bounds of packed sequences.
     state_v_first: states have the layout V K.
@@ -217,9 +222,9 @@ class Maker:
         """Return the tensors of a case by name, with ``cu_seqlens`` if it has ``edges``.
 
         dtype: dtype of the case.
-        chosen: facts that differ from the defaults.
+        chosen: settings that differ from the defaults.
 
-        Raises TypeError for an unknown fact.
+        Raises TypeError for an unknown setting.
         """
         facts = {**GIVEN, **self.facts, **chosen}
         if unknown := chosen.keys() - {*GIVEN, *self.facts}:
@@ -245,7 +250,7 @@ class Maker:
         return found
 
     def having(self, **facts: Any) -> Maker:
-        """Return a maker with other defaults of these facts."""
+        """Return a maker with other defaults of these settings."""
         return self.but(facts={**self.facts, **facts})
 
     def but(self, **fields: Any) -> Maker:

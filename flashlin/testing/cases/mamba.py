@@ -34,9 +34,9 @@ UPDATE = ("y", "y_of_the_kernel", "state", "state_too")
 
 
 def numbers(draw: Draw, _: str) -> Tensor:
-    """Return seq_idx [B, T] for rows that contain sequences of the lengths in the fact ``seq``.
+    """Return seq_idx [B, T] for rows that contain sequences of the lengths in the case's setting ``seq``.
 
-    In row i the first sequence is i tokens longer, and the last one is i tokens shorter. With the fact
+    In row i the first sequence is i tokens longer, and the last one is i tokens shorter. With the setting
     ``padding``, the tokens of the second sequence have number -1.
     """
     lengths = draw["seq"]
@@ -46,16 +46,16 @@ def numbers(draw: Draw, _: str) -> Tensor:
 
 
 def channels_last(*names: str) -> Callable[[Tensors, Draw], Tensors]:
-    """Return a function that stores these tensors [B, channels, T] with contiguous channels.
+    """Return a function that stores the named tensors [B, channels, T] with contiguous channels.
 
-    It does so only with the fact ``last``. A projection returns tensors with this layout.
+    It does so only with the case's setting ``last``. A projection returns tensors with this layout.
     """
     return lambda made, draw: made | {name: made[name].mT.contiguous().mT for name in names
                                       if name in made and draw["last"]}
 
 
 def steps(draw: Draw, shape: str) -> Tensor:
-    """Return dt of the kind in the fact ``step``, before its softplus."""
+    """Return dt of the kind in the case's setting ``step``, before its softplus."""
     made = draw(shape) + STEPS[draw["step"]]
     return made.abs() if draw["step"] == "positive" else made
 
@@ -99,7 +99,7 @@ make_selective = Maker(
 
 
 def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the widths of the two projections, of the scan and of the convolution."""
+    """Return the sizes of the projections, the scan and the convolution, computed from a case's settings."""
     D, M = facts["H"] * facts["V"], facts["M"]
     C = D + 2 * facts["G"] * facts["K"]
     return {"D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
@@ -224,7 +224,7 @@ def drawn_from_pool(draw: Draw, shape: str) -> Tensor:
 
 
 def states(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the number of states: the size of the pool, or one per row without a pool."""
+    """Return the number of states, as a setting: the size of the pool, or one per row without a pool."""
     return {"states": facts["pool"] or facts["B"]}
 
 
@@ -251,7 +251,7 @@ def window_reference(x: Tensor, conv_state: Tensor, conv_state_indices: Tensor |
 
 
 def tied(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the sizes that depend on `tied` and H.
+    """Return the sizes that depend on a case's settings `tied` and H.
 
     With `tied`, parameters have one number per head, otherwise one per channel. H = 0 leaves out heads and
     groups.

@@ -31,12 +31,12 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def of_kind(made: Tensors, draw: Draw) -> Tensors:
-    """Change x to the kind in the fact ``kind``."""
+    """Return the tensors with x changed to the kind in the case's setting ``kind``, such as zero rows."""
     return {**made, "x": KINDS[draw["kind"]](made["x"])}
 
 
 def _opened(made: Tensors, draw: Draw) -> Tensors:
-    """Scale the gates by 3, so that some are far from 0, and change x to the kind in the fact ``kind``."""
+    """Scale the gates by 3, so that some are far from 0, and change x to the setting ``kind``."""
     return of_kind({**made, **({"g": 3 * made["g"]} if "g" in made else {})}, draw)
 
 

@@ -1,4 +1,4 @@
-"""Facts that all cases of one public op share, from which they are made."""
+"""A description of one public op, from which its cases are made."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {"safe_gate", "disable_recompute", "use_graph", "return_interme
 
 
 class Op(NamedTuple):
-    """The facts that the cases of one op share.
+    """The properties that the cases of one op share.
 
     A call with the special properties of one case returns that Case.
 
@@ -28,8 +28,8 @@ class Op(NamedTuple):
     make: declares the tensors.
     reference: the op in float64, with the op's own names for tensors and options.
     tolerances: see Case.
-    outputs: names of the outputs of both. A mapping also gives their shapes, for ops without their own call
-        in tests/isolation.py; "" for outputs that only some calls return.
+    outputs: names of the outputs of op and reference. A mapping also gives their shapes, for ops without
+        their own call in tests/isolation.py; "" for outputs that only some calls return.
     always: options of every call, which do not change results.
     call: called instead of the op, if a case needs more than a call with its tensors and options.
     constant: names of the tensors without gradients.
@@ -48,10 +48,10 @@ class Op(NamedTuple):
         """Return a case of this op.
 
         id: short name of the case.
-        options: options of the call. An option with the name of a fact also sets that fact.
+        options: options of the call. An option with the name of a setting also changes that setting.
         quick: see Case.
         allowed: tolerances of this case only.
-        facts: facts of the maker that differ from the defaults.
+        facts: settings of the maker that differ from the defaults.
         """
         options, tolerances = options or {}, {**self.tolerances, **(allowed or {})}
         facts |= {name: x for name, x in options.items() if name in {*GIVEN, *self.make.facts}}
@@ -60,7 +60,7 @@ class Op(NamedTuple):
 
 
 def facts_of(case: Case) -> Mapping[str, Any]:
-    """Return the facts with which a case makes its tensors."""
+    """Return the settings with which a case makes its tensors."""
     return {**GIVEN, **op_of(case).make.facts, **getattr(case.make, "keywords", {})}
 
 

@@ -47,7 +47,7 @@ def _gate(draw: Draw, shape: str) -> Tensor:
 
 
 def _of(name: str) -> inputs.Values:
-    """Return a function that makes log decays of the kind in the fact ``name``."""
+    """Return a function that makes log decays of the kind in the case's setting ``name``."""
     return lambda draw, shape: draw.decay(draw[name], shape)
 
 
@@ -137,7 +137,7 @@ CASES += [
 # Kimi Delta Attention: the decay of channels is called g, and its gate has a bias per channel.
 
 def _raw(made: Tensors, draw: Draw) -> Tensors:
-    """With the fact `raw`, replace g by gates that become decays inside the op, and add their bias."""
+    """Replace g by gates that become decays inside the op, and add their bias, with the setting `raw`."""
     if draw["raw"]:
         made |= {"g": 8 * draw("B T HV K"), "dt_bias": draw("HV*K")}
     return made
