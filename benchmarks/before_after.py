@@ -58,7 +58,7 @@ def calls(having: str) -> list[tuple[str, Callable[[], dict[str, float]]]]:
 
 def measured(checkout: Path, having: str) -> Rows:
     """Measure the selected calls in a new process of that checkout."""
-    # Imported here, because the child process must import the other checkout's flashlin.
+    # Imported here and not at the top, because the child must import the other checkout's flashlin.
     from flashlin.compat.subprocesses import python, run_to_end
     command = python("benchmarks.before_after", "--child", str(checkout), "--call", having)
     done = run_to_end(command)

@@ -39,7 +39,7 @@ def main() -> int:
     options.add_argument("--small", action="store_true", help="use small sizes, to try the script itself")
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
-    flashlin.settings(canary="off")  # the timed kernels have run before
+    flashlin.settings(canary="off")  # no trials, because these kernels have run before
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
     for family in given.op or CHUNKED:

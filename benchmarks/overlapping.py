@@ -67,8 +67,7 @@ def scan_us(call: Callable[[], Any], ends: tuple[str, ...]) -> float | None:
             marks[-1].append((begin, end))
     door.replace_starter(start)
     for _ in range(STARTS):
-        # type: ignore[no-untyped-call]  # keeps the GPU busy, so that the host is ahead
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # so that the host is ahead of the GPU
         marks.append([])
         call()
     door.replace_starter(None)
@@ -119,7 +118,7 @@ def main() -> int:
     given = options.parse_args()
     if given.row:
         say, (name, number) = channel(), given.row
-        flashlin.settings(canary="trial")  # use the kernels whether they have run before or not
+        flashlin.settings(canary="trial")  # launch the kernels even if they have no record
         [shapes] = [ops[name] for ops in FAMILIES.values() if name in ops]
         say(**row(name, shapes[int(number)]))
         return 0

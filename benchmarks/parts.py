@@ -50,7 +50,7 @@ def main() -> int:
                          help="a family of benchmarks/calls.py (default: all chunk ops)")
     options.add_argument("--shape", choices=[str(shape) for shape in SHAPES])
     given = options.parse_args()
-    flashlin.settings(canary="off")  # the timed kernels have run before
+    flashlin.settings(canary="off")  # no trials, because these kernels have run before
     rows: dict[str, Any] = {}
     for family, ops in OPS.items():
         if not ops[0].name.startswith("chunk_") or given.op not in (None, family):

@@ -248,8 +248,8 @@ def compiled_by(warmup: Callable[[], Any], sm: int | str, folder: Path, loop: bo
         report, limit = "\n".join(log), shared_per_block((sm // 10, sm % 10))
         registers = re.search(r"Used (\d+) registers", report)
         spills = [int(count) for count in re.findall(r"\b(\d+) bytes spill (?:stores|loads)", report)]
-    # The AMD assembler writes its metrics into the code. It counts spills in registers of 4 bytes.
     else:
+        # The AMD assembler writes its metrics into the code. It counts spills in registers of 4 bytes.
         limit = SHARED_ON_AMD
         registers = re.search(r"\.vgpr_count:\s+(\d+)", code)
         spills = [4 * int(count) for count in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code)]

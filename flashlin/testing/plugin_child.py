@@ -61,7 +61,7 @@ def main() -> None:
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit normally, so that its forks are also ended
-    signal.alarm(math.ceil(order.timeout))  # without a handler it also ends compiled code
+    signal.alarm(math.ceil(order.timeout))  # without a Python handler, it also ends compiled code
     with open(sys.argv[2], "a", buffering=1) as answers:
         for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
             print(json.dumps(outcome), file=answers)

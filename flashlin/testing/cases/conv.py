@@ -18,8 +18,8 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-# B, T, C, W: batch, tokens, channels, filter width. of: x is the first C columns of a tensor with C*of
-# columns. others: dtype of all tensors except x.
+# B, T, C, W: batch, tokens, channels, filter width. of: x is a slice, the first C of C*of columns. others:
+# dtype of all tensors except x.
 OTHERS = {"bias": Input("C", dtype="others", when="given"),
           "residual": Input("B T C", dtype="others", when="given"),
           "initial_state": Input("N C W", dtype="others", when="given")}

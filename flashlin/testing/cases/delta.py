@@ -21,8 +21,8 @@ from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
-# One key with beta = 1: every token overwrites the previous value. What the gates' gradients gain from the
-# state is then cancelled through the prediction, and the rounding of states to 16 bits remains.
+# One key with beta = 1: every token overwrites the previous value. The state's contribution to the gates'
+# gradients is then cancelled through the prediction, and the rounding errors of 16-bit states remain.
 FORGETFUL = {"dg": 0.05}
 # One key with beta = 2 and no decay: every token reflects the state. Nothing is forgotten, so each rounding
 # of u to 16 bits adds up over the sequence (matrix/results/holes-delta-* also records fla). float32 must

@@ -58,8 +58,8 @@ def _beta(draw: Draw, shape: str) -> Tensor:
 DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
 STATE = delta.REST["initial_state"]
 VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
-# keys: one of KEYS. rate: kind of beta, or the factor between the vector that a reads and b. raw: gates
-# become decays inside the op. free: b is independent of a.
+# keys: one of KEYS. rate: kind of beta; for DPLR, the factor of the read vector in b. raw: gates become
+# decays inside the op. free: b is independent of a.
 FACTS = {**delta.FACTS, "B": 1, "HV": "H", "free": False}
 kda = Maker({**delta.QKV, "g": DECAY, "beta": Input("B T HV", _beta, FLOAT32), "A_log": delta.REST["A_log"],
              "dt_bias": Input("HV*K", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS)

@@ -105,8 +105,8 @@ def widths(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"D": D, "C": C, "rows": 2 * M + D + C + facts["H"], "inner": D + M}
 
 
-# The facts of the scan, and: M: half the columns of the MLP that runs in parallel with the scan. W: filter
-# width of the convolution.
+# The same settings as for the scan. M: half the columns of the MLP that runs in parallel with the scan. W:
+# filter width of the convolution.
 make_layer = Maker(
     {"zxbcdt": Input("B T rows"), "conv1d_weight": Input("C W", divided("W")),
      "conv1d_bias": Input("C", when="given"),

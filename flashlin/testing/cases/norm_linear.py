@@ -18,7 +18,8 @@ from flashlin.testing.compare import Case
 TOLERANCES = {"*": 0.008, "residual_out": 0.005, "d*": 0.012, "dnorm_weight": 0.02, "dnorm_bias": 0.02}
 
 
-# The facts of the norms, and: E: columns of the linear layer. linear_bias: True if the layer has a bias.
+# The same settings as for the norms. E: columns of the linear layer. linear_bias: True if the layer has a
+# bias.
 _make = norm.make.but(
     inputs={**renamed(norm.make.inputs, norm_weight="weight", norm_bias="bias"),
             "g": Input("rows D", when="gated"),

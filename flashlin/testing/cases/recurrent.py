@@ -42,7 +42,7 @@ def forward_in_parts(case: Op, D: int) -> Case:
 
 def _gate(draw: Draw, shape: str) -> Tensor:
     decay = draw.decay(draw["g"], shape)
-    # Drawn in addition to decay, because the tensors drawn later depend on both draws.
+    # With `raw`, both are drawn, because the tensors drawn later depend on the number of draws.
     return inputs.raw_gates(draw["g"], 8 * draw(shape)) if draw["raw"] else decay
 
 
@@ -162,8 +162,8 @@ CASES += [
 
 
 # The other ops. rwkv6 reads the state before it stores a token. dplr, iplr and rwkv7 erase with separate
-# vectors. The last group runs combinations of the shared kernel that no public op of this file uses. Tensors
-# have the names of the reference; some ops use other names.
+# vectors. The op called "recurrent" runs combinations of the shared kernel that no public op of this file
+# uses. Tensors have the names of the reference; some ops use other names.
 
 def _minus_unit(draw: Draw, shape: str) -> Tensor:
     draw.kept["unit"] = unit(draw, shape)

@@ -12,9 +12,9 @@ from flashlin.kernels.pointwise.reference import gate, gate_of_heads
 # Options of ops: computations that layers leave to the kernels, and the layout of states.
 L2, V_FIRST = {"use_qk_l2norm_in_kernel": True}, {"state_v_first": True}
 INSIDE = {**L2, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
-# Facts of long sequences. Kernels split them into segments if the GPU has idle processors. Some have few
-# heads, so scans use narrow strips of states; others have the head sizes of real models. SLOW is a decay that
-# lets states pass through them.
+# Settings of cases with long sequences. Kernels split them into segments if the GPU has idle SMs. Some have
+# few heads, so scans use narrow strips of states; others have the head sizes of real models. SLOW: a log
+# decay so weak that states pass through the segments.
 LONG: dict[str, dict[str, Any]] = {"in-parts": {"B": 1, "T": 1600, "K": 32, "V": 40},
                                    "in-parts-packed": {"edges": (0, 1, 1, 1480, 1600), "K": 32, "V": 40},
                                    "in-parts-64": {"B": 8, "T": 1600, "H": 2, "K": 64, "V": 64},
