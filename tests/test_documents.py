@@ -134,8 +134,8 @@ def test_each_kind_of_difference_is_told() -> None:
     assert told(*same) == ["`process_group`: None only"]
     assert told(*same, ("**kwargs", "")) == told(*same)
     assert told(("q", ""), ("window", "None"), ("scale", "None"), ("chunk_size", "64")) == [
-        "no `window`", "`scale=1.0`, there `None`", "more: `process_group`"]
-    assert told(("scale", "1.0"), ("q", ""))[0] == "another order: give arguments by name"
+        "no `window`", "`scale=1.0`, theirs is `None`", "additional: `process_group`"]
+    assert told(("scale", "1.0"), ("q", ""))[0] == "different order: pass arguments by name"
 
 
 # --- who asks, who contributes ---

@@ -47,7 +47,7 @@ def test_how_far_a_download_is_is_told_and_a_second_call_says_nothing(monkeypatc
             seen.touch()
     home = installed(["thing==1"], "thing-1", tmp_path, tell=tell)
     assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / "thing-1"
-    assert told[0] == f"fetching thing==1 into {tmp_path.resolve()}, once"
+    assert told[0] == f"downloading thing==1 into {tmp_path.resolve()}, once"
     # on a busy machine, the first lines may come before pip has started
     sizes = [int(re.fullmatch(r"thing==1: ([0-5]) MB so far, \d+ s", line)[1])  # type: ignore[index]
              for line in told[1:-1]]
@@ -69,7 +69,7 @@ def test_in_code_it_is_told_on_stderr(monkeypatch: pytest.MonkeyPatch, tmp_path:
     found = triton_environment("3.6.0", cache=tmp_path)
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve() / "triton-3.6.0")
     shown = capsys.readouterr()
-    assert not shown.out and shown.err.startswith("flashlin: fetching triton==3.6.0 into ")
+    assert not shown.out and shown.err.startswith("flashlin: downloading triton==3.6.0 into ")
 
 
 def test_the_cache_is_the_users_and_not_the_projects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def migration() -> str:
         lines += [f"flashlin does not have the names below, and `flashlin.patch({package!r})` does not "
                   "replace them. After the patch, their calls of functions of the table above go to "
                   "flashlin:", "",
-                  *table(("theirs", "status", "why"), absent(missing)), ""] if missing else []
+                  *table(("theirs", "status", "reason"), absent(missing)), ""] if missing else []
     return "\n".join(lines)
 
 

@@ -120,16 +120,16 @@ def differences(theirs: Theirs, mine: Any) -> list[str]:
     shared, order = [name for name in names if name in known], [name for name in known if name in names]
     told = [f"no `{'`, `'.join(lost)}`"] if lost else []
     told += [f"`{'`, `'.join(refused)}`: None only"] if refused else []
-    told += [f"`{name}={found}`, there `{default}`" for name, default in theirs.parameters
+    told += [f"`{name}={found}`, theirs is `{default}`" for name, default in theirs.parameters
              if name in known and default and (found := shown(known[name].default)) != same(default)]
-    told += ["another order: give arguments by name"] if shared != order else []
-    told += [f"more: `{'`, `'.join(more)}`"] if more else []
+    told += ["different order: pass arguments by name"] if shared != order else []
+    told += [f"additional: `{'`, `'.join(more)}`"] if more else []
     return told
 
 
 def shown(default: Any) -> str:
     if default is inspect.Parameter.empty:
-        return "(needed)"
+        return "(required)"
     return default.__name__ if callable(default) else repr(default)
 
 

@@ -171,7 +171,7 @@ def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: s
     that file system has enough space.
     """
     began = time.monotonic()
-    tell(f"fetching {what} into {into.parent}, once")
+    tell(f"downloading {what} into {into.parent}, once")
     with tempfile.TemporaryDirectory(prefix=".pip-", dir=into.parent) as scratch, \
             Process(command, {**environment, "TMPDIR": scratch}) as process:
         while not process.finished(EVERY):

@@ -136,9 +136,9 @@ class TritonMatrix:
         __tracebackhide__ = True  # show a mistake in a call at that call
         module, file, name = _located(function)
         versions = _releases(triton)
-        cards = _several("sm", sm, "a list of compute capabilities from 70 on, such as [80, 90, 103]",
+        cards = _several("sm", sm, "a list of compute capabilities of at least 70, such as [80, 90, 103]",
                          lambda one: type(one) is int and one >= 70)
-        wanted = _several("layers", layers, f"a list out of {', '.join(LAYERS)}", LAYERS.__contains__)
+        wanted = _several("layers", layers, f"a list of one or more of {', '.join(LAYERS)}", LAYERS.__contains__)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout: got {timeout!r}, need seconds, more than 0")
         if (rtol is None) != (atol is None):
@@ -222,12 +222,12 @@ def _located(function: Any) -> tuple[str, str, str]:
         there = getattr(there, part, None)
     if not callable(function) or there is not function or not home or not file or home == "__main__":
         raise TypeError(f"function: got {name or repr(function)}, need a function at the top level of a "
-                        "module: processes that have other Triton releases import it by module and name")
+                        "module, because processes with other Triton releases import it by name")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise TypeError(f"function: got {name}{inspect.signature(function)}, need one that can be called "
-                        "with nothing") from error
+        raise TypeError(f"function: got {name}{inspect.signature(function)}, need one without "
+                        "required arguments") from error
     return home, file, name
 
 
@@ -237,7 +237,7 @@ def _releases(given: Any) -> list[str]:
     Otherwise one release could be downloaded under two names.
     """
     __tracebackhide__ = True
-    need = "a list of releases from 3.0.0 on, such as ['3.2', '3.6.0']"
+    need = "a list of releases since 3.0.0, such as ['3.2', '3.6.0']"
     full = []
     for one in _several("triton", given, need, lambda one: isinstance(one, str)):
         try:

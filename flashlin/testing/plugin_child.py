@@ -132,8 +132,8 @@ def interpret(order: Order) -> Iterator[Outcome]:
         if not launched:
             raise RuntimeError(NONE_LAUNCHED)
         if not isinstance(answer, tuple) or len(answer) != 2:
-            raise TypeError(f"{order.function} returned {type(answer).__name__}, need two things, what came "
-                            "out and what is right; layers=('import', 'compile') does without")
+            raise TypeError(f"{order.function} returned {type(answer).__name__}, need a tuple of the result "
+                            "and the correct result, or layers=('import', 'compile')")
         status = "wrong"
         torch.testing.assert_close(*answer, rtol=order.rtol, atol=order.atol, check_dtype=False)
         status, cause = "ok", ""
