@@ -138,7 +138,7 @@ class TritonMatrix:
         versions = _releases(triton)
         cards = _several("sm", sm, "a list of compute capabilities of at least 70, such as [80, 90, 103]",
                          lambda one: type(one) is int and one >= 70)
-        wanted = _several("layers", layers, f"a list of one or more of {', '.join(LAYERS)}", LAYERS.__contains__)
+        wanted = _several("layers", layers, f"a list of any of {', '.join(LAYERS)}", LAYERS.__contains__)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout: got {timeout!r}, need seconds, more than 0")
         if (rtol is None) != (atol is None):

@@ -220,7 +220,7 @@ def test_a_function_that_children_cannot_run_is_refused(function: Any, says: str
     ({"triton": ["latest"]}, "triton: got 'latest', need"),
     ({"triton": []}, "triton: got an empty list"), ({"sm": 90}, "sm: got 90, need a list"),
     ({"sm": ["90"]}, "sm: got '90', need"),
-    ({"layers": ["compiling"]}, "layers: got 'compiling', need a list of one or more of import, compile, interpret"),
+    ({"layers": ["compiling"]}, "layers: got 'compiling', need a list of any of import, compile, interpret"),
     ({"timeout": 0}, "timeout: got 0"), ({"rtol": 0.1}, "rtol, atol: got 0.1, None, need both")], ids=str)
 def test_an_option_that_cannot_be_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{says}"):
