@@ -71,7 +71,7 @@ def parts_of(n, bounds, T, L, VARLEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_decayed(
-    alone,  # [segments, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
+    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
     kept,  # [segments, H] or, with VECTOR, [segments, H, K], fp32, log2
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     bounds,  # [N + 1] or None
@@ -118,7 +118,7 @@ def carry_decayed(
 
 @triton.jit(do_not_specialize=["T", "L"])
 def carry_transferred(
-    alone,  # [segments, H, K, V] or, with V_FIRST, [parts, H, V, K], fp32
+    alone,  # [segments, H, K, V] or, with V_FIRST, [segments, H, V, K], fp32
     transfer,  # [segments, H, K, K], fp32
     undivided,  # [N, H], int32
     h0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]

@@ -60,7 +60,7 @@ def delta_reverse(
     do,  # [rows, HV, V]
     A, A_low,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    dht,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     dy,  # [rows, HV, V], or None
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K]; with ALONE, [segments, ...]
     dstates,  # [slots, HV, K, V], one for each chunk, or None
@@ -73,7 +73,10 @@ def delta_reverse(
     ALONE: tl.constexpr, V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dy [rows, HV, V]; dstates, the gradients of the states after each chunk; and dh0.
+    """Run the reverse scan of a delta rule, from the last chunk to the first.
+
+    It writes dy [rows, HV, V], the gradient of y in forward.py; dstates, the gradient of the state after each
+    chunk; and dh0, the gradient of h0.
 
     ALONE: write only dh0, the gradient of the initial state of each segment except the first of a sequence,
     as if the final state of the segment had no gradient.

@@ -196,10 +196,11 @@ def delta_inverse(
     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DECAY: tl.constexpr, EARLIER: tl.constexpr,
     HAS_LOW: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):
-    """Write the inverse A [rows, HV, BT] of every chunk and, for backward, its rounding error A_low.
+    """Write the inverse A = (I + M)^-1 of every chunk and head, for the scans; forward.py defines M.
 
-    Also write betas [HV, R], beta in float32, in which the values of a chunk are contiguous. scratch: [slots,
-    HV, BT, 24], with one slot per chunk. S programs share a sequence.
+    A is [rows, HV, BT]. With HAS_LOW, also write its rounding error A_low, for backward. Also write betas
+    [HV, R], beta in float32, in which the values of a chunk are contiguous. scratch: [slots, HV, BT, 24],
+    with one slot per chunk. S programs share a sequence.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -228,7 +229,7 @@ def delta_scan(
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
@@ -239,7 +240,7 @@ def delta_scan(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_HT: tl.constexpr,
     V_FIRST: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Write the outputs o [rows, HV, V] and the final states ht, from the inverses A.
+    """Run the forward scan of a delta rule: write the outputs o [rows, HV, V] and the final states ht.
 
     One program computes BV columns of the state of one head, and keeps them in registers from chunk to chunk.
     """
@@ -307,7 +308,7 @@ def delta_states(
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     u,  # [rows, HV, V]
     states,  # [slots, HV, K, V], one for each chunk
     undivided,  # [N, HV], int32, or None

@@ -182,7 +182,7 @@ def delta_overlapped(
     v,  # [rows, HV, V]
     A,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    h0,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    h0,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     o,  # [rows, HV, V]
     ht,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     undivided,  # [N, HV], int32, or None
@@ -194,9 +194,9 @@ def delta_overlapped(
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """Write the outputs o and the final states ht, like delta_scan; BK is K.
+    """Run the forward scan in Gluon: write the outputs o and the final states ht, like delta_scan.
 
-    One program computes GROUPS (1 or 2) times BV columns of the state of one head.
+    One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1

@@ -165,7 +165,7 @@ def delta_overlapped_back(
     do,  # [rows, HV, V], of q's dtype
     A, A_low,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    dht,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K]
+    dht,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K]
     dy,  # [rows, HV, V]
     dh0,  # [N, HV, K, V] or, with V_FIRST, [N, HV, V, K], fp32
     dstates,  # [slots, HV, K, V], one for each chunk
@@ -179,9 +179,9 @@ def delta_overlapped_back(
     STAGES: gl.constexpr, DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr,
 ):
-    """Write dy, dstates and dh0, like delta_reverse; BK is K.
+    """Run the reverse scan in Gluon: write dy, dstates and dh0, like delta_reverse.
 
-    One program computes GROUPS (1 or 2) times BV columns of the state of one head.
+    One program computes GROUPS (1 or 2) times BV columns of the state of one head. BK is K.
     """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY == 2 else 1

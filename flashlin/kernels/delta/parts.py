@@ -21,7 +21,7 @@ def delta_alone(
     v,  # [rows, HV, V]
     A, A_low,  # [rows, HV, BT]
     betas, G,  # [HV, R], fp32
-    alone,  # [segments, HV, K, V] or, with V_FIRST, [parts, HV, V, K], fp32
+    alone,  # [segments, HV, K, V] or, with V_FIRST, [segments, HV, V, K], fp32
     transfer,  # [segments, HV, K, K], fp32
     undivided,  # [N, HV], int32
     bounds,  # [N + 1] or None
@@ -30,10 +30,10 @@ def delta_alone(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
     V_FIRST: tl.constexpr, HALF: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Write the final state from zero (alone) and the transfer matrix of each segment, and clear undivided.
+    """Write ``alone`` and the transfer matrix of each segment, and set ``undivided`` to zero.
 
-    It skips the results that no later launch reads. One program computes BV columns of one of the two results
-    for one head.
+    alone: the state that a segment would end with if it started from zero. The kernel skips the results that
+    no later launch reads. One program computes BV columns of one of the two results for one head.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     STRIPS: tl.constexpr = NV + (K + BV - 1) // BV
