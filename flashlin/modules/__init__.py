@@ -1,4 +1,7 @@
-"""Layers as modules; mirrors ``fla.modules``. Names are loaded when first used, as in the package itself."""
+"""Layers as nn.Modules; mirrors ``fla.modules``.
+
+Names are imported at first use, as in the package itself.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ _HOME = {
     "flashlin.modules.rotary": ("RotaryEmbedding",),
     "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
 }
-# Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.
+# Modules of fla 0.4 to 0.6 that contain names of ours and that are no modules in this package.
 OF_FLA = (
     "causal_conv1d", "causal_conv1d.ops", "convolution", "conv.causal_conv1d", "conv.short_conv",
     "conv.triton", "conv.triton.kernels", "conv.triton.ops", "fused_cross_entropy",

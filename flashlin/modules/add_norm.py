@@ -10,11 +10,13 @@ from flashlin.ops.add_norm import rms_norm_fn
 
 
 class RMSNorm(nn.Module):
-    """``rms_norm_fn`` with a weight [hidden_size]. Drop-in for
-    ``mamba_ssm.ops.triton.layer_norm.RMSNorm``; its parameters are called as there.
+    """An RMS norm with a weight [hidden_size] that calls ``rms_norm_fn``.
 
-    eps: added to the mean of the squares. dropout_p: of x while the module trains. device, dtype: of the
-    weight.
+    Drop-in for ``mamba_ssm.ops.triton.layer_norm.RMSNorm``, with the same parameter names.
+
+    eps: added to the mean of the squares.
+    dropout_p: dropout of x while the module trains.
+    device, dtype: of the weight.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, dropout_p: float = 0.0,
@@ -27,12 +29,12 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight one."""
+        """Set the weight to one."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Any:
-        """y, or with prenorm (y, x + residual)."""
+        """Return y, or (y, x + residual) with prenorm."""
         dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
         return rms_norm_fn(x, self.weight, None, residual, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm,
                            residual_in_fp32=residual_in_fp32)

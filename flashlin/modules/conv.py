@@ -1,5 +1,8 @@
-"""The short convolution as a module; parameters are those of ``torch.nn.Conv1d``, as in ``fla.modules``, so
-checkpoints load either way."""
+"""The short convolution as a module.
+
+Its parameters are those of ``torch.nn.Conv1d``, as in ``fla.modules``, so checkpoints load in both
+directions.
+"""
 from __future__ import annotations
 
 import warnings
@@ -16,13 +19,19 @@ from flashlin.ops.conv import ACTIVATIONS, BACKENDS, causal_conv1d, causal_conv1
 
 
 class ShortConvolution(nn.Conv1d):
-    """``causal_conv1d`` of hidden_size channels with kernel_size taps. Drop-in for
-    ``fla.modules.ShortConvolution``.
+    """A causal convolution of hidden_size channels with kernel_size taps that calls ``causal_conv1d``.
+
+    Drop-in for ``fla.modules.ShortConvolution``.
 
     Args:
-        hidden_size, kernel_size: D and W; weight is [D, 1, W]. bias: have one, [D].
-        activation: ``silu``, which is also called ``swish``, or None. device, dtype: of the parameters.
+        hidden_size: number of channels D. The weight is [D, 1, W].
+        kernel_size: number of taps W.
+        bias: True for a bias [D].
+        activation: ``silu``, also called ``swish``, or None.
         backend: kept for compatibility; the plan chooses.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
+        unknown: accepts only use_fast_conv1d, which has no effect.
 
     Raises ValueError for another activation or backend, TypeError for an unknown keyword.
     """
@@ -50,25 +59,29 @@ class ShortConvolution(nn.Conv1d):
         self.hidden_size, self.activation, self.backend = hidden_size, activation, backend
 
     def extra_repr(self) -> str:
+        """Return the sizes and the activation for torch's printed form of the module."""
         return (f"{self.hidden_size}, kernel_size={self.kernel_size[0]}, bias={self.bias is not None}, "
                 f"activation={self.activation}")
 
     @property
     def state_size(self) -> int:
-        """Elements of one sequence's state."""
+        """The number of elements of one sequence's state."""
         return self.hidden_size * self.kernel_size[0]
 
-    # override is ignored: a torch.nn.Conv1d takes only x
+    # mypy's override error is ignored, because forward of torch.nn.Conv1d accepts only x.
     def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,  # type: ignore[override]
                 cache: Tensor | None = None, output_final_state: bool = False,
                 cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
                 **options: Any) -> tuple[Tensor, Tensor | None]:
-        """(y, state): y of x's shape [B, T, D], and with output_final_state the state [N, D, W] after each
-        sequence, else None.
+        """Return (y, state), y of x's shape [B, T, D].
 
-        mask: [B, T], multiplies x; not beside cu_seqlens. x itself is never modified (fla multiplies it in
-        place). cache: [N, D, W], the state to begin with. Where gradients are off and every sequence has
-        exactly one token it is updated IN PLACE. options: the other arguments of ``causal_conv1d``.
+        The state [N, D, W] after each sequence is returned with output_final_state, else None.
+
+        mask: [B, T], multiplies x; not allowed together with cu_seqlens. x itself is never modified (fla
+            multiplies it in place).
+        cache: [N, D, W], the initial state. If gradients are off and every sequence has exactly one token, it
+            is updated IN PLACE.
+        options: the other arguments of ``causal_conv1d``.
         """
         check_floats("x", x, "[B, T, D]")
         output_final_state = scalars.flag("output_final_state", output_final_state)
@@ -89,7 +102,7 @@ class ShortConvolution(nn.Conv1d):
         weight = self.weight.squeeze(1)
         in_place = cache is not None and not torch.is_grad_enabled()
         if in_place and cu_seqlens is None and x.ndim == 3 and x.shape[1] == 1 and not options:
-            assert cache is not None  # for the type checker
+            assert cache is not None  # for the type checker only
             y, state = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation)
             return y, state if output_final_state else None
         packed_tokens = (in_place and cu_seqlens is not None and x.ndim == 3
@@ -97,7 +110,7 @@ class ShortConvolution(nn.Conv1d):
         y, ht = causal_conv1d(x, weight, self.bias, residual, cache, output_final_state or packed_tokens,
                               self.activation, self.backend, cu_seqlens, chunk_indices=chunk_indices,
                               **options)
-        # whether each sequence has one token is decided on the device, so that nobody waits for it
+        # The GPU decides if each sequence has one token, so that the host need not wait for it.
         if packed_tokens:
             assert cache is not None and ht is not None and cu_seqlens is not None
             cache.copy_(torch.where((cu_seqlens.diff() == 1).all(), ht.to(cache.dtype), cache))

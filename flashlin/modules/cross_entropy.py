@@ -11,17 +11,19 @@ from flashlin.guards.tensors import check_dense, check_floats
 from flashlin.ops.cross_entropy import counted, cross_entropy_loss, fused_linear_cross_entropy_loss
 
 
-@dataclass(eq=False, repr=False)  # modules compare by identity, and print themselves
+@dataclass(eq=False, repr=False)  # nn.Module defines equality and repr
 class FusedCrossEntropyLoss(nn.Module):
-    """``cross_entropy_loss``, reduced. Drop-in for ``fla.modules.FusedCrossEntropyLoss``.
+    """The reduced cross entropy of logits, computed by ``cross_entropy_loss``.
 
-    Args:
-        reduction: ``mean`` over the rows whose target is not ignored, ``sum``, or ``none``; anything else is
-            a NotImplementedError.
-        return_z_loss: also return z_loss, reduced alike. The others as in ``cross_entropy_loss``.
+    Drop-in for ``fla.modules.FusedCrossEntropyLoss``. The arguments that are not listed are those of
+    ``cross_entropy_loss``.
 
-    Where every row is ignored the mean is 0, and so is its gradient (fla and torch give NaN, which ends a
-    training for want of a few labels).
+    reduction: ``mean`` over the rows whose target is not ignored, ``sum``, or ``none``. Any other value
+        raises NotImplementedError.
+    return_z_loss: also return z_loss, with the same reduction.
+
+    If every row is ignored, the mean is 0 and its gradient is 0. fla and torch return NaN, which ends a
+    training run because a few labels are missing.
     """
 
     ignore_index: int = -100
@@ -40,11 +42,15 @@ class FusedCrossEntropyLoss(nn.Module):
             raise NotImplementedError(f"reduction: got {self.reduction!r}, need 'mean', 'sum' or 'none'")
 
     def extra_repr(self) -> str:
+        """Return the main options for torch's printed form of the module."""
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of logits input [N, V] and target [N] in float32: a scalar, or [N] for ``none``; with
-        return_z_loss (loss, z_loss)."""
+        """Return the float32 loss of logits ``input`` [N, V] and ``target`` [N]; (loss, z_loss) with
+        return_z_loss.
+
+        The loss is a scalar, or [N] with the reduction ``none``.
+        """
         loss, z_loss = cross_entropy_loss(input, target, self.label_smoothing, self.logit_scale,
                                           self.lse_square_scale, self.logit_softcapping, self.ignore_index,
                                           self.inplace_backward, self.process_group)
@@ -58,8 +64,11 @@ class FusedCrossEntropyLoss(nn.Module):
 
 @dataclass(eq=False, repr=False)
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """``fused_linear_cross_entropy_loss``: of a linear layer's output, of which only some rows exist at any
-    time. Drop-in for ``fla.modules.FusedLinearCrossEntropyLoss``; arguments as in that function."""
+    """The cross entropy of a linear layer's output, of which only some rows exist at any time.
+
+    It calls ``fused_linear_cross_entropy_loss`` and has the same arguments. Drop-in for
+    ``fla.modules.FusedLinearCrossEntropyLoss``.
+    """
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -77,11 +86,14 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         scalars.choice("reduction", self.reduction, ("mean", "sum"), "'mean' or 'sum'")
 
     def extra_repr(self) -> str:
+        """Return the main options for torch's printed form of the module."""
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, num_chunks={self.num_chunks}"
 
     def forward(self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The loss of x [..., D] and target [...] (x's shape but for D), with weight [V, D] and bias [V] or
-        None: a float32 scalar."""
+        """Return the loss of x [..., D] and target [...] as a float32 scalar.
+
+        target: has x's shape without D. weight: [V, D]. bias: [V] or None.
+        """
         check_floats("x", x, "[..., D]")
         check_dense("target", target, "an int32 or int64 tensor of x's shape without D")
         if x.ndim:

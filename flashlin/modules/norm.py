@@ -1,5 +1,8 @@
-"""The norms as modules; parameters are called as in ``fla.modules``, so checkpoints load either way. A class
-says in ``_normed`` which function its forward calls."""
+"""The norms as modules.
+
+Parameter names are those of ``fla.modules``, so checkpoints load in both directions. The attribute
+``_normed`` of a class is the function that its forward calls.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +19,7 @@ Normed = Tensor | tuple[Tensor, Tensor]
 
 
 class _Affine(nn.Module):
-    """Size, weight and bias of a norm."""
+    """Base class of norms: size, weight and bias."""
 
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
                  eps: float = 1e-5, device: torch.device | str | None = None,
@@ -30,51 +33,58 @@ class _Affine(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight one, bias zero."""
+        """Set the weight to one and the bias to zero."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
+        """Return size and options for torch's printed form of the module."""
         flags = ("" if self.elementwise_affine else ", elementwise_affine=False") + ("" if self.bias is None
                                                                                      else ", bias=True")
         return f"{self.hidden_size}{flags}, eps={self.eps}"
 
 
 class _Plain(_Affine):
-    """A norm without a gate."""
+    """Base class of norms without a gate."""
 
     _normed: Callable[..., Normed]
 
     def forward(self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Normed:
-        """y, or with prenorm (y, x + residual)."""
+        """Return y, or (y, x + residual) with prenorm."""
         return self._normed(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
 
 
 class LayerNorm(_Plain):
-    """``layer_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.LayerNorm``.
+    """A layer norm over the last dimension, of size hidden_size, that calls ``layer_norm``.
 
-    elementwise_affine: have a weight, and with bias a bias, of that device and dtype.
+    Drop-in for ``fla.modules.LayerNorm``.
+
+    elementwise_affine: True for a weight, and with ``bias`` also a bias, with the given device and dtype.
     """
 
     _normed = staticmethod(layer_norm)
 
 
 class RMSNorm(_Plain):
-    """``rms_norm`` over the last dimension, of size hidden_size. Drop-in for ``fla.modules.RMSNorm``;
-    arguments as ``LayerNorm``."""
+    """An RMS norm over the last dimension, of size hidden_size, that calls ``rms_norm``.
+
+    Drop-in for ``fla.modules.RMSNorm``. It has the arguments of ``LayerNorm``.
+    """
 
     _normed = staticmethod(rms_norm)
 
 
 class GroupNorm(_Plain):
-    """``group_norm`` of num_groups equal slices of the last dimension, of size hidden_size. Drop-in for
-    ``fla.modules.GroupNorm``.
+    """A norm of num_groups equal slices of the last dimension, of size hidden_size, by ``group_norm``.
 
-    is_rms_norm: an RMS norm of each slice. The other arguments as ``LayerNorm``; weight and bias are
-    [hidden_size]. Raises ValueError where num_groups does not divide hidden_size.
+    Drop-in for ``fla.modules.GroupNorm``.
+
+    is_rms_norm: use an RMS norm for each slice.
+    The other arguments are those of ``LayerNorm``; weight and bias are [hidden_size].
+    Raises ValueError if num_groups does not divide hidden_size.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class GroupNorm(_Plain):
         self.num_groups, self.is_rms_norm = num_groups, is_rms_norm
 
     def extra_repr(self) -> str:
+        """Return groups, size and options for torch's printed form of the module."""
         return f"{self.num_groups}, {super().extra_repr()}" + (", is_rms_norm=True" if self.is_rms_norm
                                                                else "")
 
@@ -103,7 +114,7 @@ class GroupNorm(_Plain):
 
 
 class _Gated(_Affine):
-    """A norm, and the activation of its gate."""
+    """Base class of norms with a gate and its activation."""
 
     _normed: Callable[..., Normed]
 
@@ -115,31 +126,33 @@ class _Gated(_Affine):
         self.activation = activation
 
     def extra_repr(self) -> str:
+        """Return size, options and activation for torch's printed form of the module."""
         return f"{super().extra_repr()}, activation={self.activation}"
 
     def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Normed:
-        """y, or with prenorm (y, x + residual)."""
+        """Return y, or (y, x + residual) with prenorm."""
         return self._normed(x, g, self.weight, self.bias, self.activation, residual, prenorm,
                             residual_in_fp32, self.eps)
 
 
 class FusedLayerNormGated(_Gated):
-    """``layer_norm_gated`` over the last dimension, of size hidden_size. Drop-in for
-    ``fla.modules.FusedLayerNormGated``.
+    """A gated layer norm over the last dimension, of size hidden_size, that calls ``layer_norm_gated``.
 
-    activation: of the gate, ``swish``, ``silu`` or ``sigmoid``; anything else is a ValueError. The other
-    arguments as ``LayerNorm``.
+    Drop-in for ``fla.modules.FusedLayerNormGated``.
+
+    activation: activation of the gate: ``swish``, ``silu`` or ``sigmoid``. Any other value raises ValueError.
+    The other arguments are those of ``LayerNorm``.
     """
 
     _normed = staticmethod(layer_norm_gated)
 
 
 class FusedRMSNormGated(_Gated):
-    """``rms_norm_gated`` over the last dimension, of size hidden_size. Drop-in for
-    ``fla.modules.FusedRMSNormGated``.
+    """A gated RMS norm over the last dimension, of size hidden_size, that calls ``rms_norm_gated``.
 
-    Arguments as ``FusedLayerNormGated``, but there is no bias.
+    Drop-in for ``fla.modules.FusedRMSNormGated``. It has the arguments of ``FusedLayerNormGated`` except
+    bias.
     """
 
     _normed = staticmethod(rms_norm_gated)
@@ -151,7 +164,10 @@ class FusedRMSNormGated(_Gated):
 
 
 class FusedLayerNormSwishGate(FusedLayerNormGated):
-    """``FusedLayerNormGated`` with swish. Drop-in for ``fla.modules.FusedLayerNormSwishGate``."""
+    """A ``FusedLayerNormGated`` with the activation swish.
+
+    Drop-in for ``fla.modules.FusedLayerNormSwishGate``.
+    """
 
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False,
                  eps: float = 1e-5, device: torch.device | str | None = None,
@@ -160,7 +176,10 @@ class FusedLayerNormSwishGate(FusedLayerNormGated):
 
 
 class FusedRMSNormSwishGate(FusedRMSNormGated):
-    """``FusedRMSNormGated`` with swish. Drop-in for ``fla.modules.FusedRMSNormSwishGate``."""
+    """A ``FusedRMSNormGated`` with the activation swish.
+
+    Drop-in for ``fla.modules.FusedRMSNormSwishGate``.
+    """
 
     def __init__(self, hidden_size: int, elementwise_affine: bool = True, eps: float = 1e-5,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -168,18 +187,20 @@ class FusedRMSNormSwishGate(FusedRMSNormGated):
 
 
 class L2Norm(nn.Module):
-    """``l2norm`` over the last dimension. Drop-in for ``fla.modules.L2Norm``."""
+    """An L2 norm over the last dimension that calls ``l2norm``. Drop-in for ``fla.modules.L2Norm``."""
 
     def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps, self.output_dtype = eps, output_dtype
 
     def extra_repr(self) -> str:
+        """Return the options for torch's printed form of the module."""
         return f"eps={self.eps}" + ("" if self.output_dtype is None
                                     else f", output_dtype={self.output_dtype}")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x with each row of the last dimension divided by its L2 norm, in output_dtype or x's dtype."""
         return l2norm(x, self.eps, self.output_dtype)
 
 
-__getattr__ = public_of(__name__)  # in fla 0.6 this module has all norms, with linear layers, too
+__getattr__ = public_of(__name__)  # in fla 0.6 this module also contains the norms with linear layers

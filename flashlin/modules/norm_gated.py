@@ -1,5 +1,7 @@
-"""Mamba2's gated norms as modules, under fla's name and under mamba_ssm's; parameters are called as there, so
-checkpoints load either way."""
+"""Mamba2's gated norms as modules, under the names of fla and of mamba_ssm.
+
+Parameter names are those of both packages, so checkpoints load in both directions.
+"""
 from __future__ import annotations
 
 import torch
@@ -10,13 +12,16 @@ from flashlin.ops.norm import layernorm_fn, rmsnorm_fn
 
 
 class RMSNormGated(_Affine):
-    """``rmsnorm_fn`` with a weight [hidden_size]. Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``,
-    which gates before it normalises unless told otherwise; mamba_ssm's class
-    (``flashlin.mamba.RMSNormGated``) gates after.
+    """A gated RMS norm with a weight [hidden_size] that calls ``rmsnorm_fn``.
 
-    eps: added to the mean of the squares. group_size: columns normalised together, all of them if None.
-    norm_before_gate: norm(x) * silu(z), else norm(x * silu(z)). device, dtype: of the weight. Raises
-    ValueError where group_size does not divide hidden_size.
+    Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``. Its default gates before the norm. The default
+    of mamba_ssm's class (``flashlin.mamba.RMSNormGated``) gates after the norm.
+
+    eps: added to the mean of the squares.
+    group_size: number of columns normalised together; None for all columns.
+    norm_before_gate: compute norm(x) * silu(z) instead of norm(x * silu(z)).
+    device, dtype: of the weight.
+    Raises ValueError if group_size does not divide hidden_size.
     """
 
     _normed = staticmethod(rmsnorm_fn)
@@ -31,17 +36,20 @@ class RMSNormGated(_Affine):
         self.group_size, self.norm_before_gate = group_size, norm_before_gate
 
     def extra_repr(self) -> str:
+        """Return size and options for torch's printed form of the module."""
         groups = "" if self.group_size is None else f", group_size={self.group_size}"
         return f"{self.hidden_size}, eps={self.eps}{groups}, norm_before_gate={self.norm_before_gate}"
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """y of x [..., hidden_size], gated by z if there is one."""
+        """Return the norm of x [..., hidden_size], gated by z unless z is None."""
         return self._normed(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
 
 
 class RMSNorm(RMSNormGated):
-    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``: ``RMSNormGated`` that gates after it has
-    normalised unless told otherwise."""
+    """A ``RMSNormGated`` that gates after the norm by default.
+
+    Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None,
                  norm_before_gate: bool = True, device: torch.device | str | None = None,
@@ -50,8 +58,10 @@ class RMSNorm(RMSNormGated):
 
 
 class LayerNorm(RMSNorm):
-    """Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.LayerNorm``: the same with a layer norm and a bias
-    [hidden_size]."""
+    """A gated layer norm with weight and bias [hidden_size] that gates after the norm by default.
+
+    Drop-in for ``mamba_ssm.ops.triton.layernorm_gated.LayerNorm``.
+    """
 
     _normed = staticmethod(layernorm_fn)
     _has_bias = True

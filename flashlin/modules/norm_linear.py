@@ -1,5 +1,8 @@
-"""The norms with a linear layer behind them as modules, whose parameters are the norm's; the linear layer's
-come with each call, as in ``fla.modules``."""
+"""Norms followed by a linear layer, as modules.
+
+The parameters of a module are those of its norm. Weight and bias of the linear layer are passed to each call,
+as in ``fla.modules``.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,43 +23,51 @@ from flashlin.ops.norm_linear import (
 
 
 class _Linear(_Affine):
-    """A norm whose linear layer comes with each call."""
+    """Base class of norms followed by a linear layer whose weight is passed to each call."""
 
     _with_linear: Callable[..., Found]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
                 prenorm: bool = False, residual_in_fp32: bool = False) -> Found:
-        """out, or with prenorm (out, x + residual); weight [E, D] and bias [E] or None are the linear
-        layer's."""
+        """Return the linear layer's output ``out``, or (out, x + residual) with prenorm.
+
+        weight: [E, D] of the linear layer. bias: [E] of the linear layer, or None.
+        """
         return self._with_linear(x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm,
                                  residual_in_fp32)
 
 
-# misc is ignored below: forward takes the linear layer's tensors, unlike that of the norm it inherits from
+# mypy's misc error is ignored below: forward also accepts the linear layer's tensors, unlike the base class.
 class LayerNormLinear(_Linear, LayerNorm):  # type: ignore[misc]
-    """``layer_norm_linear`` with a norm of size hidden_size. Drop-in for ``fla.modules.LayerNormLinear``;
-    arguments as ``LayerNorm``."""
+    """A layer norm of size hidden_size followed by a linear layer, by ``layer_norm_linear``.
+
+    Drop-in for ``fla.modules.LayerNormLinear``. It has the arguments of ``LayerNorm``.
+    """
 
     _with_linear = staticmethod(layer_norm_linear)
 
 
 class RMSNormLinear(_Linear, RMSNorm):  # type: ignore[misc]
-    """``rms_norm_linear`` with a norm of size hidden_size. Drop-in for ``fla.modules.RMSNormLinear``;
-    arguments as ``RMSNorm``."""
+    """An RMS norm of size hidden_size followed by a linear layer, by ``rms_norm_linear``.
+
+    Drop-in for ``fla.modules.RMSNormLinear``. It has the arguments of ``RMSNorm``.
+    """
 
     _with_linear = staticmethod(rms_norm_linear)
 
 
 class GroupNormLinear(_Linear, GroupNorm):  # type: ignore[misc]
-    """``group_norm_linear`` with a norm of size hidden_size. Drop-in for ``fla.modules.GroupNormLinear``;
-    arguments as ``GroupNorm``."""
+    """A group norm of size hidden_size followed by a linear layer, by ``group_norm_linear``.
+
+    Drop-in for ``fla.modules.GroupNormLinear``. It has the arguments of ``GroupNorm``.
+    """
 
     def _with_linear(self, *given: Any) -> Found:
         return group_norm_linear(*given, **self._groups())
 
 
 class _GatedLinear(_Affine):
-    """A norm without bias, whose output is gated by swish."""
+    """Base class of norms without bias and with a swish gate, followed by a linear layer."""
 
     _with_linear: Callable[..., Found]
 
@@ -67,37 +78,43 @@ class _GatedLinear(_Affine):
     def forward(self, x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
                 residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Found:
-        """out, or with prenorm (out, x + residual); weight [E, D], which has to be there, and bias [E] or
-        None are the linear layer's."""
+        """Return the linear layer's output ``out``, or (out, x + residual) with prenorm.
+
+        weight: [E, D] of the linear layer; it is required. bias: [E] of the linear layer, or None.
+        """
         return self._with_linear(x, g, self.weight, self.bias, weight, bias, residual, prenorm,
                                  residual_in_fp32, eps=self.eps)
 
 
 class FusedLayerNormGatedLinear(_GatedLinear):
-    """``layer_norm_swish_gate_linear`` with a norm of size hidden_size. Drop-in for
-    ``fla.modules.fused_norm_gate.FusedLayerNormGatedLinear``.
+    """A layer norm with a swish gate and a linear layer, by ``layer_norm_swish_gate_linear``.
 
-    Arguments as ``LayerNorm``, but there is no bias.
+    Drop-in for ``fla.modules.fused_norm_gate.FusedLayerNormGatedLinear``. It has the arguments of
+    ``LayerNorm`` except bias.
     """
 
     _with_linear = staticmethod(layer_norm_swish_gate_linear)
 
 
 class FusedRMSNormGatedLinear(_GatedLinear):
-    """``rms_norm_swish_gate_linear`` with a norm of size hidden_size. Drop-in for
-    ``fla.modules.fused_norm_gate.FusedRMSNormGatedLinear``.
+    """An RMS norm with a swish gate and a linear layer, by ``rms_norm_swish_gate_linear``.
 
-    Arguments as ``FusedLayerNormGatedLinear``.
+    Drop-in for ``fla.modules.fused_norm_gate.FusedRMSNormGatedLinear``. It has the arguments of
+    ``FusedLayerNormGatedLinear``.
     """
 
     _with_linear = staticmethod(rms_norm_swish_gate_linear)
 
 
 class FusedLayerNormSwishGateLinear(FusedLayerNormGatedLinear):
-    """``FusedLayerNormGatedLinear`` by another name. Drop-in for
-    ``fla.modules.FusedLayerNormSwishGateLinear``."""
+    """Another name of ``FusedLayerNormGatedLinear``.
+
+    Drop-in for ``fla.modules.FusedLayerNormSwishGateLinear``.
+    """
 
 
 class FusedRMSNormSwishGateLinear(FusedRMSNormGatedLinear):
-    """``FusedRMSNormGatedLinear`` by another name. Drop-in for
-    ``fla.modules.FusedRMSNormSwishGateLinear``."""
+    """Another name of ``FusedRMSNormGatedLinear``.
+
+    Drop-in for ``fla.modules.FusedRMSNormSwishGateLinear``.
+    """

@@ -1,5 +1,7 @@
-"""Rotary embeddings as a module; mirrors ``fla.modules.RotaryEmbedding``. Nothing of it is in a checkpoint,
-there as here."""
+"""Rotary embeddings as a module; mirrors ``fla.modules.RotaryEmbedding``.
+
+Checkpoints contain no state of this module, neither here nor in fla.
+"""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -14,7 +16,12 @@ from flashlin.ops.rotary import rotary_embedding
 
 
 class Tables(NamedTuple):
-    """cos and sin [TR, dim // 2] for queries and for keys; made for these frequencies, in that state."""
+    """The cosines and sines of one ``RotaryEmbedding``.
+
+    q, k: (cos, sin) for queries and for keys, each [TR, dim // 2].
+    source: the frequencies from which the tables were made.
+    version: the in-place version of the frequencies at that time.
+    """
     q: tuple[Tensor, Tensor]
     k: tuple[Tensor, Tensor]
     source: Tensor
@@ -22,24 +29,26 @@ class Tables(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """``rotary_embedding`` of q and k by angles of place / base^(2 i / dim). Drop-in for
-    ``fla.modules.RotaryEmbedding``.
+    """A rotary embedding of q and k by angles of position / base^(2 i / dim), by ``rotary_embedding``.
+
+    Drop-in for ``fla.modules.RotaryEmbedding``.
 
     Args:
-        dim: channels of each head that are rotated, an even number; base: of the frequencies.
-        scale_base: None, or the xPos decay (Sun et al. 2022): q is scaled by s_i^p and k by s_i^-p, s_i = (2
-            i / dim + 0.4) / 1.4 and p = (place - centre) / scale_base, so that a score depends on the
-            distance only. The centre is half of the first length seen.
+        dim: number of rotated channels of each head, an even number.
+        base: base of the frequencies.
+        scale_base: None, or the base of the xPos decay (Sun et al. 2022). q is scaled by s_i^p and k by
+            s_i^-p, with s_i = (2 i / dim + 0.4) / 1.4 and p = (position - centre) / scale_base, so that a
+            score depends only on the distance. The centre is half of the first length seen.
         interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, dim / 2 + i).
-        pos_idx_in_fp32: places and frequencies are multiplied in float32, whatever the module was converted
-            to. False: in inv_freq's dtype, for models that were trained so.
-        device: of the frequencies.
+        pos_idx_in_fp32: multiply positions and frequencies in float32, whatever dtype the module was
+            converted to. False multiplies in inv_freq's dtype, for models that were trained so.
+        device: device of the frequencies.
 
-    Raises ValueError for a dim that is no even number of at least 2.
+    Raises ValueError if dim is not an even number of at least 2.
 
-    Tables are kept, grow by doubling, and are made anew for another device or other frequencies. They are
-    float32, where fla rounds them to q's dtype; and fla moves xPos's centre whenever a longer sequence comes,
-    so that keys in a cache no longer fit.
+    Tables are cached and grow by doubling. They are rebuilt for another device or other frequencies. They are
+    float32, while fla rounds them to q's dtype. fla also moves the centre of xPos for each longer sequence,
+    after which cached keys no longer match.
     """
 
     inv_freq: Tensor
@@ -61,25 +70,28 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Frequencies and scales as dim and base have them."""
+        """Set the frequencies and scales from dim and base."""
         with torch.no_grad():
             self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
             if self.scale is not None:
                 self.scale.copy_(self._scales(self.scale.device))
 
     def extra_repr(self) -> str:
+        """Return the options for torch's printed form of the module."""
         scale = "" if self.scale_base is None else f", scale_base={self.scale_base}"
         return (f"dim={self.dim}, base={self.base}, interleaved={self.interleaved}{scale}, "
                 f"pos_idx_in_fp32={self.pos_idx_in_fp32}")
 
     def forward(self, q: Tensor, k: Tensor, seqlen_offset: int | Tensor = 0, cu_seqlens: Tensor | None = None,
                 max_seqlen: int | None = None, chunk_indices: Any = None) -> tuple[Tensor, Tensor]:
-        """(q, k) rotated, each [B, T, its heads, D] with D of at least dim.
+        """Return the rotated (q, k), each [B, T, its heads, D] with D of at least dim.
 
-        seqlen_offset: added to every place, an int or [N] int32 or int64. cu_seqlens: as in
-        ``rotary_embedding``. max_seqlen: how many places may occur. None: T places from an int seqlen_offset
-        on; with a tensor, whose values nobody reads, it has to be given once, or the tables that are there
-        have to do (ValueError where there are none). Further places are what ``rotary_embedding`` says.
+        seqlen_offset: added to every position, an int or a tensor [N] of int32 or int64.
+        cu_seqlens: as in ``rotary_embedding``.
+        max_seqlen: number of positions that may occur. None means T positions after an int seqlen_offset. The
+            values of a tensor seqlen_offset are not read. With a tensor, max_seqlen must be given in one
+            call; later calls may use the cached tables (ValueError if there are none).
+        Positions beyond the tables are handled as in ``rotary_embedding``.
         """
         for name, x in (("q", q), ("k", k)):
             check_floats(name, x, "[B, T, H, D]")
@@ -100,8 +112,9 @@ class RotaryEmbedding(nn.Module):
         return rotated(q, tables.q), rotated(k, tables.k)
 
     def _tables_for(self, length: int | None, device: torch.device, wide: bool) -> Tables:
-        """Tables of at least that many places; None: those that are there."""
-        # compiled, tables that grow would be compiled anew; these are fused with what uses them
+        """Return tables of at least ``length`` positions; None for the cached tables."""
+        # Under torch.compile each growth of a cached table would recompile. Tables made here are fused with
+        # the operations that read them.
         if transient() and length is not None:
             return self._made(length, self._centre_of(length), device, wide, 0)
         version = 0 if self.inv_freq.is_inference() else self.inv_freq._version
@@ -116,7 +129,7 @@ class RotaryEmbedding(nn.Module):
             if length <= len(cos) and cos.device == device and (cos.dtype == torch.float64) == wide:
                 return kept
         self._centre = self._centre_of(length)
-        # tables made in inference mode would be of no use to autograd
+        # Autograd could not save tables that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             enough = 1 << max(length - 1, 0).bit_length()
             self._tables = self._made(enough, self._centre, device, wide, version)
@@ -133,13 +146,13 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         if self.scale is None:
             return Tables((cos, sin), (cos, sin), self.inv_freq, version)
-        assert self.scale_base is not None  # for the type checker
+        assert self.scale_base is not None  # for the type checker only
         power = (torch.arange(length, device=device) - centre)[:, None] / self.scale_base
         scale = self._scales(device).to(dtype) ** power
         return Tables((cos * scale, sin * scale), (cos / scale, sin / scale), self.inv_freq, version)
 
     def _channels(self, device: torch.device) -> Tensor:
-        """The first channel of each pair: 0, 2, 4 ..."""
+        """Return the first channel of each pair: 0, 2, 4 ..."""
         return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
 
     def _frequencies(self, device: torch.device) -> Tensor:

@@ -143,7 +143,7 @@ class Shard(NamedTuple):
         to = torch.arange(self.size, device=x.device).view(-1, 1, 1, 1)
         sent = torch.where((to == self.rank + 1) & (self.after > 0), left, 0)
         came = exchanged(self, sent)[self.rank - 1]
-        # If no window came, zeros came. They are added, so that every rank's gradient takes part in the exchange.
+        # Zeros came if no window came. They are added, so that every rank's gradient joins the exchange.
         return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
 
@@ -287,7 +287,7 @@ def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
 
 
 class Sizes(NamedTuple):
-    """The sizes that this rank passed to ``agree`` in one call, kept for a comparison whose result comes later.
+    """The sizes that this rank passed to ``agree`` in one call, for a comparison that finishes later.
 
     op: the op's name.
     where: file, line and function of the caller.

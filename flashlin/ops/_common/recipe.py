@@ -29,7 +29,7 @@ Made = tuple[torch.Size, torch.dtype]
 
 
 class Place(int):
-    """The number of a tensor within a replay recipe: first the given tensors, then the made ones in their order."""
+    """The number of a tensor within a replay recipe: the given tensors come first, then the made ones."""
 
 
 class Start(NamedTuple):
@@ -43,7 +43,7 @@ class Start(NamedTuple):
 
 
 class Write(NamedTuple):
-    """An in-place torch operation to replay, with its tensor arguments given as places; or ``launch.enter``."""
+    """An in-place torch operation to replay, or ``launch.enter``; tensor arguments are given as places."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -318,7 +318,7 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
         else:
             used, programs, values = step
             steps.append((used.run, [*map(taken, (programs, 1, 1)), 0, *map(taken, (*used.known, *values))]))
-    # Number the addresses: the given tensors first, then for each stage its new tensors and addresses in them.
+    # Number the addresses: first the given tensors, then for each stage its new tensors and offsets in them.
     on, first = next(x for x in tensors if x is not None).device, 1 + len(numbers)
     places, stages, there = {(at, 0): first + at for at in range(len(tensors))}, list[Stage](), len(tensors)
     for like, of_stage in zip(makes, (steps[:begin], steps[begin:]), strict=True):

@@ -349,8 +349,9 @@ def _update(plan: Plan, x: Inputs, how: InPlace) -> Tensor:
 
 
 def _update_by_copies(x: Inputs, how: InPlace) -> Tensor:
-    """Run the call on copies of the pool's rows and copy the new states back, if no kernel can write to the
-    pool.
+    """Run the call on copies of the pool's rows, if no kernel can write to the pool.
+
+    The new states are copied back to the pool.
     """
     pool, indices, scale, out_dtype, flags, op = how
     rows = None if indices is None else taken(pool, indices)

@@ -1,4 +1,4 @@
-"""Constant tensors, made once per size and device: fixed decays per head, and the filters of a token shift."""
+"""Constant tensors, made once per size and device: fixed decays per head and filters of a token shift."""
 from __future__ import annotations
 
 from collections.abc import Callable
