@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -98,19 +98,17 @@ def _build_without_lock() -> None:
     for name in ("triton.runtime.build", "triton.backends.nvidia.driver"):
         module: Any = sys.modules.get(name)
         if hasattr(module, "_build"):
-            module._build = _without_lock(module._build)
+            module._build = partial(_without_lock, module._build)
 
 
-def _without_lock(build: Callable[..., str]) -> Callable[..., str]:
-    """Return ``build``, which frees LOADING while it runs, if its thread holds it."""
-    def building(*arguments: Any, **named: Any) -> str:
-        held = LOADING.free()
-        try:
-            return build(*arguments, **named)
-        finally:
-            if held:
-                LOADING.__enter__()
-    return building
+def _without_lock(build: Callable[..., str], *arguments: Any, **named: Any) -> str:
+    """Call ``build`` while this thread does not hold LOADING."""
+    held = LOADING.free()
+    try:
+        return build(*arguments, **named)
+    finally:
+        if held:
+            LOADING.__enter__()
 
 
 class Kernel:
