@@ -1,13 +1,12 @@
-"""flashlin: linear attention that runs, is right, is fast, and otherwise says in one sentence what is wrong
-and what to do.
+"""Linear-attention Triton kernels that run correctly and fast on your machine, or report why they cannot.
 
-Names are loaded when first used, so ``import flashlin`` imports neither torch nor Triton, touches no GPU and
-prints nothing; and ``flashlin.doctor()`` still answers when one of them is broken. Ops are public by their
-family's record, see ``guards/family.py``.
+Names are imported at first use. ``import flashlin`` itself imports neither torch nor Triton, does not access
+a GPU and prints nothing. Therefore ``flashlin.doctor()`` works even if torch or Triton is broken. The records
+of the families list the public ops, see ``guards/family.py``.
 
 An exported program (a ``.pt2`` file) names torch.library operators of flashlin, and torch looks them up when
-it loads the file. So when torch imports one of its loaders, flashlin imports every module that defines
-operators.
+it loads the file. Therefore flashlin imports every module that defines operators as soon as torch imports one
+of its loaders.
 """
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ _BESIDE_OPS_AND_MODULES = {
 
 @lru_cache(maxsize=1)
 def _where() -> Mapping[str, str]:
-    # What this imports must nowhere say "from flashlin import ...": that asks for the names while they are
-    # collected.
+    # The modules imported here must not contain "from flashlin import ...", which would look names up while
+    # this function still collects them.
     from flashlin.kernels.families import PUBLIC
     from flashlin.modules import _where as of_modules
     ops = {op.name: f"flashlin.ops.{op.module}" for op in PUBLIC.values()}
@@ -51,7 +50,7 @@ def _where() -> Mapping[str, str]:
 _SUBMODULES = ("backends", "mamba", "modules", "ops", "serving")
 __getattr__, __dir__ = attach(__name__, _where, _SUBMODULES)
 
-# The loaders of torch.export and of AOTInductor, which looks operators up in C++.
+# The modules with which torch.export and AOTInductor load programs; AOTInductor looks operators up in C++.
 _LOADERS = ("torch._export.serde.serialize", "torch._inductor.package")
 
 

@@ -1,9 +1,10 @@
-"""flashlin as a backend of flash-linear-attention 0.6 and newer, by its own door (``fla.backends.register``):
-for those who want nothing replaced. It covers the few public functions that fla offers to backends;
-``flashlin.patch("fla")`` covers them all.
+"""flashlin as a backend of flash-linear-attention 0.6 and newer, by fla's own hook ``fla.backends.register``.
+
+It replaces no function of fla. It covers only the few public functions for which fla supports backends;
+``flashlin.patch("fla")`` covers all of them.
 
     import flashlin.backends
-    flashlin.backends.register()        # from now on fla asks flashlin first; FLA_FLASHLIN=0 switches it off
+    flashlin.backends.register()        # fla now tries flashlin first; FLA_FLASHLIN=0 switches it off
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from flashlin.kernels.families import PUBLIC, family_of
 
 __all__ = ["register", "unregister"]
 VARIABLE = "FLA_FLASHLIN"
-# fla's operations whose backends are asked by the operation's name; the other functions are asked one by one.
+# fla selects backends of these operations by the operation's name. It selects those of FUNCTIONS by function.
 OPERATIONS = {"gated_delta_rule": ("chunk_gated_delta_rule",),
               "generalized_delta_rule.dplr": ("chunk_dplr_delta_rule",)}
 FUNCTIONS = ("chunk_kda", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "parallel_simple_gla")
@@ -32,13 +33,13 @@ _registered = False
 
 
 def register() -> tuple[str, ...]:
-    """Offer flashlin to fla. Twice is once.
+    """Register flashlin as a backend of fla. A second call has no effect.
 
-    A call goes to flashlin if it serves every argument and its plan has kernels for it here, or, without a
-    GPU, plain torch; else fla goes on as without it, and its log says why.
+    A call runs on flashlin if flashlin supports every argument and plans kernels for the call, or plain torch
+    if there is no GPU. Otherwise fla runs the call itself, and its log contains the reason.
 
-    Returns the names of the functions that are covered. Raises ImportError where fla is not installed, or is
-    one that knows no backends (before 0.6).
+    Returns the names of the covered functions. Raises ImportError if fla is not installed or has no backends
+    (before 0.6).
     """
     global _registered
     try:
@@ -61,13 +62,13 @@ def register() -> tuple[str, ...]:
 
 
 def unregister() -> None:
-    """fla's backends are as if flashlin had not been offered. Nothing happens where it has not."""
+    """Make fla ignore flashlin's backends again. It has no effect if they were not registered."""
     global _registered
     _registered = False
 
 
 def backend_of(base: type, originals: dict[str, Any]) -> type:
-    """A backend of fla's that has these functions, each with its verifier."""
+    """Return a subclass of fla's backend class that has these functions, each with its verifier."""
     members: dict[str, Any] = {"backend_type": "flashlin", "priority": -1,
                                "is_available": classmethod(lambda cls: _registered)}
     for name, original in originals.items():
@@ -77,14 +78,14 @@ def backend_of(base: type, originals: dict[str, Any]) -> type:
 
 
 def verifier(original: Any) -> Callable[..., tuple[bool, str | None]]:
-    """Whether flashlin runs this call of ``original``, or why not."""
+    """Return a function that returns (True, None) if flashlin runs a call of ``original``, or (False, reason)."""
     signature, name = inspect.signature(inspect.unwrap(original)), original.__name__
     defaults = {key: one.default for key, one in signature.parameters.items()}
     served = frozenset(inspect.signature(getattr(flashlin, name)).parameters) - REFUSED
 
     def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         given = signature.bind(*args, **kwargs).arguments
-        given.pop("kwargs", None)  # fla ignores them, and so does by_name
+        given.pop("kwargs", None)  # fla ignores these keywords, and by_name ignores them as well
         missing = unserved(given, served, defaults)
         if missing:
             return False, f"flashlin's {name} has no {missing}"
@@ -96,7 +97,7 @@ def verifier(original: Any) -> Callable[..., tuple[bool, str | None]]:
 
 
 def plan_of(name: str, given: dict[str, Any]) -> Plan:
-    """The plan of a call by its tensors q, k, v and cu_seqlens."""
+    """Return the plan of a call, derived from its tensors q, k, v and cu_seqlens."""
     q, v, bounds = given["q"], given["v"], given.get("cu_seqlens")
     (B, T, _, K), (H, V) = q.shape, v.shape[2:]
     sizes = Sizes(B, T, H, K, V, B if bounds is None else len(bounds) - 1, bounds is not None)

@@ -1,11 +1,18 @@
-"""plan(problem, target, policy): the only place that decides.
+"""Planning: ``plan(problem, target, policy)`` is the only function that decides how a call runs.
 
-How it works. A family's recipe says which launches the problem would make on the target. The checks look at
-them in order; the first one that objects answers with a Reason, which names remedies, best first. The first
-remedy that the policy allows and that can still make the problem smaller rewrites it. Then everything is
-asked again, from the start, so that a remedy that runs into another limit is caught and remedies combine.
-When nothing objects, the trail is the Plan; when no remedy is left, the Plan is a refusal, which is a value
-too: only ops raise. Pure and cached; imports neither torch nor triton.
+How it works:
+
+1. The family's recipe lists the launches of the problem on the target.
+2. The checks examine the launches in order. The first check that rejects one returns a Reason, which names
+remedies, best first.
+3. The first remedy that the policy allows and that can still reduce the problem rewrites it.
+4. Everything is repeated from the start. This catches a remedy that runs into another limit, and it combines
+remedies.
+
+When no check rejects the launches, the steps form the Plan. When no remedy is left, the Plan is a refusal,
+which is also a value. Only ops raise an error for it.
+
+``plan`` is pure and cached. This module imports neither torch nor triton.
 """
 from __future__ import annotations
 
@@ -20,23 +27,23 @@ from flashlin.kernels.families import FAMILIES, PUBLIC
 from flashlin.kernels.remedies import REMEDIES
 from flashlin.policy import Policy
 
-# Every public op: its family, and the mode it asks for.
+# The family and the requested mode of every public op.
 OPS: dict[str, tuple[str, str]] = {
     op.name: (op.family, op.mode) for op in PUBLIC.values() if not op.planned_as}
 
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
-    """What this call would do on that machine, and why. Never raises for an unsupported call: see
-    ``Plan.refused``.
+    """Return the plan of a problem on a target: its launches, and the reasons for each rewrite.
 
-    Raises KeyError for a family that has no record.
+    It never raises for an unsupported call: see ``Plan.refused``. Raises KeyError for a family that has no
+    record.
     """
     family = FAMILIES[problem.family]
     asked = problem._replace(invariant=policy.invariant, trial=policy.canary == "trial")
     problem, steps = asked, list[tuple[Reason, str]]()
     while True:
-        if problem.path == "torch":  # none of the limits of a kernel applies
+        if problem.path == "torch":  # the limits of kernels do not apply to plain torch
             return Plan(asked, problem, target, (), tuple(steps))
         draft = Draft(problem, family, family.launches(problem, target), target, policy)
         reason = next((reason for check in CHECKS for reason in check(draft)), None)
@@ -46,15 +53,17 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         if remedy is None:
             return Plan(asked, problem, target, (), tuple(steps), (reason,))
         name, problem = remedy
-        # 8 warps allowed, then 4: one step to the reader where 4 are in use
+        # Fewer warps in two rewrites (8, then 4) for one reason are shown as one step.
         if not steps or steps[-1] != (reason, name):
             steps.append((reason, name))
 
 
 @contextmanager
 def watching(see: Callable[[Plan], None]) -> Iterator[None]:
-    """Meanwhile ``see`` is given every plan that is asked for, in all threads; what it raises ends the call
-    that asked. The last block begun has to end first."""
+    """Pass every plan that any thread requests within the ``with`` block to ``see``.
+
+    An exception in ``see`` ends the call that requested the plan. Nested blocks must end in reverse order.
+    """
     watched = plan
 
     @wraps(watched)
@@ -71,7 +80,7 @@ def watching(see: Callable[[Plan], None]) -> Iterator[None]:
 
 
 def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
-    """The best remedy that the policy allows, and the smaller problem that it makes."""
+    """Return the name of the best allowed remedy and the smaller problem that it makes, or None."""
     for name in reason.remedies:
         remedy = REMEDIES[name]
         if draft.policy.policy == "strict" and reason.forced and not remedy.exact:
@@ -85,6 +94,9 @@ def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
 
 
 def inexact_steps(the_plan: Plan) -> tuple[tuple[Reason, str], ...]:
-    """The steps a user should hear about once: forced, and not the same kernels on the same operands."""
+    """Return the steps that a user should be warned about once.
+
+    These are the forced steps after which other kernels run, or the same kernels on other operands.
+    """
     return tuple((reason, name)
                  for reason, name in the_plan.steps if reason.forced and not REMEDIES[name].exact)

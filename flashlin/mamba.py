@@ -1,9 +1,11 @@
-"""Mamba, Mamba2 and Mamba-3 under the names of mamba_ssm and causal_conv1d:
-``from flashlin.mamba import causal_conv1d_update, selective_state_update, ...``.
+"""Mamba, Mamba2 and Mamba-3 under the names of mamba_ssm and causal_conv1d.
 
-``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` are theirs, unlike what the package itself has under
-these names from fla. ``mamba_inner_fn``, ``layer_norm_fn``, ``rms_norm_fn`` and
-``causal_conv1d_varlen_states`` are composed of ops of the package, each planned by itself. Names are loaded when first used, as in the package.
+Example: ``from flashlin.mamba import causal_conv1d_update, selective_state_update``.
+
+``causal_conv1d_update``, ``RMSNorm`` and ``LayerNorm`` have the signatures of mamba_ssm and causal_conv1d. In
+the package ``flashlin`` itself these names have the signatures of fla. ``mamba_inner_fn``, ``layer_norm_fn``,
+``rms_norm_fn`` and ``causal_conv1d_varlen_states`` are composed of other ops, each planned separately. Names
+are imported at first use, as in the package.
 """
 from __future__ import annotations
 

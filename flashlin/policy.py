@@ -1,5 +1,7 @@
-"""Policy: what flashlin may do on its own. Read once from the environment, changed with
-``flashlin.settings(...)``."""
+"""The policy: the settings that control the behaviour of flashlin.
+
+It is read once from the environment, and ``flashlin.settings(...)`` changes it.
+"""
 from __future__ import annotations
 
 import os
@@ -12,22 +14,27 @@ from flashlin.compat.locks import ThreadLock
 CHOICES = {"policy": ("auto", "strict", "off"), "path": ("auto", "triton", "torch"),
            "tokens": ("async", "sync", "off"), "canary": ("auto", "off", "trial"), "debug": ("0", "1"),
            "autotune": ("timed", "first", "rank0"), "invariant": ("0", "1")}
-SWITCHES = ("debug", "invariant")  # True or False
-# Read by guards.local_results, testing.environments, integrations.run_command and integrations.summary.
+SWITCHES = ("debug", "invariant")  # these accept True or False
+# Variables FLASHLIN_* without a field in Policy. Their readers are guards.local_results,
+# testing.environments, integrations.run_command and integrations.summary.
 ELSEWHERE = ("home", "cache", "patch", "summary")
 
 
 class Policy(NamedTuple):
-    """policy: ``auto`` takes any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
-    path: ``auto``, or insist on ``triton`` or ``torch``. ignore: ids of known issues to disregard.
-    tokens: how out-of-range tokens on a GPU are reported (``async``, ``sync``, ``off``); ranks whose calls
-    differ are reported as with ``async`` or ``sync``. canary: whether
-    kernels that nobody has run on such a card under such a Triton are tried in a child process before their
-    first use; ``trial`` in that child itself, which starts such kernels on AMD, too. debug: also check
-    values, at the price of a sync. autotune: how a configuration of a tuned kernel is found
-    (``flashlin.autotune``: ``timed``, ``first``, ``rank0``). invariant: no choice depends on how many
-    sequences a call has or on how long they are, so that what a row gives does not, either, to the bit; few
-    long sequences then leave most of a card idle.
+    """The settings of the process or of a ``with`` block.
+
+    policy: ``auto`` allows any remedy, ``strict`` only exact ones, ``off`` skips the known-issue checks.
+    path: ``auto``, or require ``triton`` or ``torch``.
+    ignore: ids of known issues to ignore.
+    tokens: how out-of-range tokens on a GPU are reported: ``async``, ``sync`` or ``off``. Calls that differ
+        between ranks are reported in the same manner; ``off`` reports them as ``async``.
+    canary: try kernels that have no recorded run on this GPU and Triton in a child process before their first
+        use. ``trial`` is set in that child itself; it also starts such kernels on AMD.
+    debug: also check values, at the price of a synchronisation.
+    autotune: how ``flashlin.autotune`` chooses the configuration of a tuned kernel: ``timed``, ``first`` or
+        ``rank0``.
+    invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is
+        bitwise independent of the other rows. Calls with few long sequences then leave most of a GPU idle.
     """
     policy: str = "auto"
     path: str = "auto"
@@ -40,9 +47,13 @@ class Policy(NamedTuple):
 
 
 class _Own:
-    """What is a thread's alone. blocks: the ``with`` blocks that it is in, oldest first. policy: the
-    process's, ``base``, as they change it. called: the changes of the ``settings`` that it has called last
-    and may yet enter."""
+    """The policy state of one thread.
+
+    blocks: the ``with`` blocks that the thread is in, oldest first.
+    base: the policy of the process from which ``policy`` was computed.
+    policy: the policy of the process with the changes of the blocks.
+    called: changes of the last ``settings`` call, which the thread may still enter as a block.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[settings] = []
@@ -56,14 +67,16 @@ class _Thread(threading.local):
         self.own = _Own()
 
 
-_current: Policy | None = None  # the process's
+_current: Policy | None = None  # the policy of the process
 _thread = _Thread()
 _changing = ThreadLock()
 
 
 def current() -> Policy:
-    """The policy in force in this thread; the environment (FLASHLIN_POLICY and its like) is read at the first
-    call."""
+    """Return the policy in force in this thread.
+
+    The environment variables FLASHLIN_POLICY, FLASHLIN_PATH and so on are read at the first call.
+    """
     own = _thread.own
     if own.called is not None:
         _settle(own)
@@ -85,7 +98,7 @@ def _of_process() -> Policy:
 
 
 def _settle(own: _Own) -> None:
-    """What this thread has called and not entered holds for the process."""
+    """Apply the thread's last ``settings`` call to the whole process, since no block entered it."""
     global _current
     changes, own.called = own.called, None
     with _changing:
@@ -93,17 +106,23 @@ def _settle(own: _Own) -> None:
 
 
 def from_environment(environment: Any) -> Policy:
-    """Policy out of ``FLASHLIN_*``. Raises ValueError that names the variable and lists what it may be."""
+    """Return the policy that the variables ``FLASHLIN_*`` set.
+
+    Raises ValueError that names the variable and lists its valid values.
+    """
     given = {name: environment[f"FLASHLIN_{name.upper()}"]
              for name in (*CHOICES, "ignore") if f"FLASHLIN_{name.upper()}" in environment}
     return Policy(**_checked(given, prefix="FLASHLIN_"))
 
 
 def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of a Policy out of what was given for them."""
+    """Return the checked fields of a Policy.
+
+    prefix: prefix of the names in errors.
+    """
     unknown = set(given) - set(Policy._fields)
     if unknown:
-        from flashlin.compat.suggestions import need_one_of  # only for errors, as below
+        from flashlin.compat.suggestions import need_one_of  # imported only for errors
         raise ValueError(f"settings: got {', '.join(sorted(unknown))}, "
                          f"{need_one_of(min(unknown), Policy._fields)}")
     fields: dict[str, Any] = {}
@@ -122,7 +141,7 @@ def _checked(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _known(shown: str, given: Iterable[str]) -> frozenset[str]:
     ids = frozenset(part.strip() for part in given if part.strip())
     if ids:
-        from flashlin.compat.known_issues import KNOWN_ISSUES  # only now: few ask for it
+        from flashlin.compat.known_issues import KNOWN_ISSUES  # imported late, because few calls need it
         valid = [issue.id for issue in KNOWN_ISSUES]
         unknown = sorted(ids.difference(valid))
         if unknown:
@@ -133,23 +152,27 @@ def _known(shown: str, given: Iterable[str]) -> frozenset[str]:
 
 
 class settings:
-    """Change the policy: ``flashlin.settings(path="torch")`` for good,
-    ``with flashlin.settings(policy="strict"):`` for a while.
+    """Change the policy of the process, or of the current thread within a ``with`` block.
 
-    Called alone, it is for the whole process. A ``with`` block is its thread's alone: no other thread sees
-    anything of it, threads that are started inside begin with the process's policy. Blocks may end in any
-    order: the policy is always the process's, changed by the blocks that this thread is in, later ones last.
+        flashlin.settings(path="torch")               # permanently
+        with flashlin.settings(policy="strict"):      # temporarily
 
-    Python does not tell a call whether ``with`` follows. So the thread that calls obeys at once, and others
-    do as soon as it is clear that nothing enters the object: it is dropped (at once, unless it is kept in a
-    variable), or its thread goes on to anything else of flashlin.
+    A call without ``with`` changes the policy of the whole process. A ``with`` block affects only its own
+    thread. Threads that start inside the block begin with the process's policy. Blocks may end in any order.
+    The policy of a thread is always the process's policy, changed by the blocks that the thread is in, later
+    blocks last.
 
-    Takes the fields of ``Policy``. Raises ValueError that lists the valid values.
+    Python does not show a call whether ``with`` follows. Therefore a call takes effect in the calling thread
+    at once. It takes effect in other threads when it is clear that no block enters the object. That is the
+    case when the object is deleted (at once, unless a variable refers to it), or when its thread makes
+    another call of flashlin.
+
+    The keywords are the fields of ``Policy``. Raises ValueError that lists the valid values.
     """
-    _own: _Own | None = None  # of the thread that called, then of the one that entered
+    _own: _Own | None = None  # state of the thread that called, later of the thread that entered
 
     def __init__(self, **changes: Any) -> None:
-        current()  # settles what was called before
+        current()  # applies an earlier call that was not entered
         self.changes, self._own = _checked(changes), _thread.own
         self._own.called = self.changes
 
@@ -162,7 +185,7 @@ class settings:
         return current()
 
     def __exit__(self, *error: object) -> None:
-        # a generator may be closed by another thread
+        # Another thread may close a generator that contains the block.
         own = _thread.own if self in _thread.own.blocks else self._own
         if own is not None and self in own.blocks:
             own.blocks.remove(self)

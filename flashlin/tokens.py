@@ -1,12 +1,16 @@
-"""Tokens out of range. On a GPU one token past the table is a device-side assert, which kills the CUDA
-context and names nobody; here it is a ValueError that names the first bad position, its value and the
-vocabulary size, and the context lives on.
+"""Checks of token ids against the size of the vocabulary.
 
-On the GPU nothing waits: a bad position gives a zero row and no gradient, and the error comes with the next
-flashlin call that finds the answer arrived (guards/deferred_checks.py). ``flashlin.settings(tokens="sync")``
-raises in the call itself, ``"off"`` is plain torch. On the CPU the call itself raises. Under torch.compile
-the same holds, by way of one library operator. Under torch.func transforms and for tensors whose values
-cannot be read (meta, fake, DTensor), rows are zero or torch's own, and nothing is reported.
+On a GPU one token past the table causes a device-side assert, which destroys the CUDA context and does not
+name the call. Here it raises a ValueError that names the first bad position, its value and the vocabulary
+size, and the context stays usable.
+
+On the GPU no call waits. A bad position gives a zero row and no gradient. The error is raised by the next
+flashlin call after the result of the check has arrived (guards/deferred_checks.py).
+``flashlin.settings(tokens="sync")`` raises the error in the call itself, and ``"off"`` uses plain torch. On
+the CPU the call itself raises. Under torch.compile one library operator does the same.
+
+Under torch.func transforms, and for tensors without readable values (meta, fake, DTensor), rows are zero or
+torch's own, and nothing is reported.
 """
 from __future__ import annotations
 
@@ -29,20 +33,22 @@ from flashlin.ops._common.entry import without_autocast
 
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
                  ignore_index: int | None = None) -> None:
-    """Raise if a token is not in 0 .. vocab_size - 1. No host sync on a GPU by default: the error comes with
-    a later flashlin call.
+    """Raise ValueError if a token is not in 0 .. vocab_size - 1.
+
+    By default it does not synchronise with a GPU; the error is raised by a later flashlin call.
 
     Args:
-        tokens: int32 or int64, any shape, any strides. vocab_size: at least 1. name: what the error calls the
-            tokens.
-        ignore_index: a value that is fine as well, as in cross_entropy (-100).
+        tokens: int32 or int64, any shape, any strides.
+        vocab_size: at least 1.
+        name: name of the tokens in the error.
+        ignore_index: a value that is also valid, as in cross_entropy (-100).
 
     Raises:
-        ValueError: a token out of range: the first position, its value, the vocabulary size, and the call
-            that was wrong.
-        TypeError: tokens are no int32 or int64 tensor, vocab_size no int.
+        ValueError: a token out of range. The error names the first position, its value, the vocabulary size
+            and the call that passed it.
+        TypeError: tokens is no int32 or int64 tensor, or vocab_size no int.
 
-    Inside torch.compile it works too, but the compiled function is then not run as a CUDA graph
+    It also works inside torch.compile, but the compiled function is then not run as a CUDA graph
     (mode="reduce-overhead").
     """
     if not torch.compiler.is_compiling():
@@ -61,21 +67,22 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str = "tokens", *,
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
               norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
-    """Rows of weight. Drop-in for ``torch.nn.functional.embedding``, for tokens that may be out of range.
+    """Return rows of weight; tokens may be out of range. Drop-in for ``torch.nn.functional.embedding``.
 
     Args:
-        input: tokens, int32 or int64, any shape, any strides. weight: [V, D], on the same device.
-            padding_idx: in -V .. V - 1.
-        The rest as in torch.
+        input: tokens, int32 or int64, any shape, any strides.
+        weight: [V, D], on the same device.
+        padding_idx: in -V .. V - 1, or None.
+        max_norm, norm_type, scale_grad_by_freq, sparse: as in torch.
 
     Returns:
-        [*input.shape, D] in weight's dtype. Where a token is out of range and the call does not raise (on a
-        GPU, by default), the row is zero, and no row of weight gets a gradient, is renormed, or counts in
-        scale_grad_by_freq or in a sparse gradient because of it.
+        [*input.shape, D] in weight's dtype. If a token is out of range and the call does not raise (on a GPU,
+            by default), its row is zero. Such a token adds no gradient to weight, renorms no row, and does
+            not count in scale_grad_by_freq or in a sparse gradient.
 
     Raises:
         ValueError: a token out of range, now or at a later flashlin call; an argument that does not fit.
-            TypeError: input's dtype.
+        TypeError: input's dtype.
 
     A host sync happens only where torch itself has one (max_norm), and in the backward of sparse=True.
     """
@@ -84,7 +91,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max
 
 
 class Options(NamedTuple):
-    """The arguments of ``torch.nn.functional.embedding`` behind the tensors, in its order."""
+    """The arguments of ``torch.nn.functional.embedding`` that follow the tensors, in its order."""
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
@@ -93,14 +100,17 @@ class Options(NamedTuple):
 
 
 class guard_embeddings:
-    """Let every nn.Embedding of a model report out-of-range tokens, under its qualified name, as
-    ``flashlin.embedding`` does.
+    """A guard that makes every nn.Embedding of a model report out-of-range tokens under its qualified name.
 
-    In place, and reversible by ``remove()`` or as a context manager. Parameters, state_dict, hooks and the
-    modules' types stay as they are. A subclass with a forward of its own (or one set by another library)
-    stays unguarded, with a warning that names it. Not for nn.DataParallel, whose replicas would run the
-    original's forward. names: what is guarded; unguarded: what is not. Raises TypeError if model is no
-    nn.Module.
+    The modules then behave like ``flashlin.embedding``. The change is in place. ``remove()`` or the end of a
+    ``with`` block reverts it. Parameters, state_dict, hooks and the types of modules do not change. A
+    subclass with its own forward, or a module whose forward another library has set, stays unguarded, with a
+    warning that names it. Do not use it with nn.DataParallel, whose replicas would run the original's
+    forward.
+
+    names: names of the guarded modules.
+    unguarded: names of the modules that stay unguarded.
+    Raises TypeError if model is no nn.Module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -116,17 +126,17 @@ class guard_embeddings:
             if type(module).forward is not nn.Embedding.forward or "forward" in vars(module):
                 self.unguarded.append(name)
                 continue
-            # A bound method named forward, no closure: copy.deepcopy binds it to the copy, and a pickled
-            # module comes back as a plain one.
+            # Use a bound method named forward instead of a closure: copy.deepcopy binds it to the copy, and
+            # pickling a module restores a plain one.
             vars(module).update(forward=MethodType(forward, module), _flashlin_name=name)
             self.names.append(name)
             self._modules.append(module)
         if self.unguarded:
             warnings.warn(f"guard_embeddings: {', '.join(self.unguarded)} with a forward of their own stay "
-                          "unguarded; flashlin.check_tokens can look at their input", stacklevel=2)
+                          "unguarded; flashlin.check_tokens can check their input", stacklevel=2)
 
     def remove(self) -> None:
-        """Give the modules their own forward back. Again is fine."""
+        """Restore the original forward of the modules. A second call has no effect."""
         for module in self._modules:
             if _is_guarded(module):
                 del vars(module)["forward"], vars(module)["_flashlin_name"]
@@ -140,7 +150,7 @@ class guard_embeddings:
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
-    """What a guarded nn.Embedding runs instead of its own forward, under the same name."""
+    """Return the embedding of a guarded nn.Embedding; this function replaces the module's own forward."""
     options = Options(self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
     return _embedding(f"embedding {self._flashlin_name!r}", input, self.weight, options)
 
@@ -177,7 +187,7 @@ def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tens
                 f"weight: got a vocabulary of 0 rows, need at least 1 for {input.numel()} tokens")
     index, bad = out_of_range(input, V)
     if compiling:
-        # the same mask; taken from the operator, so that the compiler keeps it
+        # The operator returns the same mask. It is used, so that the compiler does not drop the operator.
         bad = _bad_op(input, V, op, traced_place())
     elif transformed():
         return F.embedding(index, weight, *options).masked_fill(bad.unsqueeze(-1), 0)
@@ -187,8 +197,13 @@ def _embedding(op: str, input: Tensor, weight: Tensor, options: Options) -> Tens
 
 
 def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Options) -> Tensor:
-    """F.embedding where ``bad`` positions, whatever their index (in range), give zero rows and touch no row
-    of weight. Reads nothing on the host. weight [V, D], index int32 or int64 and bad bool of one shape."""
+    """Return F.embedding with zero rows at ``bad`` positions, which touch no row of weight.
+
+    weight: [V, D].
+    index: int32 or int64; it must be in range at bad positions also.
+    bad: bool, of index's shape.
+    It reads no values on the host.
+    """
     if options.max_norm is not None:
         _renorm(weight, index, bad, options.max_norm, options.norm_type)
     V = weight.shape[0]
@@ -199,12 +214,15 @@ def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Option
 
 
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
-    """F.embedding's in-place renorm of the rows in use. Bad positions stand in for the first good one; where
-    there is none, the row they fell on is put back."""
+    """Renorm the rows in use in place, as F.embedding does, without the rows of bad positions.
+
+    Bad positions use the first good index instead of their own. If no position is good, the row that they use
+    is restored.
+    """
     if not weight.shape[0]:  # no rows, so there are no tokens
         return
     with torch.no_grad():
-        # Append a valid token 0, because there may be no tokens. A compiled call does not check that.
+        # Append a valid token 0, because there may be no tokens; a compiled call does not check for this.
         good = torch.argmax(F.pad((~bad).reshape(-1).to(torch.uint8), (0, 1), value=1), 0, keepdim=True)
         stand_in = torch.take(F.pad(index.reshape(-1), (0, 1)), good)
         row = weight.index_select(0, stand_in)
@@ -213,15 +231,19 @@ def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_ty
 
 
 class _Masked(torch.autograd.Function):
-    """Backward sends bad positions to the row torch skips: padding_idx, or one past the table, cut off again.
-    So they neither add to a row nor count in scale_grad_by_freq nor show up in a sparse gradient."""
+    """An embedding whose bad positions have zero rows and add no gradient.
+
+    Backward sends bad positions to a row that torch skips: padding_idx, or an extra row past the table that
+    is cut off again. Therefore they do not add to a row, do not count in scale_grad_by_freq, and do not
+    appear in a sparse gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor, bad: Tensor, skip: int, scale_grad_by_freq: bool,
                 sparse: bool) -> Tensor:
         ctx.save_for_backward(index, bad)
         ctx.rows, ctx.skip, ctx.scale, ctx.sparse = weight.shape[0], skip, scale_grad_by_freq, sparse
-        # Not in place: torch 2.11's compiler then loses weight's gradient without a word.
+        # masked_fill is not in place: torch 2.11's compiler would then silently lose weight's gradient.
         return torch.embedding(weight, index).masked_fill(bad.unsqueeze(-1), 0)
 
     @staticmethod

@@ -1,5 +1,8 @@
-"""What a search for ``fla.layers`` and a replacement of ``fla.`` lead to: flashlin has functions, norms, a
-convolution, rotary positions and losses, and no layers. fla's run on them."""
+"""Placeholder for ``fla.layers``: importing it raises an error, because flashlin has no layers.
+
+A search for ``fla.layers`` or a replacement of ``fla.`` by ``flashlin.`` leads here. flashlin has functions,
+norms, a convolution, rotary embeddings and losses; fla's layers can run on them.
+"""
 raise ImportError(
     "flashlin has no layers of its own: keep `from fla.layers import ...` (or `import fla.layers`), and put "
     '`import flashlin; flashlin.patch("fla")` before it, or start the program with `flashlin run`: then '

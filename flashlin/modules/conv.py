@@ -89,7 +89,7 @@ class ShortConvolution(nn.Conv1d):
             check_dense("cu_seqlens", cu_seqlens, "an int32 or int64 tensor of shape [N + 1]")
         if mask is not None:
             if cu_seqlens is not None:
-                raise ValueError("mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be "
+                raise ValueError("mask: got one with cu_seqlens; `mask` and `cu_seqlens` cannot be "
                                  "provided at the same time")
             check_dense("mask", mask, "a tensor of shape [B, T]")
             if mask.shape != x.shape[:2]:

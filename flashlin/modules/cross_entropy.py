@@ -46,10 +46,10 @@ class FusedCrossEntropyLoss(nn.Module):
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the float32 loss of logits ``input`` [N, V] and ``target`` [N]; (loss, z_loss) with
-        return_z_loss.
+        """Return the float32 loss of logits ``input`` [N, V] and ``target`` [N].
 
-        The loss is a scalar, or [N] with the reduction ``none``.
+        The loss is a scalar, or [N] with the reduction ``none``. With return_z_loss the result is (loss,
+        z_loss).
         """
         loss, z_loss = cross_entropy_loss(input, target, self.label_smoothing, self.logit_scale,
                                           self.lse_square_scale, self.logit_softcapping, self.ignore_index,

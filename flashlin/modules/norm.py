@@ -199,7 +199,10 @@ class L2Norm(nn.Module):
                                     else f", output_dtype={self.output_dtype}")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x with each row of the last dimension divided by its L2 norm, in output_dtype or x's dtype."""
+        """Return x with each row of its last dimension divided by the row's L2 norm.
+
+        The result has output_dtype, or x's dtype if output_dtype is None.
+        """
         return l2norm(x, self.eps, self.output_dtype)
 
 

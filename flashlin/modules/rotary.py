@@ -121,8 +121,8 @@ class RotaryEmbedding(nn.Module):
         kept = self._tables
         if length is None:
             if kept is None:
-                raise ValueError("max_seqlen: got None beside a tensor of seqlen_offset, need the number of "
-                                 "places that may occur, the first time")
+                raise ValueError("max_seqlen: got None with a tensor as seqlen_offset, need the number of "
+                                 "positions that may occur, in the first call")
             length = len(kept.q[0])
         if kept is not None and kept.source is self.inv_freq and kept.version == version:
             cos = kept.q[0]

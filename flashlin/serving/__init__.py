@@ -1,9 +1,11 @@
-"""For engines that decode many requests at once on pools of states: one token or several drafts of each, and
-prompts in pieces, all read from and written to the slots that indices name.
+"""Ops for engines that decode many requests at once on pools of states.
 
-A pool of the delta rules is [slots, HV, V, K], of a convolution [slots, D, L]. An index below 0 or past the
-end is padding: its output is zero and nothing is written. Nothing waits for the GPU, so steps can be captured
-in a CUDA graph. Names are loaded when first used, as in the package.
+The ops process one token or several drafted tokens of each request, and prompts in pieces. They read and
+write the slots that indices name. A pool of the delta rules is [slots, HV, V, K], a pool of a convolution
+[slots, D, L]. An index below 0 or past the end is padding: its output is zero and nothing is written. No op
+waits for the GPU, so steps can be captured in a CUDA graph.
+
+Names are imported at first use, as in the package.
 """
 from __future__ import annotations
 

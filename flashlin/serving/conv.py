@@ -1,4 +1,4 @@
-"""The short causal convolution of prompts on a pool of states, those of ``causal_conv1d_update``."""
+"""The short causal convolution of prompts on the pool of states that ``causal_conv1d_update`` uses."""
 from __future__ import annotations
 
 import torch
@@ -25,24 +25,28 @@ from flashlin.ops.conv import causal_conv1d, check_filters
 def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None,
                           conv_state_indices: Tensor, cu_seqlens: Tensor, has_initial_state: Tensor,
                           activation: str | None = None, cache_seqlens: Tensor | None = None) -> Tensor:
-    """Prompts, or pieces of them, of N requests, for ``causal_conv1d_update`` to go on from.
+    """Convolve prompts, or pieces of prompts, of N requests on a pool of states.
+
+    ``causal_conv1d_update`` continues from the states that this function writes.
 
     Args:
         x: [1, total, D], packed; never modified.
-        conv_state: [slots, D, L], the pool, L at least W - 1, of any float dtype and strides: the last L
-            tokens of each request, the newest last. UPDATED IN PLACE.
-        weight, bias, activation: as ``causal_conv1d_update``.
-        conv_state_indices: [N] int32 or int64: the slot of each request; outside of the pool: padding.
-        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. One without
-            tokens leaves its slot as it is.
-        has_initial_state: [N] bool: whether a request goes on from its slot; else nothing lies before it.
-        cache_seqlens: [N] int32 or int64: how many tokens each request has had before these. Then conv_state
-            is a ring: token t has slot t mod L, and ``causal_conv1d_update`` gets cache_seqlens, too. For
-            drafts, whose rejected ones are to be overwritten, it needs L of at least W - 1 + drafts and only
-            the accepted tokens counted.
+        conv_state: [slots, D, L], the pool, with L at least W - 1, of any float dtype and strides. A slot
+            contains the last L tokens of its request, the newest last. UPDATED IN PLACE.
+        weight, bias, activation: as in ``causal_conv1d_update``.
+        conv_state_indices: [N] int32 or int64: the slot of each request. An index outside the pool is
+            padding.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. A request
+            without tokens does not change its slot.
+        has_initial_state: [N] bool: True if a request continues from its slot; otherwise it starts from
+            zeros.
+        cache_seqlens: [N] int32 or int64: number of earlier tokens of each request. With it conv_state is a
+            ring buffer: token t has position t mod L. ``causal_conv1d_update`` then also needs cache_seqlens.
+            To overwrite rejected drafts, L must be at least W - 1 + drafts, and cache_seqlens counts only
+            accepted tokens.
 
     Returns:
-        y of x's shape and dtype; rows of nobody are zero.
+        y of x's shape and dtype; rows that belong to no request are zero.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
@@ -54,7 +58,7 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
     need_tensor("conv_state", conv_state, (None, D, None), "[slots, D, L]", device, "x")
     slots, _, L = conv_state.shape
     if L < max(W - 1, 1):
-        raise ValueError(f"conv_state: got {L} slots of tokens, need at least W - 1 = {W - 1}, and one")
+        raise ValueError(f"conv_state: got L = {L} tokens, need at least W - 1 = {W - 1} and at least 1")
     check_written("conv_state", conv_state, "causal_conv1d_prefill", "updated in place")
     if wants_grad(x, weight, bias):
         raise ValueError("x, weight, bias: got tensors that require gradients, need torch.no_grad() or "
@@ -68,14 +72,14 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
     there = (conv_state_indices >= 0) & (conv_state_indices < slots)
     places = conv_state_indices.long()
     before = states_of(conv_state, places, there & has_initial_state)
-    order = torch.arange(L, device=device)[None].expand(N, L)  # slots of the tokens, the oldest first
+    order = torch.arange(L, device=device)[None].expand(N, L)  # positions of the tokens, the oldest first
     if cache_seqlens is not None:
         order = (order + cache_seqlens.long()[:, None]) % L
         before = before.gather(2, order[:, None].expand(before.shape))
     y, _ = causal_conv1d(x, weight, bias, initial_state=F.pad(before[..., L - W + 1:], (1, 0)),
                          activation=activation, cu_seqlens=bounds)
     first, length = bounds[:-1].long(), bounds.long().diff()
-    token = length[:, None] - L + torch.arange(L, device=device)  # below 0: of the state before
+    token = length[:, None] - L + torch.arange(L, device=device)  # below 0: a token of the previous state
     new = x[0][(first[:, None] + token).clamp(0, max(x.shape[1] - 1, 0))].mT if x.shape[1] else before
     old = before.gather(2, (token + L).clamp(0, L - 1)[:, None].expand(before.shape))
     states = torch.where((token >= 0)[:, None], new.to(conv_state.dtype), old)
@@ -87,7 +91,7 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
 
 
 def check_has(name: str, has: Tensor, N: int, device: torch.device) -> None:
-    """has is [N] bool on that device."""
+    """Raise unless ``has`` is a bool tensor [N] on that device."""
     check_dense(name, has, "a bool tensor of shape [N]")
     if has.dtype != torch.bool:
         raise TypeError(f"{name}: got {has.dtype}, need a bool tensor of shape [N]")

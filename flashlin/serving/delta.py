@@ -1,6 +1,7 @@
-"""The delta rules on a pool of states: plain, gated (Gated DeltaNet), gated by channel (KDA).
+"""The delta rules on a pool of states: plain, gated (Gated DeltaNet), and gated by channel (KDA).
 
     S' = e^g S        u = beta (v - S'^T k)        S = S' + k u^T        o = scale S^T q
+
 Source: Yang et al. 2024 (arXiv 2412.06464), Kimi Team 2025 (arXiv 2510.26692).
 """
 from __future__ import annotations
@@ -59,40 +60,47 @@ def decode(
     use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
 ) -> Tensor:
-    """The next token, or several drafted ones, of N requests. One launch, gates included.
+    """Decode the next token, or several drafted tokens, of N requests in one launch, gates included.
 
     Args:
-        q, k: [N, T, H, K]; v: [N, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch), any strides. With cu_seqlens N is
-            1 here, and the requests' tokens are packed along T.
-        g: [N, T, HV] natural-log decays of heads (Gated DeltaNet), [N, T, HV, K] of channels (KDA), or None;
-            with use_gate_in_kernel the raw gate instead.
+        q, k: [N, T, H, K]. bfloat16, float16 or float32 (float64 runs in plain torch), any strides. With
+            cu_seqlens N is 1 here, and the requests' tokens are packed along T.
+        v: [N, T, HV, V], with HV a multiple of H: value head j reads q and k of head j // (HV / H).
+        g: [N, T, HV] natural-log decays of heads (Gated DeltaNet), [N, T, HV, K] of channels (KDA), or None.
+            With use_gate_in_kernel it is the raw gate instead.
         beta: [N, T, HV]; with use_beta_sigmoid_in_kernel its logits; None for ones.
-        states: [slots, HV, V, K], the pool: UPDATED IN PLACE. float32 or q's dtype, each state contiguous
-            (another dtype of floats runs in plain torch).
-        indices: [N] int32 or int64: the slot of each request. [N, 1 + drafts] for T = 1 + drafts: the state
-            after token t goes to indices[n, t]; with fewer columns than a request has tokens, its last ones'
-            states go there. The first column is column num_accepted_tokens[n] - 1, or column 0 where that is
-            None or 0. If its slot is outside of the pool, the request is padding: o is zero, nothing is
-            written. A state for any other slot outside of the pool is not written. No two may name one slot
-            (FLASHLIN_DEBUG=1 checks that, and that no index is past the end).
-        num_accepted_tokens: [N] int32 or int64, of the step before. Request n begins with the state in the
-        slot of its first column, or with zeros if its number is 0. A value above the number of columns is
-        clamped to it (an error with FLASHLIN_DEBUG=1).
-        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. It has to
-            cover all rows, as in ``chunk_gated_delta_rule``.
+        states: [slots, HV, V, K], the pool, UPDATED IN PLACE. float32 or q's dtype, each state contiguous
+            (another float dtype runs in plain torch).
+        indices: [N] int32 or int64: the slot of each request. With drafts [N, 1 + drafts], see below.
+        num_accepted_tokens: [N] int32 or int64: number of tokens accepted in the previous step, see below.
+        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. The requests
+            must cover all rows, as in ``chunk_gated_delta_rule``.
         scale: factor on the output; None means K ** -0.5.
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or of channels with a lower_bound
-            below 0 lower_bound sigmoid(exp(A_log) (g + dt_bias)). A_log: [HV]; dt_bias: [HV] or None (of
-            channels: HV and HV * K elements, either may be None).
+        A_log: [HV] for use_gate_in_kernel. With decays of channels HV elements or None.
+        dt_bias: [HV] or None, for use_gate_in_kernel. With decays of channels HV * K elements or None.
+        lower_bound: a number below 0 or None, for use_gate_in_kernel with decays of channels.
+        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound it is
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)).
         use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
+        use_beta_sigmoid_in_kernel: beta is sigmoid(beta).
+        allow_neg_eigval: beta is 2 sigmoid(beta).
 
     Returns:
         o [N, T, HV, V] in v's dtype.
 
-    States are rounded to their dtype after every token, so drafts, and ``prefill`` in the mode
-    ``fused_recurrent``, give to the bit what token by token gives: with the same pool, dtypes and options.
+    Drafts: with indices [N, 1 + drafts] and T = 1 + drafts, the state after token t is written to indices[n,
+    t]. If a request has more tokens than columns, the states of its last tokens are written. A request starts
+    from column num_accepted_tokens[n] - 1, or from column 0 if that number is None or 0. It starts with the
+    state in the slot of that column, or with zeros if its number is 0. A number above the number of columns
+    is clamped to it (an error with FLASHLIN_DEBUG=1).
+
+    Padding: if the slot of the first column is outside the pool, o is zero and nothing is written. A state
+    for any other slot outside the pool is not written. No two indices may name one slot. FLASHLIN_DEBUG=1
+    checks this, and that no index is past the end.
+
+    States are rounded to their dtype after every token. Therefore drafts, and ``prefill`` in the mode
+    ``fused_recurrent``, give bitwise the results of token-by-token calls with the same pool, dtypes and
+    options.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
@@ -117,25 +125,29 @@ def prefill(
     use_gate_in_kernel: bool = False, use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
 ) -> Tensor:
-    """Prompts, or pieces of them, of N requests.
+    """Process prompts, or pieces of prompts, of N requests, and write their final states to the pool.
 
     Args:
-        q, k [1, total, H, K], v [1, total, HV, V], g, beta, states, the other options: as ``decode``.
-        indices: [N] int32 or int64: the slot of each request; outside of the pool: padding.
+        q, k: [1, total, H, K], as in ``decode``.
+        v: [1, total, HV, V], as in ``decode``.
+        g, beta, states, scale, A_log, dt_bias, lower_bound: as in ``decode``.
+        use_gate_in_kernel, use_qk_l2norm_in_kernel: as in ``decode``.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: as in ``decode``.
+        indices: [N] int32 or int64: the slot of each request. An index outside the pool is padding.
         cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1], and all rows
-            are covered. A request without tokens leaves its slot as it is.
-        has_initial_state: [N] bool: whether a request goes on from its slot's state (a later piece); else it
-            begins with zeros, whatever the slot holds.
-        mode: ``chunk`` for speed, with matrix products; pieces give what one call gives up to rounding.
-            ``fused_recurrent``: token by token, to the bit what ``decode`` gives, however the prompt is cut:
-            for a trainer that repeats a rollout.
+            are covered. A request without tokens does not change its slot.
+        has_initial_state: [N] bool: True if a request continues from its slot's state (a later piece).
+            Otherwise it starts with zeros, whatever the slot contains.
+        mode: ``chunk`` is fast, with matrix products; pieces give the results of one call up to rounding.
+            ``fused_recurrent`` computes token by token and gives bitwise the results of ``decode``, however
+            the prompt is cut. It serves a trainer that repeats a rollout.
 
     Returns:
         o [1, total, HV, V] in v's dtype; rows of padding are zero. The final states are in the slots.
 
-    ``chunk`` copies: states are gathered into float32 and scattered by torch's indexing, about nine times the
-    N states' size in memory traffic, where the least is two; a piece of 1,000 tokens moves several times
-    that. ``fused_recurrent`` copies nothing.
+    ``chunk`` copies states: they are gathered into float32 and scattered by torch's indexing. The copies take
+        about nine times the N states' size in memory traffic; the least possible is two times. A piece of
+        1,000 tokens takes several times that traffic. ``fused_recurrent`` copies nothing.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
@@ -151,7 +163,11 @@ def prefill(
 
 
 class Beside(NamedTuple):
-    """What comes beside the inputs. flags: words with blanks between them."""
+    """The scalars and tensors of a call on a pool other than the inputs.
+
+    accepted: has_initial_state of ``prefill``, or num_accepted_tokens of ``decode``.
+    flags: words separated by blanks.
+    """
     pool: Tensor
     indices: Tensor
     accepted: Tensor | None
@@ -163,8 +179,11 @@ class Beside(NamedTuple):
 
 def _on_pool(given: Inputs, pool: Tensor, indices: Tensor, accepted: Any, scale: float | None,
              lower_bound: float | None, options: dict[str, bool], mode: str = "") -> Tensor:
-    """A call of ``decode`` or, with a mode, of ``prefill``, of which ``accepted`` is the has_initial_state.
-    options: those of the kernel, by name."""
+    """Check and run a call of ``decode``, or of ``prefill`` if a mode is given.
+
+    accepted: num_accepted_tokens of ``decode`` or has_initial_state of ``prefill``.
+    options: the kernel options by name.
+    """
     x, flags = _checked(given, pool, indices, lower_bound, options, bool(mode))
     N = count_of(x.v, x.bounds)
     name = "has_initial_state" if mode else "num_accepted_tokens"
@@ -195,6 +214,7 @@ def _on_pool(given: Inputs, pool: Tensor, indices: Tensor, accepted: Any, scale:
 
 
 def _token_by_token(plan: Plan, x: Inputs, beside: Beside) -> Tensor:
+    """Run the kernel that reads and writes the pool in place, or plain torch if no kernel can write to it."""
     pool, indices, accepted, scale, words, out_dtype, _ = beside
     flags, dot = tuple(words.split()), plan.problem.dot
     if not can_write(plan, pool, x.q.dtype):
@@ -216,7 +236,7 @@ DECODE = Overwriting(
 
 def _chunked(x: Inputs, pool: Tensor, indices: Tensor, has: Tensor, scale: float, lower_bound: float | None,
              options: dict[str, bool]) -> Tensor:
-    """o; chunk by chunk from gathered states, which are then scattered."""
+    """Return o, computed chunk by chunk from gathered states; the final states are scattered to the pool."""
     q, k, v, bounds = x.q, x.k, x.v, x.bounds
     assert bounds is not None
     beta = v.new_ones(v.shape[:3]) if x.beta is None else x.beta
@@ -237,7 +257,7 @@ def _chunked(x: Inputs, pool: Tensor, indices: Tensor, has: Tensor, scale: float
 
 def _checked(given: Any, pool: Tensor, indices: Tensor, lower_bound: float | None,
              options: dict[str, bool], packed: bool) -> tuple[Inputs, tuple[str, ...]]:
-    """The inputs, and what the kernel has to do to them."""
+    """Return the checked inputs and the flags of the kernel."""
     q, v, g, beta, A_log, dt_bias = given.q, given.v, given.g, given.beta, given.A_log, given.dt_bias
     check_qkv(q, given.k, v, grouped=True)
     (B, T, HV, V), K, device = v.shape, q.shape[3], q.device
@@ -273,8 +293,10 @@ def _checked(given: Any, pool: Tensor, indices: Tensor, lower_bound: float | Non
 
 
 def _check_slots(table: Tensor, accepted: Tensor | None, slots: int, name: str) -> None:
-    """In debug mode, which may wait for the GPU: indices lie in the pool or are negative, and no two of them
-    are one slot; counts fit the columns."""
+    """Check the values of indices and counts, which waits for the GPU; used in debug mode only.
+
+    Indices must be in the pool or negative, no two may name one slot, and counts must fit the columns.
+    """
     known = table[table >= 0]
     if known.numel() and int(known.max()) >= slots:
         raise ValueError(f"indices: got {int(known.max())}, need less than {slots}, the number of slots in "

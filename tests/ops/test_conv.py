@@ -158,7 +158,7 @@ def test_rows_that_belong_to_nobody_hold_the_residual() -> None:
     (lambda: ShortConvolution(8, 4)(X, mask=torch.ones(2, 4)), ValueError,
      "mask: got shape [2, 4], need [B, T] = [2, 5]"),
     (lambda: ShortConvolution(8, 4)(X[:1], mask=torch.ones(1, 5), cu_seqlens=EDGES), ValueError,
-     "mask: got one beside cu_seqlens; `mask` and `cu_seqlens` cannot be provided at the same time"),
+     "mask: got one with cu_seqlens; `mask` and `cu_seqlens` cannot be provided at the same time"),
 ])
 def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:

@@ -109,8 +109,8 @@ rotary = flashlin.rotary_embedding
     (lambda: flashlin.RotaryEmbedding(8)(X, X[..., :4]), ValueError,
      "k: got shape [2, 3, 4, 4], need [B, T, H, D] with D of at least dim = 8"),
     (lambda: flashlin.RotaryEmbedding(8)(X, X, torch.tensor([1, 2])), ValueError,
-     "max_seqlen: got None beside a tensor of seqlen_offset, need the number of places that may occur, the "
-     "first time"),
+     "max_seqlen: got None with a tensor as seqlen_offset, need the number of positions that may occur, in "
+     "the first call"),
 ])
 def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:

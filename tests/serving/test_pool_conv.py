@@ -95,7 +95,7 @@ def test_nothing_to_do(N: int, rows: int, slots: int) -> None:
 
 @pytest.mark.parametrize(("changed", "error", "said"), [
     ({"x": torch.zeros(3, D)}, ValueError, r"x: got shape \[3, 6\], need \[1, total, D\]"),
-    ({"conv_state": torch.zeros(SLOTS, D, W - 2)}, ValueError, "conv_state: got 2 slots of tokens"),
+    ({"conv_state": torch.zeros(SLOTS, D, W - 2)}, ValueError, "conv_state: got L = 2 tokens"),
     ({"conv_state": torch.zeros(SLOTS, D + 1, W)}, ValueError, "conv_state: got shape"),
     ({"conv_state": torch.zeros(1, D, W).expand(SLOTS, D, W)}, ValueError, "conv_state: got strides"),
     ({"weight": torch.zeros(D, W).requires_grad_()}, ValueError, "require gradients"),

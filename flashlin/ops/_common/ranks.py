@@ -214,8 +214,8 @@ def shard_of(
         return of_group(op, process_group, x, sizes, cu_seqlens, cu_seqlens_cpu)
     for name, there in {"process_group": process_group is not None, **states}.items():
         if there:
-            raise ValueError(f"{name}: got one beside cp_context, need none: a context of fla knows the "
-                             "edges of one rank's sequences, and no states (process_group= takes them)")
+            raise ValueError(f"{name}: got one together with cp_context, need none: a context of fla has the "
+                             "edges of one rank's sequences and no states (process_group= supports states)")
     return of_context(op, cp_context, x, sizes)
 
 
