@@ -78,7 +78,10 @@ def backend_of(base: type, originals: dict[str, Any]) -> type:
 
 
 def verifier(original: Any) -> Callable[..., tuple[bool, str | None]]:
-    """Return a function that returns (True, None) if flashlin runs a call of ``original``, or (False, reason)."""
+    """Return a function that checks if flashlin runs a call of ``original``.
+
+    It returns (True, None), or (False, reason).
+    """
     signature, name = inspect.signature(inspect.unwrap(original)), original.__name__
     defaults = {key: one.default for key, one in signature.parameters.items()}
     served = frozenset(inspect.signature(getattr(flashlin, name)).parameters) - REFUSED
