@@ -73,7 +73,10 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max
         input: tokens, int32 or int64, any shape, any strides.
         weight: [V, D], on the same device.
         padding_idx: in -V .. V - 1, or None.
-        max_norm, norm_type, scale_grad_by_freq, sparse: as in torch.
+        max_norm: as in torch.
+        norm_type: as in torch.
+        scale_grad_by_freq: as in torch.
+        sparse: as in torch.
 
     Returns:
         [*input.shape, D] in weight's dtype. If a token is out of range and the call does not raise (on a GPU,

@@ -33,13 +33,15 @@ def causal_conv1d_prefill(x: Tensor, conv_state: Tensor, weight: Tensor, bias: T
         x: [1, total, D], packed; never modified.
         conv_state: [slots, D, L], the pool, with L at least W - 1, of any float dtype and strides. A slot
             contains the last L tokens of its request, the newest last. UPDATED IN PLACE.
-        weight, bias, activation: as in ``causal_conv1d_update``.
+        weight: as in ``causal_conv1d_update``.
+        bias: as in ``causal_conv1d_update``.
         conv_state_indices: [N] int32 or int64: the slot of each request. An index outside the pool is
             padding.
         cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1]. A request
             without tokens does not change its slot.
         has_initial_state: [N] bool: True if a request continues from its slot; otherwise it starts from
             zeros.
+        activation: as in ``causal_conv1d_update``.
         cache_seqlens: [N] int32 or int64: number of earlier tokens of each request. With it conv_state is a
             ring buffer: token t has position t mod L. ``causal_conv1d_update`` then also needs cache_seqlens.
             To overwrite rejected drafts, L must be at least W - 1 + drafts, and cache_seqlens counts only

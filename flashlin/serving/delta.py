@@ -63,8 +63,9 @@ def decode(
     """Decode the next token, or several drafted tokens, of N requests in one launch, gates included.
 
     Args:
-        q, k: [N, T, H, K]. bfloat16, float16 or float32 (float64 runs in plain torch), any strides. With
+        q: [N, T, H, K]. bfloat16, float16 or float32 (float64 runs in plain torch), any strides. With
             cu_seqlens N is 1 here, and the requests' tokens are packed along T.
+        k: of q's shape.
         v: [N, T, HV, V], with HV a multiple of H: value head j reads q and k of head j // (HV / H).
         g: [N, T, HV] natural-log decays of heads (Gated DeltaNet), [N, T, HV, K] of channels (KDA), or None.
             With use_gate_in_kernel it is the raw gate instead.
@@ -94,9 +95,9 @@ def decode(
     state in the slot of that column, or with zeros if its number is 0. A number above the number of columns
     is clamped to it (an error with FLASHLIN_DEBUG=1).
 
-    Padding: if the slot of the first column is outside the pool, o is zero and nothing is written. A state
-    for any other slot outside the pool is not written. No two indices may name one slot. FLASHLIN_DEBUG=1
-    checks this, and that no index is past the end.
+    Padding: if the slot of the request's start column is outside the pool, o is zero and nothing is written.
+    A state for any other slot outside the pool is not written. No two indices may name one slot.
+    FLASHLIN_DEBUG=1 checks this, and that no index is past the end.
 
     States are rounded to their dtype after every token. Therefore drafts, and ``prefill`` in the mode
     ``fused_recurrent``, give bitwise the results of token-by-token calls with the same pool, dtypes and
@@ -128,11 +129,12 @@ def prefill(
     """Process prompts, or pieces of prompts, of N requests, and write their final states to the pool.
 
     Args:
-        q, k: [1, total, H, K], as in ``decode``.
+        q: [1, total, H, K], as in ``decode``.
+        k: [1, total, H, K], as in ``decode``.
         v: [1, total, HV, V], as in ``decode``.
-        g, beta, states, scale, A_log, dt_bias, lower_bound: as in ``decode``.
-        use_gate_in_kernel, use_qk_l2norm_in_kernel: as in ``decode``.
-        use_beta_sigmoid_in_kernel, allow_neg_eigval: as in ``decode``.
+        g: as in ``decode``.
+        beta: as in ``decode``.
+        states: as in ``decode``.
         indices: [N] int32 or int64: the slot of each request. An index outside the pool is padding.
         cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1], and all rows
             are covered. A request without tokens does not change its slot.
@@ -141,13 +143,21 @@ def prefill(
         mode: ``chunk`` is fast, with matrix products; pieces give the results of one call up to rounding.
             ``fused_recurrent`` computes token by token and gives bitwise the results of ``decode``, however
             the prompt is cut. It serves a trainer that repeats a rollout.
+        scale: as in ``decode``.
+        A_log: as in ``decode``.
+        dt_bias: as in ``decode``.
+        lower_bound: as in ``decode``.
+        use_gate_in_kernel: as in ``decode``.
+        use_qk_l2norm_in_kernel: as in ``decode``.
+        use_beta_sigmoid_in_kernel: as in ``decode``.
+        allow_neg_eigval: as in ``decode``.
 
     Returns:
         o [1, total, HV, V] in v's dtype; rows of padding are zero. The final states are in the slots.
 
     ``chunk`` copies states: they are gathered into float32 and scattered by torch's indexing. The copies take
         about nine times the N states' size in memory traffic; the least possible is two times. A piece of
-        1,000 tokens takes several times that traffic. ``fused_recurrent`` copies nothing.
+        1,000 tokens takes several times the traffic of the copies. ``fused_recurrent`` copies nothing.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.

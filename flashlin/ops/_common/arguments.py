@@ -113,8 +113,7 @@ def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: 
 def suspect_layout(op: str, T: int, H: int) -> None:
     """Warn once per op if T < H, because the tensors may be [B, H, T, D] instead of [B, T, H, D].
 
-    A single token is decoding and gives no warning. Callers skip this check for packed sequences, whose
-    bounds determine the number of tokens.
+    A single token is decoding and gives no warning. Callers skip this check for packed sequences.
     """
     if torch.compiler.is_compiling() or not 1 < T < H:
         return

@@ -7,8 +7,8 @@ By states: one autograd node per call (``_Chain``) runs the family's own forward
 plain torch, between the exchanges.
 
 Forward:
-1. Each rank computes the state that its tokens of its last sequence would end with from a zero state. If that
-sequence starts on this rank and is its only one, the op itself computes that state.
+1. Each rank takes its tokens of its last sequence and computes the state after them, starting from zero. If
+that sequence starts on this rank and is its only one, the op itself computes that state.
 2. Each rank computes the effect of its tokens on an entering state, by ``Chunked.decays`` or by the op
 itself.
 3. The op runs. Before its first kernel that reads the entering states (``launch.enter``), it waits for all
@@ -115,14 +115,17 @@ def _zeros(x: Any, columns: int) -> Tensor:
 
 
 def _turned(states: Tensor, how: Scalars) -> Tensor:
-    """Return states [B, HV, K, V] in the layout of the call, or convert that layout back to [B, HV, K, V]."""
+    """Return states converted between [B, HV, K, V] and the layout of the call (state_v_first), either way."""
     return states.mT if how.state_v_first else states
 
 
 class Over(NamedTuple):
     """The scalars of a call over several ranks.
 
-    how: the scalars of the family. shard: the tokens of this rank. call: the call string of the op.
+    how: the scalars of the family.
+    shard: the tokens of this rank.
+    needs_grad: True if backward may follow.
+    call: the call string, whose first word is the op.
     """
     how: Scalars
     shard: Shard
@@ -146,9 +149,10 @@ def _outputs(names: tuple[str, ...]) -> Any:
 class _Chain:
     """Forward and backward of a family's op with exchanges of states between ranks.
 
-    Its outputs are the family's outputs, ``began`` and ``transfers``. began: the states that this rank's
-    sequences started from. transfers: the effects on an entering state, for each later rank that has tokens
-    of this rank's last sequence before and after its own.
+    Its outputs are the family's outputs, ``began`` and ``transfers``.
+    began: the states that this rank's sequences started from.
+    transfers: for each later rank in the middle of this rank's last sequence, its effect on an entering
+        state.
     """
 
     def __init__(self, family: Chunked) -> None:

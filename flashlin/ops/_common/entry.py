@@ -1,6 +1,6 @@
-"""The entry of every public function, through which each call and its backward pass.
+"""The decorators of public functions: each call and its backward run through them.
 
-The entry guarantees the following for every op, whatever its path:
+A decorated function has the following properties, whatever its path:
 
 - Autocast changes nothing. The op and its backward compute the same values in the same dtypes inside and
   outside of autocast.
@@ -100,7 +100,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Callable[P, R]:
-    """Return the function with its entry.
+    """Return the function wrapped by the code that ``entry`` and ``linear_entry`` share.
 
     under_autocast: called with (function, args, kwargs) to run the function if autocast is on.
     """

@@ -41,12 +41,14 @@ class _Once(torch.autograd.Function):
 
 
 def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for the backward of an autograd function whose gradients cannot be differentiated.
+    """Return a decorator for the backward of an autograd function that has no second-order gradients.
 
     The decorated backward gets a list of its saved tensors as second argument and may empty the list. The
-    tensors may be unpacked only once, as torch.utils.checkpoint requires. Unlike torch's once_differentiable,
-    the decorator also raises the error for a derivative with respect to saved tensors.
-    who: maps ctx to (text that begins with the op's name, hint which alternative has second-order gradients).
+    tensors may be unpacked only once, as torch.utils.checkpoint requires. If the gradients are differentiated
+    again, an error names the op. Unlike torch's once_differentiable, this includes a derivative with respect
+    to saved tensors.
+    who: maps ctx to (call string that begins with the op's name, hint about an alternative with second-order
+        gradients).
     """
     def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

@@ -411,7 +411,7 @@ def _all_there(outputs: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, 
 def _apart(x: Tensor | None, like: Tensor, taken: set[int]) -> Tensor:
     """Return x with the dtype of ``like`` in memory of its own; zeros if x is None.
 
-    A library operator must not return one tensor twice, nor one of its inputs.
+    A library operator must return neither one tensor twice nor one of its inputs.
     taken: storage addresses that are already in use; the result's address is added.
     """
     if x is None:

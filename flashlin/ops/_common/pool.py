@@ -1,4 +1,4 @@
-"""Copies of rows from a pool of states, and the update of the pool, in plain torch."""
+"""Plain torch functions that copy rows out of a pool of states and write new states back."""
 from __future__ import annotations
 
 from typing import NamedTuple

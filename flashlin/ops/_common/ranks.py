@@ -36,9 +36,9 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
 def untraced(function: F_) -> F_:
-    """Return the function with torch.compiler.disable applied, as soon as the compiler is loaded.
+    """Return the function in a form that torch.compile does not trace.
 
-    torch.compiler.disable itself would load the compiler, so it is not applied before.
+    torch.compiler.disable is applied only when the compiler is already loaded, because it would load it.
     """
     made: list[Callable[..., Any]] = []
 
@@ -58,8 +58,9 @@ def untraced(function: F_) -> F_:
 
 
 class Shard(NamedTuple):
-    """The tokens of one rank, a piece of a row that all ranks share.
+    """The tokens of one rank: its piece of a row that all ranks share.
 
+    op, group, rank, size: the op, the group, the number of this rank, and the number of ranks.
     before: number of earlier ranks that have tokens of this rank's first sequence.
     after: number of later ranks that have tokens of this rank's last sequence.
     begin: index of the local token at which the last sequence begins, 0 if it began on an earlier rank.
@@ -67,12 +68,12 @@ class Shard(NamedTuple):
     first: number of the rank's first sequence within the call.
     total: number of sequences of the call, 0 if unknown.
     whole: the edges of the whole call, None if only the rank's own edges are known.
-    zigzag: see the function ``zigzag``; empty if the tokens are contiguous.
+    zigzag: how to exchange the caller's tokens; empty if each rank already has contiguous tokens.
 
-    With zigzag the row is cut into 2 size pieces, and the caller's tokens are pieces r and 2 size - 1 - r,
-    one after the other. All other fields describe pieces 2 r and 2 r + 1. zigzag contains four lists: the
-    order to send the caller's two pieces, the number of pieces to send to each rank, the number of pieces
-    that come from each rank, and the order of the received pieces.
+    In the zigzag layout the row is cut into 2 * size pieces. The caller's tokens on rank r are the pieces r
+    and 2 * size - 1 - r, one after the other. All other fields describe the contiguous pieces 2 r and 2 r +
+    1. ``zigzag`` contains four lists: the order to send the caller's two pieces, the number of pieces to send
+    to each rank, the number of pieces from each rank, and the order of the received pieces.
     """
     op: str
     group: Any
@@ -161,7 +162,7 @@ def check_ranks(cp_context: Any, process_group: Any) -> None:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Raise unless the group is a torch.distributed group that contains this process."""
+    """Raise TypeError or ValueError unless the group is a torch.distributed group that contains this process."""
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
     if dist.get_rank(group) < 0:
@@ -170,9 +171,9 @@ def check_group(name: str, group: Any) -> None:
 
 @untraced
 def in_rows(cp_context: Any, process_group: Any, n: int) -> tuple[Any, int]:
-    """Return a context whose edges count rows and the number of ranks, for tokens that have n rows each.
+    """Return (context whose edges count rows, number of ranks) for tokens that consist of n rows each.
 
-    The number of ranks is 1 with a cp_context. With a process_group the context is None.
+    With a cp_context the number of ranks is 1. With a process_group the context is None.
     """
     check_ranks(cp_context, process_group)
     if cp_context is None:
@@ -279,7 +280,10 @@ def of_context(op: str, context: Any, x: Tensor, sizes: Sequence[int]) -> Shard:
 
 
 def zigzag(rank: int, size: int) -> tuple[list[int], ...]:
-    """Return the field ``Shard.zigzag`` of a rank. Received pieces arrive in the order of ranks."""
+    """Return the four lists of ``Shard.zigzag`` for a rank.
+
+    Received pieces arrive in the order of ranks.
+    """
     last, ranks = 2 * size - 1, range(size)
     to = [rank // 2, (last - rank) // 2]
     of = [min(part, last - part) for part in (2 * rank, 2 * rank + 1)]
@@ -435,7 +439,7 @@ def of_tokens(shard: Shard, x: Tensor) -> Tensor:
 def folded(states: Sequence[Tensor], transfers: Sequence[Tensor]) -> Tensor:
     """Return the state after several ranks, by applying each rank's transfer to the state before it.
 
-    states: [B, H, K, V] for each rank, the state that its tokens alone produce.
+    states: [B, H, K, V] for each rank, the state after its tokens alone, starting from zero.
     transfers: for each rank but the first, the effect on an entering state: a matrix [B, H, K, K], or decays
         [B, H] or [B, H, K].
     It computes in float64 and in a fixed order, so the result does not depend on torch's settings for 32-bit

@@ -300,7 +300,10 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     numbers = list[Any]()
 
     def taken(x: Any) -> tuple[int, int] | int:
-        """Where a tensor lies; else the place of what a kernel gets, of which the stream has the first."""
+        """Return the location of a tensor as (tensor of the replay, offset), or the index of another argument.
+
+        The index counts through the arguments of all launches; index 0 is the stream.
+        """
         if isinstance(x, Tensor) and x.data_ptr():
             at, beyond = memory.pointer(x)
             return home[at][0], home[at][1] + beyond
@@ -308,6 +311,7 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
         return len(numbers)
 
     def placed(x: Any) -> Any:
+        """Return the place of a tensor, or the value itself if it is no tensor."""
         return Place(home[memory.number[_look(x)]][0]) if isinstance(x, Tensor) else x
 
     steps = list[Any]()

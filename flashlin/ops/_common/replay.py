@@ -150,10 +150,10 @@ def run_replayed(function: Callable[..., Any], plan: Plan, tensors: Sequence[Ten
 
 def _key_of_run(function: Callable[..., Any], plan: Plan, tensors: Sequence[Tensor | None],
                 others: tuple[Any, ...], call: Call | None) -> tuple[Any, list[int], int, int] | None:
-    """Return (key, addresses, alignment, device) of a run; None for a run that must be an ordinary one.
+    """Return (key, addresses, misalignment, device) of a run; None for a run that must be an ordinary one.
 
     addresses: address of each tensor, 0 for None.
-    alignment: 0 if all tensors are aligned.
+    misalignment: 0 if all tensors are aligned.
     device: the current device.
     """
     if launch.replaced or not possible() or watched() or torch._C._len_torch_dispatch_stack():
@@ -212,7 +212,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _put(there: Sequence[Tensor | None], places: Any) -> Any:
-    """Return the tuple or dict with each place replaced by its tensor."""
+    """Return the tuple or dict with each place replaced by its tensor from ``there``."""
     if type(places) is dict:
         return {name: there[x] if type(x) is recipe.Place else x for name, x in places.items()}
     return tuple([there[x] if type(x) is recipe.Place else x for x in places])
