@@ -50,9 +50,9 @@ class _Own:
     """The policy state of one thread.
 
     blocks: the ``with`` blocks that the thread is in, oldest first.
-    base: the policy of the process from which ``policy`` was computed.
-    policy: the policy of the process with the changes of the blocks.
-    called: changes of the last ``settings`` call, which the thread may still enter as a block.
+    base: the process's policy from which ``policy`` was computed.
+    policy: the process's policy with the changes of the blocks.
+    called: changes of the last ``settings`` call, which may still become a ``with`` block.
     """
 
     def __init__(self) -> None:
@@ -162,10 +162,10 @@ class settings:
     The policy of a thread is always the process's policy, changed by the blocks that the thread is in, later
     blocks last.
 
-    Python does not show a call whether ``with`` follows. Therefore a call takes effect in the calling thread
-    at once. It takes effect in other threads when it is clear that no block enters the object. That is the
-    case when the object is deleted (at once, unless a variable refers to it), or when its thread makes
-    another call of flashlin.
+    A call cannot see whether ``with`` follows. Therefore it takes effect in the calling thread at once, and
+    in other threads as soon as no ``with`` block can use the object any more. That is the case when the
+    object is deleted (at once, unless a variable refers to it), or when its thread makes another call of
+    flashlin.
 
     The keywords are the fields of ``Policy``. Raises ValueError that lists the valid values.
     """

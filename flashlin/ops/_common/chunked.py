@@ -288,7 +288,7 @@ def run_chunked(
         check_state("initial_state", h0, N, H=HV, K=K, V=V, v_first=state_v_first, device=q.device,
                     packed=bounds is not None, first=first)
     scale = K ** -0.5 if scale is None else scalars.number("scale", scale)
-    if scale < 0:  # some kernels keep the scale in an exponent
+    if scale < 0:  # some kernels put the scale into an exponent, so it must not be negative
         tensors, scale = (-q, *tensors[1:]), -scale
     padded = K % 8 != 0 or V % 8 != 0
     if q is not tensors[0] or reverse or padded:

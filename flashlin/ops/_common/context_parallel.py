@@ -115,7 +115,7 @@ def _zeros(x: Any, columns: int) -> Tensor:
 
 
 def _turned(states: Tensor, how: Scalars) -> Tensor:
-    """Return states converted between [B, HV, K, V] and the layout of the call (state_v_first), either way."""
+    """Return states converted from [B, HV, K, V] to the layout of the call (state_v_first), or back."""
     return states.mT if how.state_v_first else states
 
 

@@ -122,7 +122,7 @@ def _entered(function: Callable[P, R], under_autocast: Callable[..., Any]) -> Ca
         first = _next_node()
         made: R
         x: Any
-        for x in (*args, *kwargs.values()) if kwargs else args:  # every call pays for this loop
+        for x in (*args, *kwargs.values()) if kwargs else args:  # this loop must be fast: every call runs it
             kind = type(x)
             if x.is_neg() if kind in _TENSORS else kind not in _PLAIN and _is_lazy(x):
                 made = _on_copies(function, under_autocast, args, kwargs)
@@ -226,7 +226,7 @@ class _Hooks:
             _turn_off(gradients)
         if self.last:
             _hook_nodes(self.behind, self.first)
-        self.last = False  # the hooks stay for a second backward of the same graph
+        self.last = False  # the next nodes keep their hooks for a second backward of the same graph
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:

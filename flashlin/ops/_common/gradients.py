@@ -91,7 +91,7 @@ def pulled_back(function: Callable[[X], Sequence[Tensor | None]], x: X, wanted: 
     grads: gradients of the function's outputs; None for zero.
     It uses torch.func.vjp, which also works inside a library operator, where autograd is off.
     """
-    named: Any = x  # to mypy a tuple bound by X has no _asdict
+    named: Any = x  # for mypy, a tuple bound by X has no _asdict
     fields = {name: y for name, y in named._asdict().items() if name in wanted}
 
     def of_wanted(given: dict[str, Tensor]) -> tuple[Tensor | None, ...]:

@@ -315,7 +315,7 @@ class _Library(Generic[X, S, Y]):
             gradients = self.of.backward_on_torch(x, y, grads, how, frozenset(wanted))
         else:
             on_torch = self.of.on_torch
-            assert on_torch is not None  # without on_torch the route is never "torch"
+            assert on_torch is not None  # operators without on_torch have plain_backward and do not come here
             gradients = pulled_back(
                 lambda x: on_torch(x, how)[: self.of.returns], x, wanted, grads[: self.of.returns]
             )

@@ -162,7 +162,7 @@ def check_ranks(cp_context: Any, process_group: Any) -> None:
 
 
 def check_group(name: str, group: Any) -> None:
-    """Raise TypeError or ValueError unless the group is a torch.distributed group that contains this process."""
+    """Raise TypeError or ValueError unless the group belongs to torch.distributed and has this process."""
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{name}: got {type(group).__name__}, need a group of torch.distributed")
     if dist.get_rank(group) < 0:
@@ -363,7 +363,7 @@ def unequal(found: dict[int, tuple[int, ...]]) -> str:
 
 @contextmanager
 def answered(op: str, group: Any) -> Iterator[None]:
-    """Run an exchange in a ``with`` block, and explain its failure in the error."""
+    """Add an explanation to the error of an exchange that fails within the ``with`` block."""
     try:
         yield
     except RuntimeError as error:
@@ -416,9 +416,9 @@ class _Exchange(torch.autograd.Function):
 
 def exchanged(shard: Shard, x: Tensor, sent: list[int] | None = None,
               came: list[int] | None = None) -> Tensor:
-    """Return the slices that the other ranks send in a differentiable all-to-all.
+    """Return the slices that the other ranks send in a differentiable all-to-all of x [n, ...].
 
-    sent, came: number of slices for and from each rank; None for one slice each.
+    sent, came: number of slices for each rank and from each rank; None for one slice each.
     """
     y: Tensor = _Exchange.apply(shard.op, shard.group, x, sent, came)
     return y

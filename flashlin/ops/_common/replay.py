@@ -34,7 +34,7 @@ from flashlin.ops._common import compile_ahead, recipe
 from flashlin.ops._common.casting import ALIGNED, aligned
 from flashlin.ops._common.recipe import Recipe, Start
 
-MOST = 4096  # the most cached calls and the most cached runs; the cache of plans has the same size
+MOST = 4096  # maximum number of cached calls, and of cached runs; the cache of plans has the same size
 LOOKED_AT = frozenset((*TENSORS, NoneType))
 _STRIDED, _tracing = torch.strided, torch.compiler.is_compiling
 _address_of = torch.Tensor.data_ptr
