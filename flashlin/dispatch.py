@@ -4,10 +4,10 @@ How it works:
 
 1. The family's recipe lists the launches of the problem on the target.
 2. The checks examine the launches in order. The first check that rejects one returns a Reason, which names
-remedies, best first.
+   remedies, best first.
 3. The first remedy that the policy allows and that can still reduce the problem rewrites it.
 4. Everything is repeated from the start. This catches a remedy that runs into another limit, and it combines
-remedies.
+   remedies.
 
 When no check rejects the launches, the steps form the Plan. When no remedy is left, the Plan is a refusal,
 which is also a value. Only ops raise an error for it.

@@ -28,13 +28,14 @@ class Policy(NamedTuple):
     ignore: ids of known issues to ignore.
     tokens: how out-of-range tokens on a GPU are reported: ``async``, ``sync`` or ``off``. Calls that differ
         between ranks are reported in the same manner; ``off`` reports them as ``async``.
-    canary: try kernels that have no recorded run on this GPU and Triton in a child process before their first
-        use. ``trial`` is set in that child itself; it also starts such kernels on AMD.
+    canary: ``auto`` tries kernels without a recorded run on this GPU and Triton in a child process before
+        their first use, ``off`` does not. ``trial`` is set in that child itself; it also starts such kernels
+        on AMD.
     debug: also check values, at the price of a synchronisation.
     autotune: how ``flashlin.autotune`` chooses the configuration of a tuned kernel: ``timed``, ``first`` or
         ``rank0``.
     invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is
-        bitwise independent of the other rows. Calls with few long sequences then leave most of a GPU idle.
+        bitwise independent of them. Calls with few long sequences then leave most of a GPU idle.
     """
     policy: str = "auto"
     path: str = "auto"

@@ -80,8 +80,8 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, max
 
     Returns:
         [*input.shape, D] in weight's dtype. If a token is out of range and the call does not raise (on a GPU,
-            by default), its row is zero. Such a token adds no gradient to weight, renorms no row, and does
-            not count in scale_grad_by_freq or in a sparse gradient.
+        by default), its row is zero. Such a token adds no gradient to weight, causes no renorm of a row, and
+        does not count in scale_grad_by_freq or in a sparse gradient.
 
     Raises:
         ValueError: a token out of range, now or at a later flashlin call; an argument that does not fit.

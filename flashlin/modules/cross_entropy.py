@@ -64,10 +64,10 @@ class FusedCrossEntropyLoss(nn.Module):
 
 @dataclass(eq=False, repr=False)
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """The cross entropy of a linear layer's output, of which only some rows exist at any time.
+    """The cross entropy of a linear layer's output, computed in pieces.
 
-    It calls ``fused_linear_cross_entropy_loss`` and has the same arguments. Drop-in for
-    ``fla.modules.FusedLinearCrossEntropyLoss``.
+    The whole output [N, V] is never in memory. It calls ``fused_linear_cross_entropy_loss`` and has the same
+    arguments. Drop-in for ``fla.modules.FusedLinearCrossEntropyLoss``.
     """
 
     ignore_index: int = -100

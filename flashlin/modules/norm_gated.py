@@ -14,8 +14,8 @@ from flashlin.ops.norm import layernorm_fn, rmsnorm_fn
 class RMSNormGated(_Affine):
     """A gated RMS norm with a weight [hidden_size] that calls ``rmsnorm_fn``.
 
-    Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``. Its default gates before the norm. The default
-    of mamba_ssm's class (``flashlin.mamba.RMSNormGated``) gates after the norm.
+    Drop-in for ``fla.modules.layernorm_gated.RMSNormGated``. By default it gates before the norm; mamba_ssm's
+    class (``flashlin.mamba.RMSNormGated``) gates after it by default.
 
     eps: added to the mean of the squares.
     group_size: number of columns normalised together; None for all columns.

@@ -16,11 +16,11 @@ from flashlin.ops.rotary import rotary_embedding
 
 
 class Tables(NamedTuple):
-    """The cosines and sines of one ``RotaryEmbedding``.
+    """The cosines and sines of one ``RotaryEmbedding`` for TR positions.
 
     q, k: (cos, sin) for queries and for keys, each [TR, dim // 2].
     source: the frequencies from which the tables were made.
-    version: the in-place version of the frequencies at that time.
+    version: torch's in-place version counter of the frequencies at that time.
     """
     q: tuple[Tensor, Tensor]
     k: tuple[Tensor, Tensor]

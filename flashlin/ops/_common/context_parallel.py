@@ -7,12 +7,13 @@ By states: one autograd node per call (``_Chain``) runs the family's own forward
 plain torch, between the exchanges.
 
 Forward:
-1. Each rank takes its tokens of its last sequence and computes the state after them, starting from zero. If
-that sequence starts on this rank and is its only one, the op itself computes that state.
+1. Each rank takes its tokens of its last sequence and computes the state after them. It starts from the
+   caller's initial state if the sequence starts on this rank, else from zero. If that sequence starts on this
+   rank and is its only one, the op itself computes that state.
 2. Each rank computes the effect of its tokens on an entering state, by ``Chunked.decays`` or by the op
-itself.
+   itself.
 3. The op runs. Before its first kernel that reads the entering states (``launch.enter``), it waits for all
-ranks' states and combines the states of the ranks before this one.
+   ranks' states and combines the states of the ranks before this one.
 
 Backward:
 1. Each rank computes the gradient of its entering state from its own tokens alone.
@@ -231,7 +232,8 @@ class _Chain:
     def _left(self, x: Any, how: Scalars, shard: Shard) -> Tensor:
         """Return the state [B, HV, K, V] that this rank's tokens of its last sequence pass to the next rank.
 
-        States from earlier ranks are not included.
+        It starts from the caller's initial state if the sequence starts on this rank, else from zero. States
+        from earlier ranks are not included.
         """
         if not shard.after:
             return _zeros(x, x.v.shape[3])

@@ -439,7 +439,7 @@ def of_tokens(shard: Shard, x: Tensor) -> Tensor:
 def folded(states: Sequence[Tensor], transfers: Sequence[Tensor]) -> Tensor:
     """Return the state after several ranks, by applying each rank's transfer to the state before it.
 
-    states: [B, H, K, V] for each rank, the state after its tokens alone, starting from zero.
+    states: [B, H, K, V] for each rank, the state after its own tokens without the states of earlier ranks.
     transfers: for each rank but the first, the effect on an entering state: a matrix [B, H, K, K], or decays
         [B, H] or [B, H, K].
     It computes in float64 and in a fixed order, so the result does not depend on torch's settings for 32-bit

@@ -300,7 +300,7 @@ def _recipe(plan: Plan, tensors: Sequence[Tensor | None], addresses: list[int], 
     numbers = list[Any]()
 
     def taken(x: Any) -> tuple[int, int] | int:
-        """Return the location of a tensor as (tensor of the replay, offset), or an index for another argument.
+        """Return a tensor's location as (tensor of the replay, offset), or an index for another argument.
 
         The index counts through the arguments of all launches; index 0 is the stream.
         """
