@@ -1,7 +1,6 @@
 """The short convolution as a module.
 
-Its parameters are those of ``torch.nn.Conv1d``, as in ``fla.modules``, so checkpoints load in both
-directions.
+It has the parameters of ``torch.nn.Conv1d``, as in ``fla.modules``, so checkpoints load in both directions.
 """
 from __future__ import annotations
 

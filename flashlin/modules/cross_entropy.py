@@ -15,8 +15,8 @@ from flashlin.ops.cross_entropy import counted, cross_entropy_loss, fused_linear
 class FusedCrossEntropyLoss(nn.Module):
     """The reduced cross entropy of logits, computed by ``cross_entropy_loss``.
 
-    Drop-in for ``fla.modules.FusedCrossEntropyLoss``. The arguments that are not listed are those of
-    ``cross_entropy_loss``.
+    Drop-in for ``fla.modules.FusedCrossEntropyLoss``. The arguments that are not listed have the meaning that
+    they have in ``cross_entropy_loss``.
 
     reduction: ``mean`` over the rows whose target is not ignored, ``sum``, or ``none``. Any other value
         raises NotImplementedError.

@@ -1,6 +1,6 @@
 """The norms as modules.
 
-Parameter names are those of ``fla.modules``, so checkpoints load in both directions. The attribute
+Parameters have the same names as in ``fla.modules``, so checkpoints load in both directions. The attribute
 ``_normed`` of a class is the function that its forward calls.
 """
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GroupNorm(_Plain):
     Drop-in for ``fla.modules.GroupNorm``.
 
     is_rms_norm: use an RMS norm for each slice.
-    The other arguments are those of ``LayerNorm``; weight and bias are [hidden_size].
+    The other arguments are the same as in ``LayerNorm``; weight and bias are [hidden_size].
     Raises ValueError if num_groups does not divide hidden_size.
     """
 
@@ -142,7 +142,7 @@ class FusedLayerNormGated(_Gated):
     Drop-in for ``fla.modules.FusedLayerNormGated``.
 
     activation: activation of the gate: ``swish``, ``silu`` or ``sigmoid``. Any other value raises ValueError.
-    The other arguments are those of ``LayerNorm``.
+    The other arguments are the same as in ``LayerNorm``.
     """
 
     _normed = staticmethod(layer_norm_gated)

@@ -1,6 +1,6 @@
 """Mamba2's gated norms as modules, under the names of fla and of mamba_ssm.
 
-Parameter names are those of both packages, so checkpoints load in both directions.
+Parameters have the same names as in these packages, so checkpoints load in both directions.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Norms followed by a linear layer, as modules.
 
-The parameters of a module are those of its norm. Weight and bias of the linear layer are passed to each call,
-as in ``fla.modules``.
+A module has only the parameters of its norm. Weight and bias of the linear layer are passed to each call, as
+in ``fla.modules``.
 """
 from __future__ import annotations
 

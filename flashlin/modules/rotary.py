@@ -37,8 +37,8 @@ class RotaryEmbedding(nn.Module):
         dim: number of rotated channels of each head, an even number.
         base: base of the frequencies.
         scale_base: None, or the base of the xPos decay (Sun et al. 2022). q is scaled by s_i^p and k by
-            s_i^-p, with s_i = (2 i / dim + 0.4) / 1.4 and p = (position - centre) / scale_base, so that a
-            score depends only on the distance. The centre is half of the first length seen.
+            s_i^-p. Here s_i = (2 i / dim + 0.4) / 1.4 and p = (position - centre) / scale_base. A score then
+            depends only on the distance. The centre is half of the first length seen.
         interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, dim / 2 + i).
         pos_idx_in_fp32: multiply positions and frequencies in float32, whatever dtype the module was
             converted to. False multiplies in inv_freq's dtype, for models that were trained so.
