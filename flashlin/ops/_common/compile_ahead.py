@@ -9,7 +9,7 @@ in two cases:
 - torch is called for any other operation, which may read the kernels' results.
 - A kernel is launched that is already deferred, because the next part of the batch reuses its memory.
 
-Only kernels that are launched are compiled, so no list of kernels has to be maintained.
+The launches themselves determine which kernels compile, so no list of kernels has to be maintained.
 
 To find the launches of backward, its host code runs on tensors without memory, and the kernels it would
 launch are only compiled. A wrong guess costs seconds of one core and has no effect on results.
@@ -32,7 +32,7 @@ from flashlin.compat.installed_triton import make_key
 from flashlin.compat.launch_cache import Kernel
 from flashlin.guards.plan_types import Plan
 
-MOST = 16  # threads that compile at a time; few calls have more kernels
+MOST = 16  # threads that compile at a time; no call has many more kernels
 aten = torch.ops.aten
 MAKING = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
           aten.empty_strided.default)
