@@ -1,5 +1,8 @@
-"""The drop-in functions, one module per family, named as in ``fla.ops``. Here is each of them whose name is
-not that of a module, loaded when first used; and what fla has elsewhere below ``fla.ops`` is there, too."""
+"""The drop-in functions, one module per family, with the names of ``fla.ops``.
+
+The package exports every public function whose name differs from all module names, and loads it on first use.
+The other module paths below ``fla.ops``, such as ``fla.ops.gla.chunk``, also exist here.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from flashlin.compat.lazy_imports import attach, stand_in
 from flashlin.kernels.families import PUBLIC
 
-# Modules of fla 0.4 to 0.6 that have a name of ours and are no module here.
+# Module paths of fla 0.4 to 0.6 that export a function of flashlin, but are not modules of flashlin.
 OF_FLA = (
     *(f"{module}.{mode}" for mode in ("chunk", "fused_recurrent") for module in (
         "comba", "delta_rule", "gated_delta_rule", "gdn2", "generalized_delta_rule.dplr",

@@ -1,7 +1,8 @@
-"""Layer norm and RMS norm of what is added up first; mirrors ``mamba_ssm.ops.triton.layer_norm``.
+"""Layer norm and RMS norm of a sum of tensors; mirrors ``mamba_ssm.ops.triton.layer_norm``.
 
     s = dropout(rowscale x) + dropout(x1) + residual        y = norm(s) w + b        y1 = norm(s) w1 + b1
-With a residual alone it is ``layer_norm``'s own kernel; everything else is added up in torch before it.
+
+The kernel of ``layer_norm`` adds the residual itself. Torch adds up all other terms before the kernel runs.
 """
 from __future__ import annotations
 
@@ -29,32 +30,41 @@ def layer_norm_fn(
     prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """Layer norm of each row of a sum. Drop-in for ``mamba_ssm.ops.triton.layer_norm.layer_norm_fn``.
+    """Return the layer norm of each row of a sum of tensors.
+
+    Drop-in for ``mamba_ssm.ops.triton.layer_norm.layer_norm_fn``. It computes
+
+        s = dropout(rowscale x) + dropout(x1) + residual        y = norm(s) w + b        y1 = norm(s) w1 + b1
 
     Args:
         x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides and any D.
-        weight, bias: [D] or None, of any float dtype.
-        residual, x1: of x's shape and any float dtype, added to x in fp32.
-        weight1, bias1: [D], of a second norm of the same sum; bias1 not without weight1.
+        weight: [D] or None, any float dtype.
+        bias: [D] or None, any float dtype.
+        residual: shape of x, any float dtype; added to x in fp32.
+        x1: shape of x, any float dtype; added to x in fp32.
+        weight1: [D], the weight of a second norm of the same sum.
+        bias1: [D], the bias of the second norm; requires weight1.
         eps: added to the variance.
-        dropout_p: elements of x and of x1 that are left out, each for itself, drawn by torch's generator; the
-            others are divided by 1 - dropout_p.
-        rowscale: [...], x's shape but for D: what each row of x is multiplied by; not together with x1.
-        prenorm: also return the sum, in residual's dtype; without a residual in x's, or in fp32 with
-            residual_in_fp32.
-        is_rms_norm: be ``rms_norm_fn``.
-        return_dropout_mask: also return what was kept of x and of x1.
+        dropout_p: probability that an element of x or x1 is dropped. Torch's generator draws for x and x1
+            independently. The kept elements are divided by 1 - dropout_p.
+        rowscale: [...], the shape of x without D; a factor for each row of x. Not allowed together with x1.
+        prenorm: also return the sum, in the dtype of residual. Without a residual the dtype is float32 if
+            residual_in_fp32 is set, else the dtype of x.
+        residual_in_fp32: return the sum in float32 if there is no residual.
+        is_rms_norm: compute the RMS norm, as ``rms_norm_fn`` does.
+        return_dropout_mask: also return the masks of the kept elements of x and x1.
 
     Returns:
-        y in x's shape and dtype; or a tuple of y, with weight1 y1, with prenorm the sum, and with
-        return_dropout_mask two bool masks, None where there is none. Gradients reach every tensor.
+        y in the shape and dtype of x. It is a tuple if more is requested: y, then y1 (with weight1), the sum
+        (with prenorm) and two bool masks (with return_dropout_mask). A mask is None if its tensor had no
+        dropout. Gradients reach every tensor.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: rows longer than 64 KB, no rows at all and CPU tensors work; the mask of the same
-    seed is another one.
+    Differences from mamba_ssm: rows longer than 64 KB, inputs without rows and CPU tensors work. The same
+    seed draws a different dropout mask.
     """
     asked = Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32)
     return _norm_of_sum(Tensors(x, residual, weight, bias), asked, x1, weight1, bias1, rowscale, dropout_p,
@@ -70,9 +80,10 @@ def rms_norm_fn(
     rowscale: Tensor | None = None,
     prenorm: bool = False, residual_in_fp32: bool = False, return_dropout_mask: bool = False,
 ) -> Any:
-    """RMS norm of each row of a sum. Drop-in for ``mamba_ssm.ops.triton.layer_norm.rms_norm_fn``.
+    """Return the RMS norm of each row of a sum of tensors.
 
-    eps is added to the mean of the squares. The rest as ``layer_norm_fn``.
+    Drop-in for ``mamba_ssm.ops.triton.layer_norm.rms_norm_fn``. eps is added to the mean of the squares. All
+    other arguments, the result and the errors are the same as in ``layer_norm_fn``.
     """
     asked = Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32)
     return _norm_of_sum(Tensors(x, residual, weight, bias), asked, x1, weight1, bias1, rowscale, dropout_p,
@@ -113,7 +124,8 @@ def _norm_of_sum(tensors: Tensors, asked: Asked, x1: Tensor | None, weight1: Ten
     if weight1 is None:
         found = run_norm(tensors, asked)
         parts: list[Any] = [found] if isinstance(found, Tensor) else list(found)
-    else:  # both of the sum as it is in fp32, which is what prenorm gives
+    else:
+        # Both norms read the fp32 sum, which prenorm also returns.
         total = tensors.x.to(widest(*tensors))
         total = total if residual is None else total + residual.to(total.dtype)
         of_total = asked._replace(prenorm=False)
@@ -128,7 +140,7 @@ def _norm_of_sum(tensors: Tensors, asked: Asked, x1: Tensor | None, weight1: Ten
 
 
 def _dropped(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
-    """x with elements left out, and which are kept."""
+    """Return x after dropout with probability p, and the mask of the kept elements (None if p is 0)."""
     if not p:
         return x, None
     kept = torch.rand(x.shape, device=x.device) >= p

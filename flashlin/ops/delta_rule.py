@@ -1,6 +1,7 @@
 """The delta rule; mirrors ``fla.ops.delta_rule``.
 
     u_t = beta_t (v_t - S_{t-1}^T k_t)        S_t = S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
+
 Source: Schlag et al. 2021 (arXiv 2102.11174); Yang et al. 2024 (arXiv 2406.06484) for the chunked form.
 """
 from __future__ import annotations
@@ -25,8 +26,11 @@ from flashlin.ops.norm import l2norm
 
 def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
           g: Tensor | None, p: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The inverses, what their rounding to 16 bits lost, and the lines of beta and summed g; see
-    kernels/delta/forward.py."""
+    """Allocate the buffers that the forward kernels of ``kernels/delta/forward.py`` fill.
+
+    They are the inverses of the chunks, the rounding errors of these inverses in 16 bits (None if not needed),
+    and one fp32 buffer for the rows of beta and of the cumulative g.
+    """
     B, T, HV = beta.shape
     A = q.new_empty(B, T, HV, BLOCK)
     lost = torch.empty_like(A) if needs_grad and q.dtype != torch.float32 else None
@@ -53,38 +57,45 @@ def chunk_delta_rule(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule, chunk by chunk. Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``.
+    """Compute the delta rule chunk by chunk.
+
+    Drop-in for ``fla.ops.delta_rule.chunk_delta_rule``. The recurrence is
+
+        u_t = beta_t (v_t - S_{t-1}^T k_t)        S_t = S_{t-1} + k_t u_t^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV
-            / H)). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        beta: [B, T, HV], how much of the old value a key's new one replaces, normally 0 .. 1 (to 2 with
-            negative eigenvalues: near 2 on keys that repeat nothing is forgotten, roundings of 16-bit
-            operands add up over the sequence, and float32 is worth its price).
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        beta: [B, T, HV], the fraction of the old value that the new value of a key replaces. It is normally
+            in 0 .. 1, and up to 2 with negative eigenvalues. With beta near 2 and repeated keys the state
+            forgets nothing, so rounding errors of 16-bit operands accumulate; use float32 there.
         scale: factor on the scores; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``. Keys
-            longer than 1 make the recurrence itself grow without bound, whoever computes it.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
-            changes the result beyond rounding.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        use_qk_l2norm_in_kernel: first normalize q and k: ``x rsqrt(sum x^2 + 1e-6)``. With keys longer than 1
+            the recurrence itself grows without bound in any implementation.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        chunk_size: 16, 32 or 64, accepted for compatibility. The launch table chooses the chunk size, which
+            changes the result only by rounding.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
+        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: float32, K above 256, grouped value heads, any B * H, checked
-    cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that resemble each other; and an
+    These cases work here and fail in fla: float32, K above 256, grouped value heads, any B * H, checked
+    cu_seqlens and CPU tensors. The inverse within a chunk is exact for keys that resemble each other. An
     unknown keyword is an error.
     """
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
@@ -107,15 +118,15 @@ def fused_recurrent_delta_rule(
     inplace_state: bool = False,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.delta_rule.fused_recurrent_delta_rule``.
+    """Compute the delta rule token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``fused_recurrent_gated_delta_rule``, without its decays, gate and
-    sigmoid. beta: [B, T, HV], or headwise [B, T, HV, V]; None for ones. Everything that is a tensor of floats
-    gets a gradient, through o and through the final state.
+    Drop-in for ``fla.ops.delta_rule.fused_recurrent_delta_rule``. Arguments, results and errors are the same
+    as in ``fused_recurrent_gated_delta_rule``, without its decays, gate and sigmoid. beta is [B, T, HV], or
+    [B, T, HV, V] with one value per value channel; None means ones. Every float tensor gets a gradient,
+    through o and through the final state.
 
-    Differs from fla where fla fails: the gradient of a headwise beta is right for any V, a strided
-    initial_state keeps its gradient.
+    Two cases work here and fail in fla: the gradient of a beta per value channel is right for any V, and a
+    strided initial_state keeps its gradient.
     """
     op = "fused_recurrent_delta_rule"
     flags = flags_of("delta", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
@@ -132,10 +143,10 @@ def delta_rule(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
-    ``flashlin.explain`` says why.
+    """Compute the delta rule in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_delta_rule``.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. All other arguments are the same as in ``chunk_delta_rule``.
     """
     check_qkv(q, k, v, grouped=True)
     shared: dict[str, Any] = dict(
@@ -148,8 +159,10 @@ def delta_rule(
 
 def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None = None, *,
               l2: bool) -> tuple[Tensor, Tensor | None]:
-    """Run a chunked op in which k both reads and writes. beta and g are what the recurrence uses, after any
-    sigmoid or gate."""
+    """Run a chunked delta-rule op, where k both reads and writes the state.
+
+    beta and g are the values that the recurrence uses, after any sigmoid or gate. l2: normalize q and k first.
+    """
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:
         check_qkv(q, k, v, grouped=True)
