@@ -28,8 +28,8 @@ def _room(needs_grad: bool, q: Tensor, k: Tensor, v: Tensor, beta: Tensor,
           g: Tensor | None, p: Tensor | None) -> tuple[Tensor | None, ...]:
     """Allocate the buffers that the forward kernels of ``kernels/delta/forward.py`` fill.
 
-    They are the inverses of the chunks, the rounding errors of these inverses in 16 bits (None if not needed),
-    and one fp32 buffer for the rows of beta and of the cumulative g.
+    The first holds the inverses of the chunks. The second holds their rounding errors in 16 bits, and is None
+    if it is not needed. The third is an fp32 buffer for beta and the cumulative g.
     """
     B, T, HV = beta.shape
     A = q.new_empty(B, T, HV, BLOCK)

@@ -1,6 +1,7 @@
 """The gated delta rule (Gated DeltaNet); mirrors ``fla.ops.gated_delta_rule``.
 
     S' = e^{g_t} S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T        o_t = scale S_t^T q_t
+
 Source: Yang et al. 2024 (arXiv 2412.06464).
 """
 from __future__ import annotations
@@ -37,52 +38,63 @@ def chunk_gated_delta_rule(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, chunk by chunk. Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``.
+    """Compute the gated delta rule chunk by chunk.
+
+    Drop-in for ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``. The recurrence is
+
+        S' = e^{g_t} S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T
+        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H (value head j reads q and k of head j // (HV
-            / H)). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); with
-            use_gate_in_kernel the raw gate instead.
-        beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV], natural-log decays, normally <= 0, of any strength (-inf forgets everything). With
+            use_gate_in_kernel it is the raw gate.
+        beta: [B, T, HV], or its logits with use_beta_sigmoid_in_kernel.
         scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
-            a gradient.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
+            is [N, HV, V, K].
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``.
-        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias); A_log [HV], dt_bias [HV] or None. Both get
-            gradients.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_indices: accepted for compatibility; nothing here needs a table of chunks.
-        chunk_size: 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which never
-            changes the result beyond rounding.
-        transpose_state_layout: old name of state_v_first.
-        process_group: a group of torch.distributed whose ranks share the sequences: each has its part of T,
-            all of one length, in the ranks' order, and all make the same calls. cu_seqlens (read on the host:
-            cu_seqlens_cpu saves waiting for it) and initial_state are then those of the whole, the same
-            on every rank. Final states, and gradients of what the ranks have in common, are a rank's share:
-            those of all ranks add up. ``flashlin.explain(op, ranks=4)`` tells how it runs.
-        cp_context: the same as ``fla.ops.cp.build_cp_context`` makes it: it has the edges of this rank's
-            sequences, so cu_seqlens is not looked at, and there are no states. Of its layout ``zigzag`` the
-            tokens are exchanged before and after.
+        use_qk_l2norm_in_kernel: first normalize q and k: ``x rsqrt(sum x^2 + 1e-6)``.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) in place of beta.
+        allow_neg_eigval: use 2 sigmoid(beta) in place of sigmoid(beta).
+        state_v_first: store the initial and final states as [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
+        cp_context: the result of ``fla.ops.cp.build_cp_context``, an alternative to process_group. It contains
+            the bounds of this rank's sequences, so cu_seqlens is not read, and the call has no states. With
+            its layout ``zigzag`` the ranks exchange the tokens before and after the computation.
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
+        A_log: [HV], required by use_gate_in_kernel; gets a gradient.
+        dt_bias: [HV] or None, for use_gate_in_kernel; gets a gradient.
+        chunk_size: 16, 32 or 64, accepted for compatibility. The launch table chooses the chunk size, which
+            changes the result only by rounding.
+        transpose_state_layout: the old name of state_v_first.
+        process_group: a torch.distributed group whose ranks share the sequences. Each rank has one segment of
+            T; all segments have the same length and follow the order of the ranks. All ranks make the same
+            calls. cu_seqlens and initial_state describe the whole sequences and are the same on every rank.
+            cu_seqlens is read on the host, and cu_seqlens_cpu saves that wait. Each rank returns its own
+            contribution to the final states and to the gradients of shared tensors; the sum over all ranks
+            is the total. ``flashlin.explain(op, ranks=4)`` shows how such a call runs.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None. cu_seqlens has to cover all rows, else ValueError. Where its values are
-        not read (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their
-        gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in the
+        layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError. The values are not
+        read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
+        gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640), K
-    above 256, any B * H, checked cu_seqlens, CPU tensors; the inverse within a chunk is exact for keys that
-    resemble each other; and an unknown keyword is an error.
+    These cases work here and fail in fla: training on Hopper with any Triton release
+    (fla-org/flash-linear-attention#640), K above 256, any B * H, checked cu_seqlens and CPU tensors. The
+    inverse within a chunk is exact for keys that resemble each other. An unknown keyword is an error.
     """
     op = "chunk_gated_delta_rule"
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -123,47 +135,56 @@ def fused_recurrent_gated_delta_rule(
     inplace_state: bool = False,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, also called ``fused_recurrent_gdn``.
+    """Compute the gated delta rule token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule``, which is also called
+    ``fused_recurrent_gdn``. ``chunk_gated_delta_rule`` documents the recurrence.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV]; gk: [B, T, HV, K]; gv: [B, T, HV, V]: natural-log decays, normally <= 0, of the state,
-            of its rows, of its columns.
-        beta: [B, T, HV], or headwise [B, T, HV, V]; None for ones.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV], natural-log decays of the whole state, normally <= 0.
+        gk: [B, T, HV, K], natural-log decays of the rows of the state.
+        gv: [B, T, HV, V], natural-log decays of the columns of the state.
+        beta: [B, T, HV], or [B, T, HV, V] with one value per value channel; None means ones.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; [N, HV, V, K] with state_v_first.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: g is raw, and -exp(A_log) softplus(g + dt_bias) is the decay; A_log, dt_bias [HV],
-            for that only.
-        use_beta_sigmoid_in_kernel: beta is raw, and sigmoid(beta) is meant; twice that with allow_neg_eigval.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        transpose_state_layout: old name of state_v_first.
-        inplace_state: write the states back to initial_state (each state contiguous) instead of to a new
-            tensor. Without gradients only.
-        state_indices: [N] int32 or int64 on q's device: initial_state is a pool of P states, [P, HV, K, V] or
-            [P, HV, V, K], and sequence n reads and overwrites the one at state_indices[n]. A negative entry,
-            or one outside the pool where its value is not looked at, skips its sequence: its outputs are
-            zeros and no state changes. No two sequences may share a state. Without gradients only.
+        use_qk_l2norm_in_kernel: first normalize q and k: x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
+        A_log: [HV], only for use_gate_in_kernel, which requires it.
+        dt_bias: [HV] or None, only for use_gate_in_kernel.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) in place of beta.
+        allow_neg_eigval: use 2 sigmoid(beta) in place of sigmoid(beta).
+        state_v_first: store the initial and final states as [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        transpose_state_layout: the old name of state_v_first.
+        state_indices: [N] int32 or int64 on the device of q. With it, initial_state is a pool of P states,
+            [P, HV, K, V] or [P, HV, V, K]. Sequence n reads and overwrites the state at state_indices[n]. A
+            negative index skips its sequence: the outputs are zero and no state changes. If the values are
+            not read, an index outside the pool also skips its sequence. Two sequences must not share a state.
+            Only without gradients.
+        inplace_state: write the final states to initial_state instead of a new tensor. Each state must be
+            contiguous. Only without gradients.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with inplace_state or state_indices it is initial_state itself.
-        cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU outside
-        debug mode, or compiled), rows that it leaves out are zero, as are their gradients. Without gradients
-        all of it is one launch.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in the
+        layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside
+        debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
+        A call without gradients is one launch.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: has a backward (q, k, v, g, gk, gv, beta, A_log, dt_bias and
-    initial_state get gradients, through o and through the final state), checks its arguments, and an unknown
-    keyword is an error.
+    A backward exists here and not in fla: q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get
+    gradients, through o and through the final state. Arguments are checked, and an unknown keyword is an
+    error.
     """
     op = "fused_recurrent_gated_delta_rule"
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -196,10 +217,11 @@ def gated_delta_rule(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,
-    and ``flashlin.explain`` says why.
+    """Compute the gated delta rule in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_gated_delta_rule``.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. All other arguments are the same as in
+    ``chunk_gated_delta_rule``.
     """
     check_qkv(q, k, v, grouped=True)
     shared: dict[str, Any] = dict(

@@ -1,7 +1,9 @@
-"""Simple GLA (one decay per token and head) and the plumbing its family shares; mirrors
-``fla.ops.simple_gla``.
+"""Simple GLA (one decay per token and head), and the functions that run all ops of its family.
+
+It mirrors ``fla.ops.simple_gla``. The recurrence is
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
 Source: Qin et al. 2023 (Lightning/TransNormer), Dao and Gu 2024 (Mamba2); Yang et al. 2024 for the chunked
 form.
 """
@@ -51,38 +53,48 @@ def chunk_simple_gla(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA, chunk by chunk. Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``.
+    """Compute simple GLA chunk by chunk.
+
+    Drop-in for ``fla.ops.simple_gla.chunk_simple_gla``. The recurrence is
+
+        S_t = e^{g_t} S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch).
-            Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1 and the
-            sequences are packed along T.
-        g: [B, T, H] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything); gets
-            a gradient. g_gamma: [H], constant decays without one. Both: they add up.
-        scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, H, V], like q.
+        g: [B, T, H], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
+        g_gamma: [H], constant natural-log decays, which get no gradient. They are added to g if both are
+            given.
+        scale: factor on the scores; None means K ** -0.5.
+        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it is
+            [N, H, V, K].
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: accepted for compatibility (a power of two, 16 or more); the launch table chooses the
-            chunk, which never changes the result beyond rounding.
-        transpose_state_layout: old name of state_v_first.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        state_v_first: store the initial and final states as [N, H, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        chunk_size: a power of two, 16 or more, accepted for compatibility. The launch table chooses the chunk
+            size, which changes the result only by rounding.
+        transpose_state_layout: the old name of state_v_first.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
-        tensors), laid out like initial_state, or None. cu_seqlens has to cover all rows, else ValueError;
-        where its values are not read (on a GPU outside debug mode, or compiled), rows that it leaves out are
-        zero, as are their gradients.
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] in float32 (float64 for float64
+        tensors), in the layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError.
+        The values are not read on a GPU outside debug mode, or in compiled code. There, rows outside all
+        sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: trains on Hopper with any Triton (fla-org/flash-linear-attention#640),
-    checks cu_seqlens, has no limit on B * H, and an unknown keyword is an error.
+    These cases work here and fail in fla: training on Hopper with any Triton release
+    (fla-org/flash-linear-attention#640), checked cu_seqlens and any B * H. An unknown keyword is an error.
     """
     op = "chunk_simple_gla"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
@@ -102,11 +114,11 @@ def fused_recurrent_simple_gla(
     transpose_state_layout: bool | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.simple_gla.fused_recurrent_simple_gla``.
+    """Compute simple GLA token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``chunk_simple_gla``. reverse: run each sequence from its last token to
-    its first. Gradients are those of the chunked form, which is the same function.
+    Drop-in for ``fla.ops.simple_gla.fused_recurrent_simple_gla``. Arguments, results and errors are the same as
+    in ``chunk_simple_gla``. reverse: run each sequence from its last token to its first. The backward uses the
+    chunked form, which computes the same function.
     """
     op = "fused_recurrent_simple_gla"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
@@ -127,11 +139,10 @@ def fused_chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA by the kernels of ``chunk_simple_gla``, which are fused already. Drop-in for
-    ``fla.ops.simple_gla.fused_chunk_simple_gla``.
+    """Compute simple GLA with the kernels of ``chunk_simple_gla``, which are already fused.
 
-    Arguments, returns and errors as ``chunk_simple_gla``; but, as in fla, g and g_gamma together are a
-    ValueError.
+    Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``. Arguments, results and errors are the same as in
+    ``chunk_simple_gla``, except that g and g_gamma together raise ValueError, as in fla.
     """
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
@@ -148,20 +159,20 @@ def parallel_simple_gla(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA without states. Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``; o comes from the
-    kernels of ``chunk_simple_gla``.
+    """Compute simple GLA without initial or final states, and return the scores on request.
 
-    q, k, v, g, scale, cu_seqlens, cu_seqlens_cpu, o and errors as there. output_attentions: also return the
-    scores; not with cu_seqlens.
+    Drop-in for ``fla.ops.simple_gla.parallel_simple_gla``. The kernels of ``chunk_simple_gla`` compute o, and
+    all arguments that both functions have mean the same. output_attentions: also return the scores; not
+    allowed with cu_seqlens.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the scores scale q_i . k_j e^{g_{j+1} + ... + g_i} (0 for j > i) as
-        [B, H, T, T] in q's dtype, or None. Both pass gradients on to q, k, v and g, where fla drops those of
-        the scores.
+        o [B, T, H, V] in the dtype of v, and the scores [B, H, T, T] in the dtype of q, or None. The score of
+        tokens i and j is scale q_i . k_j e^{g_{j+1} + ... + g_i}, and 0 for j > i. Both results have gradients
+        for q, k, v and g; fla drops the gradients of the scores.
 
-    The scores take B * H * T * T elements of memory, and several times that while they are computed in
-    float32 by plain torch and kept for backward: 16 heads of 8,192 tokens are 4 GiB a tensor. Without
-    output_attentions memory grows with T, not with its square.
+    The scores need B * H * T * T elements. Plain torch computes them in float32 and keeps intermediates for
+    backward, which needs several times that memory: for 16 heads of 8,192 tokens, each tensor has 4 GiB.
+    Without output_attentions memory grows linearly with T.
     """
     request = Request("parallel_simple_gla", scale, None, False, cu_seqlens, cu_seqlens_cpu)
     return run_parallel(request, output_attentions, q, k, v, g)
@@ -177,10 +188,10 @@ def simple_gla(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Simple GLA in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
-    ``flashlin.explain`` says why.
+    """Compute simple GLA in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_simple_gla``.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. All other arguments are the same as in ``chunk_simple_gla``.
     """
     request = Request("simple_gla", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
@@ -188,7 +199,7 @@ def simple_gla(
 
 
 def v_first(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """state_v_first under its old name too."""
+    """Return state_v_first, or the value of its old name transpose_state_layout with a warning."""
     if transpose_state_layout is None:
         return state_v_first
     scalars.flags(state_v_first=state_v_first, transpose_state_layout=transpose_state_layout)
@@ -209,13 +220,16 @@ def run_simple_gla(
     out_dtype: torch.dtype | None = None,
     finite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Every op of the family. out_dtype: of o, where the caller goes on computing with it. finite: g_gamma
-    cannot be -inf."""
+    """Run any op of the simple GLA family.
+
+    out_dtype: the dtype of o, for a caller that continues to compute with o; None means the dtype of v.
+    finite: the caller guarantees that g_gamma is not -inf.
+    """
     check_chunk_size(chunk_size)
     if g_gamma is not None and not finite:
         check_floats("g_gamma", g_gamma, "[H]", 1)
-        g_gamma = g_gamma.clamp(min=FORGOTTEN)  # the kernels take differences of its multiples
-    if g is not None and g_gamma is not None:  # what is added here has to fit first
+        g_gamma = g_gamma.clamp(min=FORGOTTEN)  # kernels subtract multiples of g_gamma
+    if g is not None and g_gamma is not None:  # check both before the sum broadcasts them
         check_qkv(q, k, v)
         need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
         need_tensor("g_gamma", g_gamma, tuple(q.shape[2:3]), "[H]", q.device)
@@ -227,7 +241,7 @@ def run_simple_gla(
 def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor, v: Tensor,
                  g: Tensor | None = None,
                  g_gamma: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """o of ``run_simple_gla``, and the scores behind it where they are asked for."""
+    """Return o of ``run_simple_gla`` and, with output_attentions, the scores (else None)."""
     scalars.flags(output_attentions=output_attentions)
     if output_attentions and request.cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, need one of them: packed sequences "
@@ -236,5 +250,5 @@ def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)
-    # traced under autocast, the backward of a matrix product would be rounded
+    # If it were traced under autocast, the backward of a matrix product would be rounded.
     return o, torch_path.scores(q, k, g, g_gamma, scale, summed=outside.autocast).to(q.dtype)
