@@ -1,6 +1,7 @@
-"""Gated linear attention, a decay for each key channel; mirrors ``fla.ops.gla``.
+"""Gated linear attention (GLA), with one decay per key channel; mirrors ``fla.ops.gla``.
 
     S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
+
 Source: Yang et al. 2023 (arXiv 2312.06635).
 """
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.simple_gla import v_first
 
-# RWKV-6 has a bonus u, and with it reads before the update (ops/rwkv6.py).
+# u is the bonus of RWKV-6, which reads the state before its update (ops/rwkv6.py).
 FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.compute, decays=lambda x: x.g.sum(1),
@@ -37,36 +38,44 @@ def chunk_gla(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention, chunk by chunk. Drop-in for ``fla.ops.gla.chunk_gla``.
+    """Compute gated linear attention chunk by chunk.
+
+    Drop-in for ``fla.ops.gla.chunk_gla``. The recurrence is
+
+        S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch).
-            Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1 and the
-            sequences are packed along T.
-        g: [B, T, H, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything);
-            gets a gradient.
-        scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, H, K, V] (N sequences) of any float dtype, [N, H, V, K] with state_v_first; gets a
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, H, V], like q.
+        g: [B, T, H, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
+        scale: factor on the scores; None means K ** -0.5.
+        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it is
+            [N, H, V, K].
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        transpose_state_layout: old name of state_v_first.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        state_v_first: store the initial and final states as [N, H, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        transpose_state_layout: the old name of state_v_first.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
-        tensors), laid out like initial_state, or None. cu_seqlens has to cover all rows, else ValueError;
-        where its values are not read (on a GPU outside debug mode, or compiled), rows that it leaves out are
-        zero, as are their gradients.
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. The state is in float32
+        (float64 for float64 tensors), in the layout of initial_state. cu_seqlens must cover all rows, else
+        ValueError. The values are not read on a GPU outside debug mode, or in compiled code. There, rows
+        outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: any B * H, states of any float dtype, checked shapes and cu_seqlens, CPU
-    tensors.
+    These cases work here and fail in fla: any B * H, states of any float dtype, checked shapes and cu_seqlens,
+    and CPU tensors.
     """
     op = "chunk_gla"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
@@ -86,16 +95,18 @@ def fused_recurrent_gla(
     transpose_state_layout: bool | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.gla.fused_recurrent_gla``.
+    """Compute gated linear attention token by token, for decoding and short inputs.
 
-    gk: [B, T, H, K] and gv: [B, T, H, V] natural-log decays of the state's rows and columns, or None.
-    reverse: run each sequence from its last token to its first. The rest, returns and errors as
-    ``chunk_gla``. Everything that is a tensor of floats gets a gradient, through o and through the final
-    state.
+    Drop-in for ``fla.ops.gla.fused_recurrent_gla``.
+    gk: [B, T, H, K], natural-log decays of the rows of the state, or None.
+    gv: [B, T, H, V], natural-log decays of the columns of the state, or None.
+    reverse: run each sequence from its last token to its first.
 
-    Differs from fla where fla fails: an unknown keyword is an error (there ``g=`` runs ungated), and shapes
-    and cu_seqlens are checked.
+    All other arguments, the results and the errors are the same as in ``chunk_gla``. Every float tensor gets a
+    gradient, through o and through the final state.
+
+    An unknown keyword is an error here; fla accepts ``g=`` and computes without a gate. Shapes and cu_seqlens
+    are checked here and not in fla.
     """
     op = "fused_recurrent_gla"
     check_qkv(q, k, v)
@@ -113,10 +124,10 @@ def gla(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,
-    and ``flashlin.explain`` says why.
+    """Compute gated linear attention in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_gla``.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. All other arguments are the same as in ``chunk_gla``.
     """
     check_qkv(q, k, v)
     need_tensor("g", g, tuple(q.shape), "[B, T, H, K]", q.device)

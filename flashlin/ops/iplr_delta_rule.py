@@ -1,8 +1,10 @@
-"""The generalised delta rule whose transition is the identity plus low rank (IPLR); mirrors
-``fla.ops.generalized_delta_rule.iplr``.
+"""The generalised delta rule with an identity-plus-low-rank transition (IPLR).
+
+It mirrors ``fla.ops.generalized_delta_rule.iplr``. The recurrence is
 
     S_t = S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
-The delta rule is a = -k and b = beta k, beta k being what is stored under k. Source: Yang et al. 2024 (arXiv
+
+The delta rule is the case a = -k and b = beta k, with beta v in place of v. Source: Yang et al. 2024 (arXiv
 2406.06484).
 """
 from __future__ import annotations
@@ -35,14 +37,13 @@ def chunk_iplr_delta_rule(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The IPLR delta rule, chunk by chunk. Drop-in for
-    ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``.
+    """Compute the IPLR delta rule chunk by chunk.
 
-    Arguments, returns and errors as ``chunk_dplr_delta_rule``, of which it is the case without decays. scale
-    may be any number.
+    Drop-in for ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``. It is ``chunk_dplr_delta_rule``
+    without decays, and has the same arguments, results and errors. scale may be any number.
 
-    Differs from fla where fla fails: has a backward (there it raises), any K, checked shapes and cu_seqlens,
-    CPU tensors.
+    These cases work here and fail in fla: the backward (fla raises an error), any K, checked shapes and
+    cu_seqlens, and CPU tensors.
     """
     check_qkv(q, k, v)
     scalars.choice("chunk_size", chunk_size, (None, *CHUNK_SIZES))
@@ -61,14 +62,14 @@ def fused_recurrent_iplr_delta_rule(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The IPLR delta rule, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``.
+    """Compute the IPLR delta rule token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``fused_recurrent_dplr_delta_rule``, which has decays and ``reverse``
-    besides. scale may be any number.
+    Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``. Arguments, results and
+    errors are the same as in ``fused_recurrent_dplr_delta_rule``, without the decays and ``reverse``. scale may
+    be any number.
 
-    Differs from fla where fla fails: a strided initial_state keeps its gradient, the gradients of strips are
-    added up in float32, shapes and cu_seqlens are checked, CPU tensors work.
+    These cases work here and fail in fla: a strided initial_state keeps its gradient, the gradients of strips
+    (ranges of state columns) are added up in float32, shapes and cu_seqlens are checked, and CPU tensors run.
     """
     op = "fused_recurrent_iplr_delta_rule"
     return run_recurrent(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,

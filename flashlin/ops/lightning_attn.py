@@ -1,8 +1,10 @@
 """Lightning attention: simple GLA with a fixed decay per head and layer; mirrors ``fla.ops.lightning_attn``.
-Source: Qin et al. 2024.
 
-Head h of H in layer layer_idx of num_layers forgets with gamma_h = -(8 / H) (1 - layer_idx / num_layers) h,
-natural log.
+The natural-log decay of head h of H, in layer layer_idx of num_layers, is
+
+    gamma_h = -(8 / H) (1 - layer_idx / num_layers) h
+
+Source: Qin et al. 2024.
 """
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ def chunk_lightning_attn(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention, chunk by chunk. Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``; the
-    rest as ``chunk_simple_gla``."""
+    """Compute lightning attention chunk by chunk.
+
+    Drop-in for ``fla.ops.lightning_attn.chunk_lightning_attn``. The decay of each head follows from layer_idx
+    (0 to num_layers) and num_layers. All other arguments are the same as in ``chunk_simple_gla``.
+    """
     request = Request("chunk_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
@@ -49,8 +54,11 @@ def fused_recurrent_lightning_attn(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Lightning attention, token by token. Drop-in for
-    ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``."""
+    """Compute lightning attention token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.lightning_attn.fused_recurrent_lightning_attn``. reverse: run each sequence from its
+    last token to its first. All other arguments are the same as in ``chunk_lightning_attn``.
+    """
     request = Request("fused_recurrent_lightning_attn", scale, initial_state, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v, layer_idx, num_layers), finite=True)
@@ -62,5 +70,5 @@ def _gamma(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> 
         raise ValueError(f"layer_idx, num_layers: got {layer_idx}, {num_layers}, need 0 <= layer_idx <= "
                          "num_layers and num_layers >= 1")
     if not isinstance(q, Tensor) or q.ndim != 4:
-        return None  # run says what is wrong with q
+        return None  # run_simple_gla raises the error about q
     return lightning_slopes(q.shape[2], layer_idx, num_layers, slopes_dtype(q, k, v), q.device)

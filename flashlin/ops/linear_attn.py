@@ -1,9 +1,10 @@
-"""Linear attention: simple GLA without decay, optionally normalised; mirrors ``fla.ops.linear_attn``. Source:
-Katharopoulos et al. 2020.
+"""Linear attention: simple GLA without decay, optionally normalised; mirrors ``fla.ops.linear_attn``.
 
+    S_t = S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
     normalize:   z_t = z_{t-1} + k_t        o_t <- o_t / (scale q_t . z_t + 1e-10)
-The normaliser is what the recurrence makes of one more value channel that is always 1, so it takes the same
-path, has the same gradients, and its state z is that channel's column of the state.
+
+The ops compute the normaliser as one more value channel that is always 1. The same kernels therefore compute
+it and its gradients, and its state z is the last column of the state. Source: Katharopoulos et al. 2020.
 """
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ def chunk_linear_attn(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
-    """Linear attention, chunk by chunk. Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``.
+    """Compute linear attention chunk by chunk.
 
-    Arguments as ``chunk_simple_gla``, without gates. With normalize (the default here) states are pairs (kv
-    [N, H, K, V] float32, z [N, 1, H, K] in k's dtype), in and out; without it they are kv alone. The final
-    state is None unless asked for.
+    Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``. Arguments are the same as in ``chunk_simple_gla``,
+    without the gates. With normalize (on by default) each initial or final state is a pair: kv [N, H, K, V] in
+    float32, and z [N, 1, H, K] in the dtype of k. Without normalize it is kv alone. The final state is None
+    unless output_final_state is set.
     """
     request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens, cp_context=cp_context,
                       process_group=process_group)
@@ -53,8 +55,12 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
-    """Linear attention, token by token; normalize is off by default here, as in fla. Drop-in for
-    ``fla.ops.linear_attn.fused_recurrent_linear_attn``."""
+    """Compute linear attention token by token.
+
+    Drop-in for ``fla.ops.linear_attn.fused_recurrent_linear_attn``. As in fla, normalize is off by default.
+    reverse: run each sequence from its last token to its first. All other arguments and the results are the
+    same as in ``chunk_linear_attn``.
+    """
     request = Request("fused_recurrent_linear_attn", scale, None, output_final_state, cu_seqlens,
                       mode="fused_recurrent", reverse=reverse)
     return _attended(request, q, k, v, initial_state, normalize)
@@ -69,8 +75,11 @@ def fused_chunk_linear_attn(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, State | None]:
-    """Linear attention by the kernels of ``chunk_linear_attn``, which are fused already: the same arguments,
-    defaults and returns. Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``."""
+    """Compute linear attention with the kernels of ``chunk_linear_attn``, which are already fused.
+
+    Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``. Arguments, defaults and results are the same as
+    in ``chunk_linear_attn``.
+    """
     request = Request("fused_chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
     return _attended(request, q, k, v, initial_state, normalize)
 
@@ -84,7 +93,10 @@ def linear_attn(
     cu_seqlens: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, State | None]:
-    """Linear attention in the mode that suits the call; see ``simple_gla`` and ``chunk_linear_attn``."""
+    """Compute linear attention in the mode that suits the call.
+
+    mode: the same as in ``simple_gla``. All other arguments are the same as in ``chunk_linear_attn``.
+    """
     request = Request("linear_attn", scale, None, output_final_state, cu_seqlens, mode=mode)
     return _attended(request, q, k, v, initial_state, normalize)
 

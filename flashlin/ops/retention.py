@@ -1,7 +1,10 @@
-"""Retention: simple GLA with one fixed decay per head; mirrors ``fla.ops.retention``. Source: Sun et al. 2023
-(RetNet).
+"""Retention: simple GLA with one fixed decay per head; mirrors ``fla.ops.retention``.
 
-Head h forgets with gamma_h = log(1 - 2^(-5 - h)), natural log.
+The natural-log decay of head h is
+
+    gamma_h = log(1 - 2^(-5 - h))
+
+Source: Sun et al. 2023 (RetNet).
 """
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ def chunk_retention(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Retention, chunk by chunk. Drop-in for ``fla.ops.retention.chunk_retention``; arguments as
-    ``chunk_simple_gla``, without gates."""
+    """Compute retention chunk by chunk.
+
+    Drop-in for ``fla.ops.retention.chunk_retention``. Arguments are the same as in ``chunk_simple_gla``, without
+    the gates.
+    """
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
@@ -44,8 +50,11 @@ def fused_recurrent_retention(
     transpose_state_layout: bool | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Retention, token by token. Drop-in for ``fla.ops.retention.fused_recurrent_retention``; arguments as
-    ``fused_recurrent_simple_gla``."""
+    """Compute retention token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.retention.fused_recurrent_retention``. Arguments are the same as in
+    ``fused_recurrent_simple_gla``, without the gates.
+    """
     op = "fused_recurrent_retention"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
                       state_v_first=v_first(op, state_v_first, transpose_state_layout),
@@ -63,8 +72,10 @@ def fused_chunk_retention(
     chunk_size: int = 64,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Retention by the kernels of ``chunk_retention``, which are fused already. Drop-in for
-    ``fla.ops.retention.fused_chunk_retention``; arguments as ``chunk_retention``."""
+    """Compute retention with the kernels of ``chunk_retention``, which are already fused.
+
+    Drop-in for ``fla.ops.retention.fused_chunk_retention``. Arguments are the same as in ``chunk_retention``.
+    """
     request = Request("fused_chunk_retention", scale, initial_state, output_final_state, cu_seqlens)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True, chunk_size=chunk_size)
 
@@ -73,8 +84,11 @@ def fused_chunk_retention(
 def parallel_retention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None,
                        output_attentions: bool = False, cu_seqlens: Tensor | None = None,
                        **unknown: Any) -> tuple[Tensor, Tensor | None]:
-    """Retention without states. Drop-in for ``fla.ops.retention.parallel_retention``; arguments, returns (o,
-    and the scores [B, H, T, T] or None) and the memory that scores take as ``parallel_simple_gla``."""
+    """Compute retention without initial or final states, and return the scores on request.
+
+    Drop-in for ``fla.ops.retention.parallel_retention``. It returns o, and the scores [B, H, T, T] or None.
+    Arguments and memory use are the same as in ``parallel_simple_gla``.
+    """
     request = Request("parallel_retention", scale, None, False, cu_seqlens)
     return run_parallel(request, output_attentions, q, k, v, g_gamma=_gamma(q, k, v))
 
@@ -88,7 +102,10 @@ def retention(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Retention in the mode that suits the call; see ``simple_gla``."""
+    """Compute retention in the mode that suits the call.
+
+    Arguments are the same as in ``simple_gla``, without the gates.
+    """
     request = Request("retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       state_v_first, mode)
     return run_simple_gla(request, q, k, v, g_gamma=_gamma(q, k, v), finite=True)
@@ -96,5 +113,5 @@ def retention(
 
 def _gamma(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if not isinstance(q, Tensor) or q.ndim != 4:
-        return None  # run raises the error about q
+        return None  # run_simple_gla raises the error about q
     return retention_slopes(q.shape[2], slopes_dtype(q, k, v), q.device)
