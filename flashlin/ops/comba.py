@@ -1,9 +1,10 @@
-"""Comba, a gated delta rule that is fed back with a vector of its own; mirrors ``fla.ops.comba``.
+"""Comba, a gated delta rule that reads the old state with a separate vector p; mirrors ``fla.ops.comba``.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T        o_t = scale S_t^T q_t
-p reads the state before it decays. Source: Hu et al. 2025 (arXiv 2506.02475). Chunk by chunk it runs the
-gated delta rule's kernels. Token by token it is one launch, or, where gradients are wanted, composed: the
-DPLR delta rule (dplr_delta_rule.py) that reads with -beta p and writes to k.
+
+p reads the state before the decay. The chunked op runs the kernels of the gated delta rule. The token-by-token
+op is one launch without gradients. With gradients it runs the DPLR delta rule (``dplr_delta_rule.py``), which
+reads with -beta p and writes with k. Source: Hu et al. 2025 (arXiv 2506.02475).
 """
 from __future__ import annotations
 
@@ -36,39 +37,46 @@ def chunk_comba(
     cp_context: Any = None, process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Comba, chunk by chunk. Drop-in for ``fla.ops.comba.chunk_comba``. Runs the gated delta rule's kernels,
-    which then read the old state with p, before it decays, and not with k.
+    """Compute Comba chunk by chunk.
+
+    Drop-in for ``fla.ops.comba.chunk_comba``. It runs the kernels of the gated delta rule, which read the old
+    state with p in place of k, before the decay. The recurrence is
+
+        S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q, k and p of head j //
-            (HV / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted
-            as torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        p: [B, T, H, K], what the old state is read with; None for k.
-        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything but
-            what p reads).
-        beta: [B, T, HV]; None for ones.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q, k and p.
+        p: [B, T, H, K], the vectors that read the old state; None means k.
+        g: [B, T, HV], natural-log decays, normally <= 0, of any strength. -inf forgets everything except the
+            values that p reads.
+        beta: [B, T, HV]; None means ones.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: q, k and p become x / sqrt(sum x^2 + 1e-6). As in fla p does, too, so of a p
-            that is a share of k, as its layer has it, only the direction is left.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        use_qk_l2norm_in_kernel: first normalize q, k and p: x / sqrt(sum x^2 + 1e-6). The layer of fla passes
+            a multiple of k as p; the normalization removes that factor, as in fla.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
+        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: without beta it runs, K above 256, any B * H, checked shapes and
-    cu_seqlens, CPU tensors, torch.compile. (fla's naive_recurrent_comba reads the state after it decays;
-    fla's kernels, its naive_chunk_comba and the paper before.)
+    These cases work here and fail in fla: calls without beta, K above 256, any B * H, checked shapes and
+    cu_seqlens, CPU tensors and torch.compile. The function naive_recurrent_comba of fla reads the state after
+    the decay. The kernels of fla, its naive_chunk_comba and the paper read it before the decay.
     """
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     check_qkv(q, k, v, grouped=True)
@@ -99,16 +107,16 @@ def fused_recurrent_comba(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Comba, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.comba.fused_recurrent_comba``.
+    """Compute Comba token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``chunk_comba``, but, as in fla, p comes before v. A beta for each value
-    channel, [B, T, HV, V], which fla's kernel takes without saying so, is an error. Without gradients all of
-    it is one launch; with gradients norms and beta come first, in torch.
+    Drop-in for ``fla.ops.comba.fused_recurrent_comba``. Arguments, results and errors are the same as in
+    ``chunk_comba``, but p comes before v, as in fla. A beta per value channel, [B, T, HV, V], is an error; the
+    kernel of fla accepts it without documenting it. A call without gradients is one launch. With gradients,
+    torch first computes the norms and applies beta.
 
-    Differs from fla where fla fails: has a backward (q, k, v, p, g, beta and initial_state get gradients,
-    through o and through the final state), several value heads without beta, checked shapes and cu_seqlens,
-    CPU tensors.
+    These cases work here and fail in fla: the backward, several value heads without beta, checked shapes and
+    cu_seqlens, and CPU tensors. q, k, v, p, g, beta and initial_state get gradients, through o and through the
+    final state.
     """
     flags = flags_of("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)

@@ -1,8 +1,10 @@
-"""The decay gates of Gated DeltaNet and Kimi Delta Attention on their own; mirrors
-``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``.
+"""The decay gates of Gated DeltaNet and Kimi Delta Attention (KDA) as separate ops.
+
+They mirror ``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``. The log decay is one of
 
     -e^{A_log} softplus(g + dt_bias)        lower_bound sigmoid(e^{A_log} (g + dt_bias))
-The same mathematics as ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated
+
+The delta-rule ops compute the same formulas with ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated
 DeltaNet), Kimi Team 2025 (KDA).
 """
 from __future__ import annotations
@@ -22,24 +24,26 @@ from flashlin.ops._common.pointwise import run_pointwise
 @entry
 def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
                    output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The log decay -exp(A_log) softplus(g + dt_bias). Drop-in for
-    ``fla.ops.gated_delta_rule.gate.fused_gdn_gate``.
+    """Compute the log decay -exp(A_log) softplus(g + dt_bias).
+
+    Drop-in for ``fla.ops.gated_delta_rule.gate.fused_gdn_gate``.
 
     Args:
         g: [..., HV], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any number of
             rows.
-        A_log, dt_bias: HV elements, in any shape and of any float dtype; dt_bias may be None.
-        output_dtype: dtype of the result. Arithmetic is in float32 (float64 for float64 tensors).
+        A_log: HV elements in any shape, any float dtype.
+        dt_bias: HV elements in any shape, any float dtype, or None.
+        output_dtype: the dtype of the result. Arithmetic is in float32 (float64 for float64 tensors).
 
     Returns:
-        [..., HV] in output_dtype. Gradients reach g, A_log and dt_bias, in their dtypes, and repeat to the
-        bit.
+        [..., HV] in output_dtype. g, A_log and dt_bias get gradients in their own dtypes. Repeated runs give
+        bitwise identical gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla: softplus keeps its relative accuracy far below zero, where fla's is 0 from about -17 on.
+    Difference from fla: softplus keeps its relative accuracy far below zero. In fla it is 0 below about -17.
     """
     check_rows("g", g, "[..., HV]")
     check_dtype("output_dtype", output_dtype)
@@ -53,12 +57,16 @@ def fused_gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None,
 @entry
 def fused_kda_gate(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
                    lower_bound: float | None = None, output_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The log decays of channels, -exp(A_log) softplus(g + dt_bias). Drop-in for
-    ``fla.ops.kda.gate.fused_kda_gate``.
+    """Compute the log decay -exp(A_log) softplus(g + dt_bias) of each key channel.
 
-    g: [..., H, K]. A_log: H elements, None for a factor of 1. dt_bias: H * K elements or None. lower_bound:
-    below 0; with it the gate is lower_bound sigmoid(exp(A_log) (g + dt_bias)). The rest as
-    ``fused_gdn_gate``.
+    Drop-in for ``fla.ops.kda.gate.fused_kda_gate``.
+    g: [..., H, K].
+    A_log: H elements; None means a factor of 1.
+    dt_bias: H * K elements, or None.
+    lower_bound: a number below 0, or None. With a number the result is
+    lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+
+    All other arguments, the result and the errors are the same as in ``fused_gdn_gate``.
     """
     check_rows("g", g, "[..., H, K]", columns=2)
     check_dtype("output_dtype", output_dtype)
@@ -77,7 +85,10 @@ def checked_bound(lower_bound: float | None) -> float | None:
 
 
 def parameter(name: str, x: Tensor, shape: tuple[int, ...], meaning: str, g: Tensor) -> Tensor:
-    """x in that shape, of whose elements, in any other shape, it must have as many. g: the gate's input, on
-    whose device it must be."""
+    """Return a gate parameter x reshaped to ``shape``; raise an error unless it fits.
+
+    name, meaning: the argument's name and its required number of elements, for the message. g: the input of the
+    gate; x must be on its device.
+    """
     check_parameter(name, x, math.prod(shape), meaning, "g", g)
     return x.reshape(shape)
