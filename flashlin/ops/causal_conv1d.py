@@ -1,5 +1,6 @@
-"""The short causal convolution as the package ``causal_conv1d`` has it: channels first. The kernels are those
-of ``flashlin.causal_conv1d``.
+"""The short causal convolution with the channels-first interface of the package ``causal_conv1d``.
+
+It runs the kernels of ``flashlin.causal_conv1d``:
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w})
 """
@@ -86,7 +87,7 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
                              "sequences has no one final state")
         y = separated(rows, weight, bias, seq_idx, initial_states, silu)
     else:
-        # ours have a slot more, which no token sees
+        # The states of our kernels have one more slot, which no token reads.
         state = None if initial_states is None else F.pad(initial_states, (1, 0))
         y, final = conv.convolve(CONVOLUTION, conv.Tensors(rows, weight, bias, initial_state=state), silu,
                                  return_final_states)
@@ -175,7 +176,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     edges = check_cu_seqlens(cu_seqlens, None, x[None].shape, x.device, policy.current().debug, "x").long()
     rows = edges[1:, None] - torch.arange(L, 0, -1, device=x.device)
     inside = rows >= edges[:-1, None]
-    padded = F.pad(x, (0, 0, 1, 0))  # row 0 is that of no token
+    padded = F.pad(x, (0, 0, 1, 0))  # row 0 (zeros) represents tokens before a sequence
     return padded[torch.where(inside, rows + 1, 0)].transpose(1, 2)
 
 
@@ -192,34 +193,39 @@ def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
 @without_autocast
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
               silu: bool) -> Tensor:
-    """y [b, T, D] of x [b, T, D], which have been checked."""
+    """Return the convolution [b, T, D] of x [b, T, D]; the caller has checked all arguments."""
     if seq_idx is not None:
         return separated(x, weight, bias, seq_idx, None, silu)
     return conv.convolve(CONVOLUTION, conv.Tensors(x, weight, bias), silu)[0]
 
 
 def begins(seq_idx: Tensor, first: bool) -> Tensor:
-    """[b, T]: whether a token's number is not that of the token before it; ``first`` is what a row's first
-    one gets."""
+    """Return a bool mask [b, T] of the tokens whose sequence number differs from the previous token's.
+
+    first: the value for the first token of each row.
+    """
     return torch.cat([torch.full_like(seq_idx[:, :1], first, dtype=torch.bool),
                       seq_idx[:, 1:] != seq_idx[:, :-1]], 1)
 
 
 def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None,
               silu: bool) -> Tensor:
-    """y [b, T, D] of x [b, T, D] whose rows hold several sequences each. The whole batch becomes one packed
-    row; since nobody has counted its sequences, its table of edges has room for one a token, and those that
-    are not needed are empty. state: [b, D, W - 1]."""
+    """Return the convolution [b, T, D] of x [b, T, D] when each row contains several sequences.
+
+    The whole batch becomes one packed row. Counting its sequences would wait for the GPU, so on a GPU the table
+    of bounds has one entry per token, and unused entries are empty sequences. seq_idx: [b, T] sequence numbers.
+    state: [b, D, W - 1], the tokens before each row, or None.
+    """
     b, T, D = x.shape
     before = 0
-    if state is not None and T:  # tokens of the first sequence
+    if state is not None and T:  # prepended to the first sequence of each row
         before = state.shape[2]
         x = torch.cat([state.transpose(1, 2).to(x.dtype), x], 1)
         seq_idx = torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], 1)
     rows = b * (before + T)
     anew = begins(seq_idx, True).flatten()
     place = torch.arange(rows, device=x.device)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # counting is free
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # counting needs no wait on a CPU
         bounds = F.pad(place[anew], (0, 1), value=rows)
     else:
         slot = torch.where(anew, anew.cumsum(0) - 1, rows)
@@ -232,12 +238,14 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
 
 
 def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
-    """The convolution with a state taken out of the pool before, and the pool written to after: for gradients
-    and for plain torch."""
+    """Compute the update in three steps: read the states from the pool, convolve, and write them back.
+
+    It runs for calls with gradients and on the torch path.
+    """
     x, pool, weight, bias, seqlens, indices = given
     (b, _, T), L, W = x.shape, pool.shape[2], weight.shape[1]
     rows = taken(pool, indices)
-    # slots of the tokens, the oldest first
+    # the slot of each token, oldest token first
     slots = torch.arange(L, device=x.device).expand(b, L)
     if seqlens is not None:
         slots = slots + seqlens.long()[:, None]

@@ -1,8 +1,10 @@
-"""The difference to the token before; mirrors ``fla.modules.token_shift``. Source: Peng et al. 2023 (RWKV).
+"""The difference between the previous token and each token; mirrors ``fla.modules.token_shift``.
 
     y_t = x_{t - 1} - x_t        x_{-1}: the cache, or 0
-That is the short convolution with the filter (1, -1), so it takes the same kernels, states and gradients.
-Under torch.compile it is plain torch, which the compiler fuses with what is around it.
+
+This is the short convolution with the filter (1, -1), so the op uses the kernels, states and gradients of the
+convolution. Under torch.compile it is plain torch, which the compiler fuses with the surrounding operations.
+Source: Peng et al. 2023 (RWKV).
 """
 from __future__ import annotations
 
@@ -25,32 +27,36 @@ from flashlin.ops._common.slopes import shift_filters
 def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None,
                 output_cache: bool = False, chunk_indices: Any = None, *, cp_context: Any = None,
                 process_group: Any = None) -> Tensor | tuple[Tensor, Tensor]:
-    """x_{t - 1} - x_t for every token. Drop-in for ``fla.modules.token_shift.token_shift``.
+    """Compute x_{t - 1} - x_t for every token.
+
+    Drop-in for ``fla.modules.token_shift.token_shift``.
 
     Args:
-        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. Rows that
-            lie evenly spaced are read where they are. With cu_seqlens B is 1 and the sequences are packed
-            along T.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cache: [N, D] (N sequences) of any float dtype: the token before each sequence's first; gets a
-            gradient. None is zeros.
-        output_cache: also return each sequence's last token, which may be the next call's cache.
-        chunk_indices: accepted for compatibility; nothing is looked up in it.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule`` (fla has
-            ``token_shift_cp`` for the first).
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. If its rows
+            are evenly spaced in memory, it is read without a copy. With cu_seqlens B is 1 and the sequences
+            are packed along T.
+        cu_seqlens: [N + 1] int32 or int64 on the device of x. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cache: [N, D] for N sequences, any float dtype: the token before the first token of each sequence. It
+            gets a gradient; None means zeros.
+        output_cache: also return the last token of each sequence, which can be the cache of the next call.
+        chunk_indices: accepted for compatibility and not read.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. In fla this is
+            ``token_shift_cp``.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
 
     Returns:
-        y [B, T, D] in x's dtype; with output_cache (y, cache [N, D] in x's dtype). A sequence without tokens
-        hands its cache on. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
+        y [B, T, D] in the dtype of x, or (y, cache [N, D]) in the dtype of x with output_cache. A sequence
+        without tokens returns its old cache. cu_seqlens must cover all rows, else ValueError. The values are not
+        read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
+        gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: checks cu_seqlens, has no limit on T or B from the grid, writes the
-    cache of every sequence, and the cache has a gradient, going in and coming out.
+    These cases work here and fail in fla: checked cu_seqlens, any T or B (no limit from the launch grid), a
+    cache for every sequence, and gradients through the initial and the returned cache.
     """
     output_cache = scalars.flag("output_cache", output_cache)
     check_rows("x", x, "[B, T, D]", 3)
@@ -64,7 +70,7 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
         bounds, N = check_packed(x, cu_seqlens)
     if cache is not None:
         need_tensor("cache", cache, (N, D), "[N, D]", x.device, "x")
-        # the convolution's state has two slots, of which a filter of two taps sees the second
+        # The state of the convolution has two slots. A filter of two taps reads only the second.
         state = F.pad(cache[..., None], (1, 0))
     if shard is not None:
         x = shard.there(x)
