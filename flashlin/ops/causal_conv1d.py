@@ -40,35 +40,39 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
                      initial_states: Tensor | None = None, return_final_states: bool = False,
                      final_states_out: Tensor | None = None,
                      activation: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal convolution of each channel with its own filter. Drop-in for ``causal_conv1d.causal_conv1d_fn``.
+    """Convolve each channel with its own causal filter.
+
+    Drop-in for ``causal_conv1d.causal_conv1d_fn``. It computes
+
+        y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w})
 
     Args:
-        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Where its
-            channels are contiguous (a transposed [b, T, D], a slice of one) it is read where it is; else it
-            is copied.
-        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D]. Each of
-            any float dtype, with a gradient.
-        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new
-            sequence, which does not look back. Tokens of negative numbers are padding: their y is zero.
-        initial_states: [b, D, W - 1] of any float dtype: the tokens before the first, the newest last; seen
-            by each row's first sequence. Gets a gradient.
-        return_final_states: also return the last W - 1 tokens of each row; not together with seq_idx.
-        final_states_out: [b, D, W - 1], of any strides: where to put them (without return_final_states it is
-            left alone).
-        activation: ``silu``, which is also called ``swish``, or None.
+        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. If its channels
+            are contiguous (a transposed [b, T, D] or a slice of one), it is read without a copy.
+        weight: [D, W], any float dtype; gets a gradient. Its last column applies to the token itself. Kernels
+            run for W up to 16; a larger W runs in plain torch.
+        bias: [D], any float dtype, or None; gets a gradient.
+        seq_idx: [b, T] integers. A token whose number differs from the previous token's begins a new sequence,
+            which does not read earlier tokens. Tokens with negative numbers are padding: their y is zero.
+        initial_states: [b, D, W - 1], any float dtype: the tokens before the first token, newest last. The
+            first sequence of each row reads them. They get a gradient.
+        return_final_states: also return the last W - 1 tokens of each row; not allowed with seq_idx.
+        final_states_out: [b, D, W - 1], any strides: the output tensor for the final states. It is not
+            changed without return_final_states.
+        activation: ``silu`` (also called ``swish``) or None.
 
     Returns:
-        y [b, D, T] in x's dtype, laid out in memory like x; with return_final_states (y, final states [b, D,
-        W - 1] in x's dtype, or final_states_out itself). Gradients, also those of the final states, are
-        computed in fp32 and repeat to the bit.
+        y [b, D, T] in the dtype and memory layout of x. With return_final_states it is (y, final states), where
+        the states are [b, D, W - 1] in the dtype of x, or final_states_out itself. Gradients, including the
+        gradients of the final states, are computed in fp32; repeated runs give bitwise identical results.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from causal_conv1d: any D, W and strides; seq_idx and states for any layout; initial_states
-    together with seq_idx, as from 1.7 on; a number of seq_idx may be used again for a later sequence; CPU
-    tensors.
+    Differences from causal_conv1d: any D, W and strides, seq_idx and states in any layout, and CPU tensors
+    work. initial_states work together with seq_idx, as in causal_conv1d since 1.7. A later sequence may reuse
+    a number of seq_idx.
     """
     check_nonempty("x", x, "[b, D, T]", (3,), at=1)
     return_final_states = scalars.flag("return_final_states", return_final_states)
@@ -106,30 +110,34 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
 def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
                          activation: str | None = None, cache_seqlens: Tensor | None = None,
                          conv_state_indices: Tensor | None = None) -> Tensor:
-    """The next tokens of each sequence. Drop-in for ``causal_conv1d.causal_conv1d_update``.
-    (``flashlin.causal_conv1d_update`` is fla's.)
+    """Convolve the next tokens of each sequence and update its state in place.
+
+    Drop-in for ``causal_conv1d.causal_conv1d_update``. (``flashlin.causal_conv1d_update`` follows fla.)
 
     Args:
         x: [b, D] or [b, D, T], any strides, never modified.
-        conv_state: [b, D, L], L at least W - 1, of any float dtype and any strides: the last L tokens, the
-            newest last. UPDATED IN PLACE, also where it is a view.
-        weight, bias, activation: as ``causal_conv1d_fn``.
-        cache_seqlens: [b] int32 or int64: how many tokens each sequence has had. Then conv_state is a ring:
-            token t has slot t mod L.
-        conv_state_indices: [b] int32 or int64: the row of conv_state of each sequence; conv_state may then
-            have any number of rows. Sequences whose index is negative or past the end have none: their y is
-            zero.
+        conv_state: [b, D, L], L at least W - 1, any float dtype and strides: the last L tokens, newest last.
+            It is UPDATED IN PLACE, also if it is a view.
+        weight: [D, W], as in ``causal_conv1d_fn``.
+        bias: [D] or None, as in ``causal_conv1d_fn``.
+        activation: ``silu``, ``swish`` or None.
+        cache_seqlens: [b] int32 or int64: the number of earlier tokens of each sequence. With it, conv_state is
+            a ring buffer: token t has slot t mod L.
+        conv_state_indices: [b] int32 or int64: the row of conv_state for each sequence. With it, conv_state may
+            have any number of rows. A sequence whose index is negative or past the end has no state, and its
+            y is zero.
 
     Returns:
-        y of x's shape and dtype.
+        y in the shape and dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a conv_state that requires a gradient,
-            which cannot pass through a tensor updated in place (``causal_conv1d_fn`` with initial_states has
-            it). UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument is invalid; the message names it. conv_state must not require a
+            gradient, because gradients cannot pass through an in-place update. ``causal_conv1d_fn`` with
+            initial_states has that gradient.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from causal_conv1d: x, weight and bias have gradients, where there they are silently none; any D,
-    W and dtypes; CPU tensors.
+    Differences from causal_conv1d: x, weight and bias get gradients, which are silently missing there. Any D,
+    W and dtypes, and CPU tensors work.
     """
     check_nonempty("x", x, "[b, D] or [b, D, T]", (2, 3), at=1)
     conv.check_filters(x, x.shape[1], weight, bias)
@@ -152,24 +160,27 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
     return y if x.ndim == 3 else y.squeeze(-1)
 
 
-mamba_causal_conv1d_update = causal_conv1d_update  # its name beside fla's function
+mamba_causal_conv1d_update = causal_conv1d_update  # the name in flashlin, next to the function of fla
 
 
 @entry
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """What ``causal_conv1d_update`` goes on from after packed sequences. Drop-in for
-    ``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``.
+    """Return the last tokens of each packed sequence, as the state for ``causal_conv1d_update``.
+
+    Drop-in for ``causal_conv1d.causal_conv1d_varlen.causal_conv1d_varlen_states``.
 
     Args:
-        x: [T, D] of any float dtype. cu_seqlens: [n + 1] int32 or int64: sequence i is rows cu_seqlens[i] ..
-            cu_seqlens[i + 1]. state_len: the number of last tokens that are kept, from 1 to 2**31 - 1.
+        x: [T, D], any float dtype.
+        cu_seqlens: [n + 1] int32 or int64. Sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1]
+            (exclusive).
+        state_len: the number of last tokens to keep, from 1 to 2**31 - 1.
 
     Returns:
-        [n, D, state_len] in x's dtype, the newest token last, with zeros before the first one of a shorter
-        sequence. Gradients reach x (in causal_conv1d there are none).
+        [n, D, state_len] in the dtype of x, newest token last. The state of a shorter sequence starts with
+        zeros. x gets a gradient; causal_conv1d has none.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
     check_nonempty("x", x, "[T, D]", (2,))
     L = scalars.integer("state_len", state_len, 1, "an integer of at least 1", scalars.INT32)
@@ -181,6 +192,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 
 
 def check_seq_idx(seq_idx: Any, b: int, T: int, x: Tensor) -> None:
+    """Raise an error unless seq_idx is an integer tensor [b, T] on the device of x."""
     check_dense("seq_idx", seq_idx, "a tensor of integers of shape [b, T]")
     if (seq_idx.is_floating_point() or seq_idx.is_complex() or seq_idx.is_quantized
         or seq_idx.dtype == torch.bool):
@@ -212,8 +224,8 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
               silu: bool) -> Tensor:
     """Return the convolution [b, T, D] of x [b, T, D] when each row contains several sequences.
 
-    The whole batch becomes one packed row. Counting its sequences would wait for the GPU, so on a GPU the table
-    of bounds has one entry per token, and unused entries are empty sequences. seq_idx: [b, T] sequence numbers.
+    The whole batch becomes one packed row. Counting its sequences would wait for the GPU, so on a GPU and in
+    compiled code the table of bounds has one entry per token; unused entries are empty sequences. seq_idx: [b, T] sequence numbers.
     state: [b, D, W - 1], the tokens before each row, or None.
     """
     b, T, D = x.shape
@@ -260,6 +272,8 @@ def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one ``causal_conv1d_update`` call, with x as [b, D, T]."""
+
     x: Tensor
     state: Tensor
     weight: Tensor
@@ -269,6 +283,7 @@ class Tensors(NamedTuple):
 
 
 def problem_of(given: Tensors, how: conv.Activation) -> Problem:
+    """Return the problem of one ``causal_conv1d_update`` call, for planning."""
     (b, D, T), W = given.x.shape, given.weight.shape[1]
     return Problem(OP, WINDOW, "", B=b, T=T, H=1, K=D, V=W, N=b, dtype=strictest(dtypes_of(given)))
 
