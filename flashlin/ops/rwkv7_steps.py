@@ -1,7 +1,9 @@
-"""The elementwise steps of an RWKV-7 block; mirrors ``fla.ops.rwkv7`` (fused_addcmul, fused_k_update,
-gate_output_correction).
+"""The elementwise steps of an RWKV-7 block.
+
+They mirror fused_addcmul, fused_k_update and gate_output_correction of ``fla.ops.rwkv7``:
 
     xr, xw, xk, xv, xa, xg = hidden + delta mu_r, ...        k (1 + (a - 1) ka)        (o + v sum(r k r_k)) g
+
 Source: Peng et al. 2025 (RWKV-7).
 """
 from __future__ import annotations
@@ -19,24 +21,31 @@ Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
 @entry
 def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Tensor, xk: Tensor, xv: Tensor,
                         xa: Tensor, xg: Tensor | None = None) -> Six:
-    """hidden_states + delta * x, for each x. Drop-in for ``fla.ops.rwkv7.fused_addcmul_rwkv7``.
+    """Compute hidden_states + delta * x for each of the vectors xr, xw, xk, xv, xa and xg.
+
+    Drop-in for ``fla.ops.rwkv7.fused_addcmul_rwkv7``.
 
     Args:
-        hidden_states, delta: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), any
-            strides; delta may be of another dtype.
-        xr, xw, xk, xv, xa, xg: D elements each, as [D] or [1, 1, D], of any float dtype; xg may be None.
+        hidden_states: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides.
+        delta: [B, T, D], like hidden_states; its dtype may differ.
+        xr: D elements, as [D] or [1, 1, D], any float dtype.
+        xw: like xr.
+        xk: like xr.
+        xv: like xr.
+        xa: like xr.
+        xg: like xr, or None.
 
     Returns:
-        Six tensors [B, T, D] in hidden_states' dtype, the last None without xg. Sums and products are in
-        float32, and so are the gradients of all arguments until they are rounded to the argument's dtype;
-        they repeat to the bit.
+        Six tensors [B, T, D] in the dtype of hidden_states; the last is None without xg. Sums, products and
+        gradients are computed in float32. Each gradient is then rounded to the dtype of its argument, and
+        repeated runs give bitwise identical gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla: no argument is ever written to, where fla's backward writes the gradient of
-    hidden_states over hidden_states; and fp16 tensors are computed with in float32, too.
+    Differences from fla: the op never writes to its arguments, while the backward of fla overwrites
+    hidden_states with its gradient. Arithmetic for fp16 tensors is also in float32.
     """
     check_rows("hidden_states", hidden_states, "[B, T, D]", 3)
     D = hidden_states.shape[2]
@@ -54,11 +63,11 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
 @entry
 def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None,
                   cu_seqlens_cpu: Tensor | None = None) -> Tensor:
-    """k (1 + (a - 1) ka), the key after the in-context learning rate. Drop-in for
-    ``fla.ops.rwkv7.fused_k_rwkv7``.
+    """Compute the key after the in-context learning rate, k (1 + (a - 1) ka).
 
-    k, a: [B, T, D]. ka: D elements. cu_seqlens, cu_seqlens_cpu: accepted for compatibility; tokens do not see
-    each other here, so they change nothing. Returns [B, T, D] in k's dtype. The rest as
+    Drop-in for ``fla.ops.rwkv7.fused_k_rwkv7``. k and a are [B, T, D], and ka has D elements. cu_seqlens and
+    cu_seqlens_cpu are accepted for compatibility; they have no effect, because each token is computed alone.
+    The result is [B, T, D] in the dtype of k. Dtypes, gradients and errors are the same as in
     ``fused_addcmul_rwkv7``.
     """
     check_rows("k", k, "[B, T, D]", 3)
@@ -71,11 +80,14 @@ def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = 
 
 @entry
 def gate_output_correction(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """(o + v * (r * k * r_k).sum(-1)) * g, head by head: the current token's bonus and the output gate.
-    Drop-in for ``fla.ops.rwkv7.gate_output_correction``.
+    """Add the bonus of the current token to o and apply the output gate g, for each head.
 
-    o, g: [B, T, H * D]. r, k, v: [B, T, H, D]. r_k: [H, D]. Returns [B, T, H * D] in o's dtype. The rest as
-    ``fused_addcmul_rwkv7``.
+    Drop-in for ``fla.ops.rwkv7.gate_output_correction``. It computes
+
+        (o + v * (r * k * r_k).sum(-1)) * g
+
+    o and g are [B, T, H * D]; r, k and v are [B, T, H, D]; r_k is [H, D]. The result is [B, T, H * D] in the
+    dtype of o. Dtypes, gradients and errors are the same as in ``fused_addcmul_rwkv7``.
     """
     check_rows("r", r, "[B, T, H, D]", 4, columns=2)
     B, T, H, D = r.shape
