@@ -125,9 +125,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     _OfFla(
         id="fla-capture-failed", card="gpu", mended_by=("fla",),
         effect="if a CUDA graph is captured around the first call with a cu_seqlens, or around any call of a "
-               "packed delta product, the capture fails, because the call waits for the GPU. The lengths "
-               "that fla has cached for this tensor are then never computed, and a later call with the "
-               "tensor reads out of bounds",
+               "packed delta product, the capture fails, because the call waits for the GPU. Lengths that "
+               "fla cached for this tensor are then never computed; a later call with it reads out of bounds",
         need='flashlin.patch("fla"), whose calls do not wait, or call it once before the capture, and pass '
              "cu_seqlens.clone() after a capture that failed",
         proof="seen on an H100 with fla 0.6.0"),
@@ -136,7 +135,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         id="fla-mom-sees-ahead",
         effect="if the model Mom trains, its convolutions run from one memory, row or document into the "
                "next: the result of a token depends on later tokens, on other rows and on other documents",
-        need="train it in eval() mode (before fla 0.6.0 with rows of more than 64 tokens)",
+        need="train it in eval() mode (before fla 0.6.0: with rows of over 64 tokens)",
         proof="tested with fla 0.6.0, also on an H200; found in the source of 0.4.2 and 0.5.2"),
     _OfFla(
         id="fla-mom-order", mended_by=("fla",),
@@ -144,8 +143,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
                "memory that it goes to, its sort returns the tokens of a memory in any order: the result of "
                "a token depends on later tokens",
         need='flashlin.patch("fla")',
-        proof="tested with fla 0.6.0 on a CPU, and the sort on an H200 with torch 2.11; found in the source "
-              "of 0.4.2 and 0.5.2"),
+        proof="tested with fla 0.6.0 (CPU; sort: H200, torch 2.11); found in the source of 0.4.2 and 0.5.2"),
     # --- wrong if documents are packed into a row ---
     _OfFla(
         id="fla-packed-models",

@@ -232,8 +232,9 @@ class TransformersPatch(Patch):
         made: dict[str, Any] = {}
         for name in wanted:
             kernel, original = KERNEL[name], names.get(name, MISSING)
-            own = next((names[one] for one in NAMES[kernel]
-                        if _is_own(names.get(one), module)), None)  # the file's torch function for this kernel
+            functions = [names[one] for one in NAMES[kernel] if isinstance(names.get(one), FunctionType)]
+            # the file's torch function for this kernel
+            own = next((one for one in functions if one.__module__ == module.__name__), None)
             if original is MISSING and LAZY in read:
                 continue  # no layer has loaded it yet
             if own is not None and original in (own, None):
@@ -353,10 +354,6 @@ def stand_in_for(kernel: str, original: Any, module: str, name: str, takes_none:
     stand_in = named_like(function, original, module, name, inspect.signature(adapter))
     stand_in.__flashlin_kernel__ = kernel
     return stand_in
-
-
-def _is_own(function: Any, module: ModuleType) -> bool:
-    return isinstance(function, FunctionType) and function.__module__ == module.__name__
 
 
 def _by(kernel: str) -> str:

@@ -318,10 +318,6 @@ class LinearOutputs(NamedTuple):
     share: Tensor
 
 
-def _problem_of_linear(given: LinearTensors, how: LinearScalars) -> Problem:
-    return _problem(how.call, (given.x.shape[0], given.weight.shape[0]), how.needs_grad)
-
-
 @without_autocast
 def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
     """LinearOutputs. Each chunk is planned for itself."""
@@ -442,7 +438,9 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
     # the whole call is planned for its warnings and errors; each of its chunks is planned again
-    family=FAMILY, problem=_problem_of_linear, forward=lambda plan, given, how: _linear_loss(given, how),
+    family=FAMILY,
+    problem=lambda given, how: _problem(how.call, (len(given.x), len(given.weight)), how.needs_grad),
+    forward=lambda plan, given, how: _linear_loss(given, how),
     kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
     empty=_empty_linear, plain_backward=True,
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')

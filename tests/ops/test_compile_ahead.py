@@ -45,9 +45,10 @@ class Card(Driver):
         self.compiled.append(name)
         if threading.current_thread() is threading.main_thread():
             self.by_main.append(name)
+        made = compiler(src, *rest, **options)  # which notes the kernel, whose caches are then cleared
         if name == self.failing:
             raise RuntimeError("no registers left")
-        return compiler(src, *rest, **options)
+        return made
 
     @property
     def order(self) -> list[str]:

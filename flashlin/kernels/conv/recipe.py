@@ -48,10 +48,6 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     return tuple(made)
 
 
-def launches_of_update(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    return (_states("conv_update", problem),)
-
-
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
     """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block
     of tokens."""
@@ -86,5 +82,5 @@ SPECS = (
         Op("token_shift", "token_shift", options=("fixed",), typical=_SHIFTS),
         Op("causal_conv1d_fn", "causal_conv1d", options=("bias", "silu"))),
         axes=AXES, typical={**_TYPICAL, **DECODING}, counted=having(H=1), limits=LIMITS),
-    Family("conv_update", launches_of_update, axes=AXES, typical=DECODING, counted=having(T=1, H=1),
-           limits=LIMITS))
+    Family("conv_update", lambda problem, target: (_states("conv_update", problem),), axes=AXES,
+           typical=DECODING, counted=having(T=1, H=1), limits=LIMITS))
