@@ -1,5 +1,7 @@
-"""Kernels on a GPU, eager and compiled: autocast changes no op, and lazily negated tensors are read with the
-right sign. See tests/autocast.py and, for the torch path, tests/ops/test_entry.py."""
+"""Autocast changes no op on a GPU, eager or compiled. Lazily negated tensors keep their sign.
+
+tests/autocast.py has the calls. tests/ops/test_entry.py tests the torch path.
+"""
 from __future__ import annotations
 
 import pytest
@@ -10,7 +12,7 @@ from tests.autocast import BF16, F16, Call, calls, changed, misread, results
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-# One call of each op, calls of packed sequences, and public functions that are no ops.
+# One call of each op, calls of packed sequences, and public functions that are not ops.
 CALLS = [*{call.op: call for call in reversed([*calls("quick")])}.values(), *calls("packed beside")]
 
 
@@ -21,7 +23,7 @@ def test_autocast_and_negation_change_nothing(call: Call) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_compiled_ops_are_the_same_under_autocast(call: Call) -> None:
-    """The graph is another one under autocast, so the last bits may differ."""
+    """Under autocast torch compiles another graph, so the last bits may differ."""
     torch._dynamo.reset()
     compiled = torch.compile(call.function, fullgraph=True)
     wanted = results(call, "cuda", function=compiled)

@@ -1,5 +1,7 @@
-"""torch.compile of the kernels on a real GPU, with its default backend: one graph for all lengths, and the
-numbers of eager calls."""
+"""torch.compile of the kernels on a real GPU, with the default backend.
+
+One graph serves all lengths, and its results are those of eager calls.
+"""
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
-"""Sequences over several ranks on GPUs: as exact as on one device, and the same each time. Ranks share the
-first GPU (gloo), or have one each (NCCL). A test starts its own processes: `-n 8` compiles side by side."""
+"""Sequences over several ranks on GPUs are as exact as on one device, and the same in each run.
+
+Ranks share the first GPU (gloo), or have one GPU each (NCCL). Each test starts its own processes, so `-n 8`
+compiles kernels in parallel.
+"""
 from __future__ import annotations
 
 import os
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "chunk_rwkv7", "chunk_rwkv6",
        "mamba_chunk_scan_combined", "causal_conv1d", "token_shift")
 MODELS = ("gdn", "kda", "mamba2")
-EDGES = [0, 70, 1000, 1000, 3000, 3072]  # on three ranks of 1,024 tokens, the fourth sequence is on all
+EDGES = [0, 70, 1000, 1000, 3000, 3072]  # with three ranks of 1,024 tokens each, the fourth sequence is on all
 
 
 def exact(op: str, H: int, dtype: torch.dtype, edges: list[int] | None, way: str, group: Any) -> None:
@@ -39,7 +42,7 @@ def repeats(op: str, H: int, group: Any) -> None:
 
 
 def _jobs(op: str, ranks: int) -> dict[str, tuple[int, Job]]:
-    """Heads that ranks divide, both ways, and others, by states."""
+    """Yield jobs: heads that the ranks divide, by both methods, and other heads by exchange of states."""
     if op in MODELS:
         return {op: (2, partial(model_equals_one, op, device="cuda", dtype=torch.float32, bound=1e-3))}
     jobs: dict[str, tuple[int, Job]] = {}
@@ -72,8 +75,11 @@ def test_two_ranks_with_a_gpu_each(op: str, tmp_path: Path) -> None:
 
 
 def unequal_edges(group: Any) -> None:
-    """Ranks whose cu_seqlens differ in length raise without debug mode: in the call while a length is new to
-    a rank, later once each rank has used both lengths. From then on no call waits for the GPU."""
+    """Ranks whose cu_seqlens differ in length raise without debug mode.
+
+    A length that is new to a rank raises in the same call. Once each rank has used both lengths, the error
+    comes in a later call, and no call waits for the GPU.
+    """
     rank = dist.get_rank(group)
     whole = made("chunk_kda", 3, 3072, [0, 70, 3072], K=64, dtype=torch.bfloat16, device="cuda")
     call = of_rank(whole, group)
@@ -121,7 +127,7 @@ def test_ranks_with_a_gpu_each_agree_too(tmp_path: Path) -> None:
 
 
 def dies(begun: Path, group: Any) -> None:
-    """Rank 1, between forward and backward; rank 0 goes on, and notes that it does."""
+    """End rank 1 between forward and backward. Rank 0 continues, and notes that it does."""
     call = of_rank(made("chunk_kda", 3, 3072, None, K=64, dtype=torch.bfloat16, device="cuda"), group)
     leaves = {name: x.requires_grad_() for name, x in call.tokens.items()}
     o, _ = flashlin.chunk_kda(**leaves, process_group=group)
@@ -135,8 +141,10 @@ def dies(begun: Path, group: Any) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
 def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
-    """It raises, or NCCL ends its process: 30 seconds until the group's timeout, and a minute that NCCL's
-    watchdog leaves for a dump."""
+    """The other rank raises, or NCCL ends its process.
+
+    The group's timeout takes 30 seconds. NCCL's watchdog then waits another minute for a dump.
+    """
     began, begun = time.monotonic(), tmp_path / "backward"
     said = run_jobs({"dies": (2, partial(dies, begun))}, tmp_path, "nccl", 240, 30)["dies"]
     assert begun.exists() and time.monotonic() - began < 200, said

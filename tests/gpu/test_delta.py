@@ -1,5 +1,7 @@
-"""The delta families on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in
-float32 on the same tensors."""
+"""The delta-rule families on a real GPU in the shapes of real models.
+
+Kernels in bf16 are compared with the torch path in float32 on the same tensors.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -52,7 +54,7 @@ def test_shapes_of_real_models(facts: dict[str, Any]) -> None:
 
 
 def test_heads_of_256_over_8192_tokens() -> None:
-    """Forward and backward run; and the first tokens' outputs are those of the first tokens alone."""
+    """Forward and backward run. The first tokens have the same outputs as without the later tokens."""
     tensors = leaves(1, 8192, 36, 36, 256, 256)
     got = results(tensors, torch.bfloat16)
     assert all(bool(x.isfinite().all()) for x in got)
@@ -95,7 +97,10 @@ def test_torch_compile_shares_a_graph_between_lengths(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("op", [flashlin.chunk_gated_delta_rule, flashlin.chunk_gated_delta_product])
 def test_the_first_call_with_other_bounds_is_captured(op: Any) -> None:
-    """fla 0.6.0 waits for the card there, and what it has cached when the capture fails is never computed."""
+    """In fla 0.6.0 this call waits for the GPU.
+
+    If the capture fails, fla never computes the values that it has cached.
+    """
     more = {"num_householder": 1} if "product" in op.__name__ else {}
     tensors = [x.detach() for x in leaves(1, 512, 2, 2, 64, 64)[:5]]
     bounds = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)

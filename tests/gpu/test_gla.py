@@ -1,5 +1,7 @@
-"""Gated linear attention on a real GPU in the shapes of real models: kernels in bf16 beside the torch path in
-float32 on the same tensors."""
+"""Gated linear attention on a real GPU in the shapes of real models.
+
+Kernels in bf16 are compared with the torch path in float32 on the same tensors.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +21,10 @@ NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dh0")
 
 
 def leaves(B: int, T: int, H: int, K: int, V: int, strong: bool = False) -> list[torch.Tensor]:
-    """strong: decays uniform in -20 .. 0, one channel always -20 beside one that is always 0."""
+    """Return the inputs of a call, with gradients.
+
+    strong: decays are uniform in -20 .. 0; one channel is always -20, and another is always 0.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, D, device=DEVICE).bfloat16() for D in (K, K, V))
     g = -20 * torch.rand(B, T, H, K,
@@ -64,8 +69,11 @@ def test_the_first_tokens_of_many_are_those_of_few() -> None:
 
 
 def test_65538_heads() -> None:
-    """The first call on a machine tries kernels of one decay reference, and the next call is planned with
-    them. So a small call comes first: the two that are compared have the same plan."""
+    """65,538 heads give the same results as 10,923 of them.
+
+    The first call on a machine tries kernels of one decay reference, and the next call is planned with
+    them. So a small call comes first: then the two calls that are compared have the same plan.
+    """
     results(leaves(1, 32, 6, 16, 16), torch.bfloat16)
     tensors = leaves(10923, 32, 6, 16, 16)
     whole = results(tensors, torch.bfloat16)

@@ -1,5 +1,7 @@
-"""settings(invariant=True) on a GPU, see tests/invariance.py: long sequences with few heads, which are split
-without it."""
+"""settings(invariant=True) on a GPU, for long sequences with few heads.
+
+These are split into segments without the setting. tests/invariance.py has the checks.
+"""
 from __future__ import annotations
 
 import pytest

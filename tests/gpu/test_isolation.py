@@ -1,4 +1,4 @@
-"""What is not finite stays where it is, in the kernels as a GPU runs them: see tests/isolation.py."""
+"""Values that are not finite do not spread in the kernels on a GPU. tests/isolation.py has the calls."""
 from __future__ import annotations
 
 import pytest

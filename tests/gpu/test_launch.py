@@ -1,5 +1,7 @@
-"""On a GPU: kernels that are started directly, and runs that are made again, give to the bit what Triton's
-own launch and ordinary runs give, wherever tensors lie and whatever changes between two calls."""
+"""Direct starts and replays on a GPU give the same bits as Triton's own launch and ordinary runs.
+
+This must hold for any address of the tensors, and for any change between two calls.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ INTEGERS = (0, 1, 16, 17, 2**31 - 1, 2**31, 2**40)
 
 @triton.jit(do_not_specialize=["T"])
 def scaled(x, o, n, m, T, f, N: tl.constexpr):
-    """o = x f + n + m + T, of which the integers may have 64 bits."""
+    """Compute o = x f + n + m + T. The integers may have 64 bits."""
     at = tl.program_id(0) * N + tl.arange(0, N)
     y = tl.load(x + at).to(tl.float32) * f + (n % 7) + (m % 5) + (T % 3)
     tl.store(o + at, y.to(o.dtype.element_ty))
@@ -35,7 +37,7 @@ def scaled(x, o, n, m, T, f, N: tl.constexpr):
 # --- compiled kernels ---
 
 def started(kernel: Kernel, x: torch.Tensor, n: int, m: int, T: int, f: float) -> None:
-    """One start is as Triton's own, twice."""
+    """Compare a direct start with a start by Triton, twice."""
     for _ in range(2):
         own, expected = (torch.full((64,), -1, dtype=x.dtype, device=x.device) for _ in range(2))
         kernel.start(2, (x, own, n, m, T, f, 32), 4, 2)
@@ -55,7 +57,7 @@ def test_views_at_any_distance_and_integers_of_any_size(dtype: torch.dtype, thei
 
 
 def flashlin_is_direct() -> bool:
-    """Whether this release is one of those on which kernels are started directly."""
+    """Return True if flashlin starts kernels directly on this Triton release."""
     return Kernel(scaled).plain
 
 
@@ -78,7 +80,7 @@ def test_the_current_stream_is_used() -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         x.fill_(3)
-        kernel.start(2, values, 4, 2)  # behind the fill, on whichever stream that is
+        kernel.start(2, values, 4, 2)  # after the fill, on the same stream
     torch.cuda.synchronize()
     assert bool((o == 3).all())
 
@@ -118,7 +120,7 @@ def test_debug_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- ops ---
 
 def results(case: Case, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Outputs and gradients of a case with inputs of that seed."""
+    """Return outputs and gradients of a case whose inputs are drawn with this seed."""
     made = case.make(dtype, torch.Generator().manual_seed(seed))
     x = {name: t.cuda().requires_grad_(t.is_floating_point() and name not in case.constant)
          for name, t in made.items()}
@@ -141,7 +143,7 @@ CHOSEN = share([case for case in CASES if case.op.startswith(("chunk_", "fused_r
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.op} {case.id}")
 def test_cases_to_the_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two stages, which share memory, also where that saves little."""
+    """Replays in two stages share memory; here they do so even if it saves little."""
     monkeypatch.setattr(recipe, "WORTH", 1)
     for seed in range(5):
         got = results(case, torch.bfloat16, seed)
@@ -181,10 +183,10 @@ def test_runs_are_made_again_and_whatever_changes_is_noticed(op: str, again: lis
         check(inputs(op))
     assert len(again) == 4  # forward and backward of the last two
     x = inputs(op)
-    fused = torch.cat([x[name].detach() for name in ("q", "k", "v")], -1)  # views, which are not contiguous
+    fused = torch.cat([x[name].detach() for name in ("q", "k", "v")], -1)  # its views are not contiguous
     views = dict(zip(("q", "k", "v"), fused.split(64, -1), strict=True))
     shifted = torch.empty(x["v"].numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(x["v"].shape)
-    shifted.copy_(x["v"].detach())  # 2 bytes beside a multiple of 16
+    shifted.copy_(x["v"].detach())  # 2 bytes after a multiple of 16
     for change in (views, {"v": shifted}, {"k": x["q"]}, inputs(op, T=64), {"q": x["q"].float()}):
         for _ in range(4):
             check({name: t.detach().requires_grad_() for name, t in {**x, **change}.items()})

@@ -1,5 +1,8 @@
-"""Mamba on a real GPU in the shapes of real models: kernels beside the torch path, rows past 32 bits, no host
-syncs, torch.compile."""
+"""Mamba on a real GPU in the shapes of real models.
+
+Kernels are compared with the torch path. Other tests cover rows beyond 32-bit offsets, host syncs and
+torch.compile.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,8 +25,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def channels(b: int, D: int, T: int) -> dict[str, torch.Tensor]:
-    """Of Mamba's scan, as its layers have them: u and z are halves of a projection, dt has its tokens
-    together."""
+    """Return inputs of Mamba's scan as its layers pass them.
+
+    u and z are halves of a projection. The tokens of dt are contiguous.
+    """
     torch.manual_seed(0)
     u, z = randn(b, T, 2 * D).mT.chunk(2, 1)
     B, C = randn(b, T, 32).mT.chunk(2, 1)
@@ -33,7 +38,7 @@ def channels(b: int, D: int, T: int) -> dict[str, torch.Tensor]:
 
 
 def heads(b: int, T: int, H: int, norm: bool) -> dict[str, torch.Tensor]:
-    """Of Mamba2's layer, with heads of 64 and states of 128."""
+    """Return inputs of a Mamba2 layer with heads of 64 channels and states of 128."""
     torch.manual_seed(0)
     D, C = 64 * H, 64 * H + 256
     own = {"dt_bias": randn(H, dtype=torch.float32) - 4, "A": -1 - 15 * torch.rand(H, device=GPU),
@@ -84,7 +89,7 @@ def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[...,
 
 @pytest.mark.parametrize("together", ["tokens", "channels"])
 def test_more_than_32_bits_count(together: str) -> None:
-    """What is long gone no longer matters to the end of a row, nor to the gradients there."""
+    """Tokens long before the end of a row do not influence its last outputs, nor the gradients there."""
     D, T, tail = 8192, 270_000, 2048
     torch.manual_seed(0)
 
@@ -108,7 +113,7 @@ def test_more_than_32_bits_count(together: str) -> None:
     for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole,
                                 scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
         assert judge(name, got[..., T - 100:].float(), alone[..., tail - 100:].float(), 1e-4).ok
-        # the first of them do see what was before; du what comes after
+        # the first of them depend on earlier tokens, and du depends on later tokens
         assert name == "du" or not torch.equal(got[..., T - tail:], alone)
     del whole
 

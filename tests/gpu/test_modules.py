@@ -1,5 +1,8 @@
-"""Rotary embeddings and cross entropies on a real GPU: sizes of real models and past 32 bits, targets out of
-range, no host syncs, graphs."""
+"""Rotary embeddings and cross entropies on a real GPU.
+
+The tests cover sizes of real models, offsets beyond 32 bits, targets out of range, host syncs and CUDA
+graphs.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -60,10 +63,10 @@ def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(
         no_host_sync: Callable[[], None]) -> None:
     logits, target = randn(64, 1000), torch.randint(0, 1000, (64,), device=GPU)
     target[7] = 1000
-    flashlin.FusedCrossEntropyLoss()(logits, target % 1000)  # kernels and slots are there
+    flashlin.FusedCrossEntropyLoss()(logits, target % 1000)  # loads the kernels and makes the slots
     flashlin.synchronize()
     no_host_sync()
-    torch.cuda._sleep(A_SECOND)  # or a later call in here would already report it
+    torch.cuda._sleep(A_SECOND)  # else a later call of this test would already report it
     loss, _ = flashlin.cross_entropy_loss(logits, target)
     grad, = torch.autograd.grad(loss.sum(), logits)
     torch.cuda.set_sync_debug_mode("default")
@@ -119,7 +122,7 @@ def test_a_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
     expected = F.cross_entropy(F.linear(*wide), target)
     for one, two in zip(torch.autograd.grad(got * 1.34, (x, weight)),
                         torch.autograd.grad(expected * 1.34, wide), strict=True):
-        # bfloat16 has no 1.34, but 1.3438
+        # bfloat16 rounds 1.34 to 1.3438
         assert abs(float((one * two).sum() / two.square().sum()) - 1) < 1e-3
 
 
@@ -151,7 +154,7 @@ def test_compiled_steps_are_those_of_eager_calls() -> None:
         hidden = flashlin.rms_norm_linear((q * k).flatten(2), None, None, weight[:256], None)
         plain = whole((hidden @ weight.t()).flatten(0, 1), target.flatten())
         return plain + loss(hidden, target, weight)  # type: ignore[no-any-return]
-    # Scores of about 1: of far larger ones softmax takes one, and which one is up to rounding.
+    # Scores are about 1. For far larger scores softmax selects one, and rounding decides which.
     compiled, weight = torch.compile(step,
                                      fullgraph=True), (randn(1000, 256, grad=False) / 16).requires_grad_()
     for T in (50, 77, 300):

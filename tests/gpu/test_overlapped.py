@@ -1,5 +1,8 @@
-"""The scans whose loads, products and stores overlap, on a Hopper card: what plain Triton's give, as exactly,
-in parts, too, and the same each time. In child processes, since a wrong barrier hangs."""
+"""The overlapping scans on a Hopper GPU agree with the scans in plain Triton, and are as exact.
+
+They are also tested with segments, and give the same bits in each run. Child processes run them, because a
+wrong barrier hangs.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -13,15 +16,15 @@ from tests.overlapped import ALL, LONG
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
                                 reason="needs a Hopper GPU")
 PARTS = (0, 3)
-CLOSE, AS_EXACT = 5e-3, 1.25  # to plain Triton's; times the error of that
-# Seconds, which a child has for all that is left of the calls, compilers included; the call that it had begun
-# when it died, or its time was up, has failed, and the next child makes the others.
+CLOSE, AS_EXACT = 5e-3, 1.25  # largest difference from plain Triton; largest multiple of plain Triton's error
+# Seconds that a child has for all remaining calls, including compilation. If it dies, or its time is up, the
+# call that it had begun has failed, and the next child makes the remaining calls.
 LIMIT, CHILDREN = 240, 3
 
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> dict[tuple[int, str], dict[str, Any]]:
-    """By parts and call what tests.overlapped says; of those that are asked for."""
+    """Return the results of tests.overlapped by segments and call, for the selected calls."""
     every = [item.callspec.params for item in request.session.items
              if isinstance(item, pytest.Function) and item.module is request.module]
     left, found = [(one["parts"], one["name"]) for one in every], {}

@@ -1,5 +1,7 @@
-"""Documents packed into a row of a patched model of transformers, on a GPU: the kernels keep them apart,
-eagerly and compiled by inductor, and finding them does not wait for the device."""
+"""Documents packed into one row of a patched transformers model stay apart on a GPU.
+
+They do so eagerly and compiled by inductor. To find the documents, no call waits for the device.
+"""
 from __future__ import annotations
 
 from typing import Any

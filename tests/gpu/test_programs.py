@@ -1,4 +1,7 @@
-"""fla's layers on a card, raw and patched: what flashlin replaces, and what it only guards. Needs fla."""
+"""fla's layers on a GPU, raw and patched: functions that flashlin replaces, and kernels that it only guards.
+
+Needs fla.
+"""
 from __future__ import annotations
 
 import copy
@@ -11,13 +14,13 @@ import torch
 import flashlin
 from matrix.stacks import seeds
 
-if not torch.cuda.is_available():  # asked first: fla takes seconds to import, in every worker
+if not torch.cuda.is_available():  # checked first, because every worker takes seconds to import fla
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("fla.layers")
 import fla.layers
 
 BF16 = torch.bfloat16
-REFUSAL = "on Hopper GPUs produces incorrect results"  # fla's, of Triton 3.4 to 3.7.0, in gated backwards
+REFUSAL = "on Hopper GPUs produces incorrect results"  # fla's error with Triton 3.4 to 3.7.0 in gated backwards
 WHERE = seeds.Where(torch.device("cuda"), BF16, small=False)
 Build = Callable[[], Any]
 OWN: dict[str, Build] = {
@@ -26,19 +29,19 @@ OWN: dict[str, Build] = {
                                                                 layer_idx=0)}
 GATED: dict[str, Build] = {
     "Comba": lambda: fla.layers.Comba(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0),
-    # the layer of tests/integrations/test_seeds.py, whose kernels are compiled once for both
+    # the same layer as in tests/integrations/test_seeds.py, so that its kernels compile once
     "GatedDeltaNet": lambda: seeds.layer("GatedDeltaNet", WHERE)}
 
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """Without trials in child processes, which would compile it all twice to know what is tested here."""
+    """Disable trials in child processes, because they would compile every kernel a second time."""
     with seeds.quick(), flashlin.settings(canary="off"):
         yield
 
 
 def trained(layer: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """o and the gradients."""
+    """Return the output o and the gradients."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     o = layer(x)[0]
@@ -68,7 +71,7 @@ def test_what_flashlin_has_not_runs_as_raw_under_shield(name: str) -> None:
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_gated_layer_trains_where_raw_refuses(name: str) -> None:
-    """Triton 3.4 to 3.7.0 on Hopper: raw raises in backward; elsewhere the two agree."""
+    """With Triton 3.4 to 3.7.0 on Hopper, raw fla raises in backward. Elsewhere both agree."""
     torch.manual_seed(0)
     layer, x = GATED[name]().to(WHERE.device, BF16), WHERE.drawn(*WHERE.rows)
     with flashlin.patched("fla"):

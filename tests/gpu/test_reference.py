@@ -1,5 +1,7 @@
-"""One decay reference to a chunk against halving on a GPU, where a chunk forgets at every position in
-turn."""
+"""One decay reference per chunk is compared with halving on a GPU.
+
+In the inputs, a chunk forgets everything at each position in turn.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
-    """Sets whether every chunk is halved, for this test."""
+    """Return a function that turns halving of every chunk on or off, for this test."""
     def force(halving: bool) -> None:
         monkeypatch.setattr(forward, "halving", halving)
         fresh()
@@ -27,14 +29,14 @@ def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterato
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_one_reference_loses_no_more_than_halving(op: str, K: int, halve: Callable[[bool], None]) -> None:
-    with flashlin.settings(canary="trial"):  # its kernels are planned where they have run
+    with flashlin.settings(canary="trial"):  # so kernels that have not run on this GPU are also planned
         assert one_reference.failures(op, CUDA, torch.bfloat16, halve, K=K, V=K) == []
 
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_float32_is_right_there(op: str, K: int, halve: Callable[[bool], None]) -> None:
-    """Within the op's own bounds: it always halves (tests/plan/test_one_reference.py)."""
+    """Errors stay within the op's own bounds. float32 always halves (tests/plan/test_one_reference.py)."""
     with flashlin.settings(canary="trial"):
         assert one_reference.failures(op, CUDA, torch.float32, halve, K=K, V=K) == []
 

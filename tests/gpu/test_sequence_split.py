@@ -1,4 +1,7 @@
-"""Sequences in parts on a GPU: as exact as the whole on hard inputs of 8,192 tokens, and the same each time."""
+"""Sequences in segments on a GPU are as exact as whole sequences, and the same in each run.
+
+The inputs are hard ones of 8,192 tokens.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Sets into how many parts every sequence is split, for this test."""
+    """Return a function that sets the number of segments of every sequence, for this test."""
     def force(parts: int) -> None:
         monkeypatch.setattr(scans, "forced_parts", parts)
         dispatch.plan.cache_clear()

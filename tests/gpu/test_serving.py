@@ -1,5 +1,7 @@
-"""flashlin.serving on a real GPU: beside float64, to the bit where that is promised, without waiting for the
-host, and in a CUDA graph."""
+"""flashlin.serving on a real GPU is compared with float64, and to the bit where that is promised.
+
+It does not wait for the host, and runs in a CUDA graph.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -82,7 +84,7 @@ def test_nothing_waits_for_the_host(kind: str, no_host_sync: Callable[[], None])
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_step_in_a_cuda_graph(drafts: int) -> None:
-    """Captured once, replayed with other tokens, other slots and other counts, padding among them."""
+    """A step is captured once, and replayed with other tokens, slots, counts and padding."""
     layer, T = Layer("heads, raw", 2, 4, 128, 128, BF16, device="cuda:0"), 1 + drafts
     options, pool = layer.parameters(), layer.pool(20)
     tokens: Any = layer.tokens(4 * T)

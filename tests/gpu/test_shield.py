@@ -1,5 +1,7 @@
-"""A user's kernels through shield on a real GPU: what fails raw is right shielded, and a configuration that
-fails is left out."""
+"""A user's kernels through shield on a real GPU.
+
+Launches that fail raw are right through shield, and configurations that fail are left out.
+"""
 from __future__ import annotations
 
 import signal
@@ -31,7 +33,7 @@ def twice(x: torch.Tensor, kernel: Any, **options: Any) -> torch.Tensor:
 
 
 def seen_by(shielded: Any) -> list[dict[str, Any]]:
-    """What the shielded kernel really starts."""
+    """Return the launches that the shielded kernel makes."""
     seen: list[dict[str, Any]] = []
     start = shielded._start
 
@@ -123,7 +125,7 @@ def test_a_configuration_that_does_not_compile_is_left_out_and_the_children_fill
                                triton.Config({"BT": 32})], ["T"])(foreign.scaled)
     x = torch.randn(8, 6, 100, device="cuda")
     o = torch.zeros_like(x)
-    with pytest.warns(UserWarning, match="configuration BT: 24.* fails"):  # tl.arange wants a power of two
+    with pytest.warns(UserWarning, match="configuration BT: 24.* fails"):  # tl.arange requires a power of two
         tuned[grid](x, o, 100, 8, H=6)
     torch.testing.assert_close(o, 2 * x + 1)
     assert tuned.best_config.kwargs["BT"] in (16, 32)

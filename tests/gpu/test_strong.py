@@ -1,5 +1,7 @@
-"""Decays as strong as they come, over 8,192 tokens, on a real GPU: kernels in bf16 beside the recurrence in
-float64."""
+"""Decays of the greatest strength over 8,192 tokens on a real GPU.
+
+Kernels in bf16 are compared with the recurrence in float64.
+"""
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,7 @@
-"""Tokens out of range on a real GPU: what raw torch does there (in a child process, for its CUDA context
-dies), and what flashlin does."""
+"""Tokens out of range on a real GPU, in raw torch and with flashlin.
+
+Raw torch runs in a child process, because its CUDA context dies.
+"""
 from __future__ import annotations
 
 import os
@@ -28,20 +30,20 @@ A_SECOND = 1_500_000_000    # clock cycles, about
 
 @pytest.fixture(autouse=True)
 def nothing_owed():
-    """Every test has heard of its bad tokens when it ends."""
+    """Check that each test has read all errors of its bad tokens when it ends."""
     yield
     synchronize()
 
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """As in a process that has checked nothing yet."""
+    """Reset the state to that of a process that has checked no tokens yet."""
     monkeypatch.setattr(deferred_checks, "_free", {})
     monkeypatch.setattr(deferred_checks, "_flags", {})
     monkeypatch.setattr(deferred_checks.atexit, "register", lambda f: None)
     monkeypatch.setattr(deferred_checks.os, "register_at_fork", lambda **hooks: None)
     yield
-    synchronize()   # slots go back to where they came from
+    synchronize()   # returns the slots to their pool
 
 
 def on_gpu(ids, dtype=torch.int64):
@@ -119,7 +121,7 @@ def test_nobody_waits_for_a_busy_gpu():
     embedding(on_gpu([1]), torch.ones(10, 4, device=GPU))   # warm
     bad, weight = on_gpu([10]), torch.ones(10, 4, device=GPU)
     torch.cuda._sleep(A_SECOND)
-    for _ in range(60):     # what CUDA queues without making the host wait
+    for _ in range(60):     # as many as CUDA queues without making the host wait
         embedding(bad, weight)
     deferred_checks.poll()
     assert not torch.cuda.current_stream().query(), "the host waited, or the GPU slept too briefly for this test"
@@ -132,7 +134,7 @@ def test_no_host_sync_even_in_the_first_call(unchecked, no_host_sync):
     ids, labels = torch.randint(0, 100, (4, 64), device=GPU), torch.full((4, 64), -100, device=GPU)
     torch.cuda.synchronize()
     no_host_sync()
-    F.embedding(ids, table.weight).sum().backward()     # torch itself has none here
+    F.embedding(ids, table.weight).sum().backward()     # torch itself reports no error here
     with guard_embeddings(table):
         for _ in range(3):
             table(ids).sum().backward()
@@ -169,13 +171,13 @@ def test_another_stream():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_first_bad_position_of_many(dtype):
     ids = torch.zeros(3, 1000, 700, dtype=dtype, device=GPU).transpose(0, 2)
-    ids[5:, 1:] = 77    # from position 5 * 3000 + 3 on
+    ids[5:, 1:] = 77    # bad since position 5 * 3000 + 3
     check_tokens(ids, 10)
     with pytest.raises(ValueError, match=r"got 77 at position 15003 = \[5, 1, 0\]"):
         synchronize()
 
 
-# Sums of whole numbers are exact in any order, so that rows can be compared bit for bit.
+# Sums of whole numbers are exact in any order, so rows can be compared to the bit.
 OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True},
            {"scale_grad_by_freq": True, "padding_idx": 1}, {"sparse": True},
            {"sparse": True, "padding_idx": 0}, {"max_norm": 0.7},
@@ -198,7 +200,7 @@ def test_rows_and_gradients_are_those_of_torch_on_the_good_tokens(options, count
     if wrong != "none":
         with pytest.raises(ValueError, match=f"got 50 at position 0, need 0 <= token < {len(start)}"):
             synchronize()
-    # what comes for a bad token may not arrive anywhere
+    # the gradient of a bad token must not reach any row
     out.backward(torch.where(good[:, None], upstream, torch.nan))
     assert out[~good].abs().sum().item() == 0
     if wrong == "all":
@@ -220,7 +222,7 @@ def test_bfloat16_rows_are_bitwise_those_of_torch():
 
 
 def captured(call):
-    """The graph of one call."""
+    """Return the CUDA graph of one call."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -233,7 +235,7 @@ def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, war
                                                                                             device=GPU)
     embedding(ids, weight)
     synchronize()
-    if not warm:    # the kernels are loaded, but flashlin has made nothing for this device
+    if not warm:    # loads the kernels; flashlin has still allocated nothing on this device
         monkeypatch.setattr(deferred_checks, "_free", {})
         monkeypatch.setattr(deferred_checks, "_flags", {})
     graph = captured(lambda: out.copy_(embedding(ids, weight)))
@@ -243,7 +245,7 @@ def test_a_captured_graph_flags_the_first_bad_replay(unchecked, monkeypatch, war
         ids.copy_(on_gpu(replay))
         graph.replay()
     assert out.sum().item() == 16
-    deferred_checks.poll()      # nothing but synchronize reads a flag
+    deferred_checks.poll()      # only synchronize reads a flag
     with pytest.raises(ValueError,
                        match=rf"^embedding called at {HERE}:\d+ in <lambda>: input: got 30 at position 2 = "
                              r"\[1, 0\]"):

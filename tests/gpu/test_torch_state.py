@@ -1,5 +1,7 @@
-"""On a GPU: settings of torch that hold for a whole process change no result, on kernels and torch path,
-and each switch that allows TF32 leaves results right."""
+"""Process-wide settings of torch change no result on a GPU, neither of kernels nor of the torch path.
+
+With each switch that allows TF32, results stay right.
+"""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""torch.func and forward-mode AD on a GPU: ops run in plain torch there, as accurate as kernels."""
+"""Inside torch.func and forward-mode AD, ops on a GPU run in plain torch, as accurate as kernels."""
 from __future__ import annotations
 
 from typing import Any
@@ -38,7 +38,7 @@ def test_transforms_equal_backward(name: str) -> None:
 
     def loss(x: Tensor) -> Tensor:
         y: Tensor = CALLS[name](x).flatten()
-        return y.square() @ torch.linspace(0, 1, y.numel(), device=y.device)  # a norm does not keep that sum
+        return y.square() @ torch.linspace(0, 1, y.numel(), device=y.device)  # because a norm changes this sum
     wanted = []
     for x in samples:
         leaf = x.clone().requires_grad_()
