@@ -1,9 +1,9 @@
-"""Kernels in Triton's interpreter.
+"""Kernels in Triton's interpreter, made faster for the tests.
 
-It finds out anew what is built into its language for every call of a jitted function, and which of numpy's
-dtypes is meant for every operation; that sums of integers fit, it checks with five operations more of its
-own. Here the first two are looked up once and the third is numpy's, which takes off more than half of the
-time (3.7.1). Under a release that has other functions for it, tests are only slower.
+For every call of a jitted function, the interpreter patches its language again, and for every operation it
+looks up the numpy dtype. It checks sums of integers for overflow with five more operations. Here the first
+two are done once, and numpy checks the third. This saves more than half of the time (3.7.1). Under a
+release with other functions, the tests are only slower.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _builtins(package: Any) -> list[str]:
 
 
 def _patch_builtin(package: Any, *rest: Any) -> None:
-    """Unless the kernel that calls this jitted function has done so."""
+    """Patch the language of a jitted function, unless the kernel that calls it has already done so."""
     names = _builtins(package)
     if names and _is_builtin(getattr(package, names[0])):
         for name in names:
@@ -46,7 +46,7 @@ def _remembering(look_up: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype
 
 
 def _check_overflow(one: Any, other: Any, operation: Any) -> None:
-    """An index past 2**31, say, is an error, not another index."""
+    """Raise an error for an integer overflow, such as an index of 2**31 or more."""
     kind, name = one.type.scalar, operation.__name__
     if kind.int_bitwidth < 64:
         exact = _EXACTLY[name](one.handle.data.astype(np.int64), other.handle.data.astype(np.int64))

@@ -1,5 +1,7 @@
-"""Backward of a decay a head, or none, by the kernels of a decay a token: as short sequences of few heads
-have it."""
+"""Backward with one decay per head, or none, by the kernels for one decay per token.
+
+Short sequences with few heads use these kernels.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable

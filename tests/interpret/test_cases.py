@@ -1,8 +1,7 @@
-"""Every case through the Triton kernels, run by Triton's interpreter; and what only the kernels' plumbing can
-get wrong.
+"""Every case through the Triton kernels in Triton's interpreter, and errors that only the host code can make.
 
-``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter has to be chosen before Triton is imported, so
-without it everything fails.
+Run ``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter must be selected before Triton is
+imported, so without the variable all tests fail.
 """
 from __future__ import annotations
 
@@ -32,14 +31,13 @@ Plans = list[Plan]
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
-    """The plans that calls make; after every test it is checked that each of them ran kernels in the
-    interpreter."""
+    """Record the plans of calls, and check after each test that all of them ran kernels in the interpreter."""
     made: Plans = []
 
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for name in flashlin.__all__:  # all ops are loaded
+    for name in flashlin.__all__:  # load all ops
         getattr(flashlin, name)
     for module in [x
                    for name, x in sys.modules.items() if name.startswith("flashlin.ops.")
@@ -55,13 +53,13 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
     return [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
 
 
-# float16 changes loads, stores and the operands of dots: one case each of some kernels that have these.
+# float16 changes loads, stores and operands of dots. One case of each of some kernels with these is enough.
 HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda",
                                   "chunk_gdn2", "chunk_comba", "fused_recurrent_gated_delta_rule", "rms_norm",
                                   "causal_conv1d")}
-# Of ops whose cases take many seconds here: these.
+# The selected cases of ops whose cases take many seconds here.
 ONLY = {
-    # the gated ops' kernels
+    # has the kernels of the gated ops
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
     "chunk_gla": "random packed resets strong-packed odd v-first one-token",
@@ -74,21 +72,23 @@ ONLY = {
     "fused_recurrent_gdn2": "packed decoding inference inference-packed",
     "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
-    # simple GLA's kernels
+    # has the kernels of simple GLA
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",
     "chunk_lightning_attn": "random", "fused_recurrent_linear_attn": "reverse normalized",
     "selective_scan_fn": "odd-states bare", "mamba_chunk_scan_combined": "forgetting packed",
     "mamba_split_conv1d_scan_combined": "random", "mamba3_siso_combined": "odd packed"}
-# Others that take many seconds: sizes of real models, more rows than a card has programs for (test_conv.py
-# has a card of one multiprocessor), segments of the usual length (test_hgrn.py has short ones).
+# Other cases that take many seconds: sizes of real models, more rows than a GPU has programs for (test_conv.py
+# pretends a GPU with one multiprocessor), and segments of the usual length (test_hgrn.py has short ones).
 SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K=256,V=256",
         "chunk_simple_gla-wide", "chunk_retention-wide", "chunk_linear_attn-wide", "chunk_hgrn-segments",
         "chunk_hgrn-segments-packed", "selective_state_update-real", "selective_state_update-real-one-group")
 
 
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
-    """What every push has time for. tests/ops runs every case in torch, matrix.gpu on a GPU, TEST_WHOLE=1
-    here."""
+    """Return True for a case that every CI run has time for.
+
+    tests/ops runs every case in torch, matrix.gpu on a GPU, and TEST_WHOLE=1 here.
+    """
     if WHOLE:
         return True
     if dtype == torch.float16:
@@ -108,11 +108,11 @@ def test_case(case: Case, dtype: torch.dtype) -> None:
 def test_the_chosen_cases_exist(plans: Plans) -> None:
     chosen = HALF | {f"{op}-{name}" for op, names in ONLY.items() for name in names.split()}
     assert chosen | set(SLOW) <= {str(case) for case in CASES}
-    flashlin.l2norm(torch.ones(2, 8))  # every test here calls an op
+    flashlin.l2norm(torch.ones(2, 8))  # because every test here must call an op
 
 
-# bfloat16 is cast to fp32 by the plan, so these only have to show that the cast is there and that results
-# come back in bfloat16: of the ops over sequences, which share the pieces that cast, one each.
+# Plans cast bfloat16 to fp32. These cases only show that the cast happens and that results are bfloat16 again.
+# Ops over sequences share the code of the casts, so one case of each is enough.
 CASTING = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_hgrn", "fused_recurrent_retention")
 SEQUENCES = ("chunk_", "fused_chunk_", "fused_recurrent_", "fused_mul_", "parallel_", "mamba_")
 
@@ -129,7 +129,7 @@ def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
 
 
 class Call:
-    """One call with everything there is: gate, states in and out, gradients of all of it."""
+    """One call with gate, initial and final states, and gradients of all of them."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Call:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*(leaves[name] for name in "qkvg"), h0=leaves["initial_state"], bounds=cu_seqlens,
                            scale=leaves["q"].shape[3] ** -0.5)
-        # the reference of no rows hangs on no tensor
+        # the reference of an input without rows depends on no tensor
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -186,8 +186,10 @@ MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simp
 @pytest.mark.parametrize("programs", [4, 8])
 def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans,
                                            axis_limits: Callable[..., None]) -> None:
-    """5 sequences of 2 heads are at least 10 programs: with room for 8 they go 3 + 2 or smaller, with room
-    for 4 as 2 + 2 + 1 or smaller."""
+    """5 sequences of 2 heads are at least 10 programs.
+
+    With room for 8 programs, they run as 3 + 2 sequences or fewer; with room for 4, as 2 + 2 + 1 or fewer.
+    """
     call = Call(B=5, T=9) if edges is None else Call(T=64, N=5)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
     whole = call.run(op, bounds)
@@ -202,7 +204,7 @@ def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, pro
 
 
 class AsOnAGpu:
-    """Stands for the tensors' device, and says it is one whose values cannot be read without waiting."""
+    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:
@@ -213,7 +215,7 @@ class AsOnAGpu:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cu_seqlens as it is treated on a GPU: not read, so brought into order on the device."""
+    """Return cu_seqlens that are handled as on a GPU: they are not read, but put in order on the device."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
     def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size,
@@ -287,7 +289,7 @@ def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] 
     expected = call.expected(bounds)
     if state_v_first:
         call.inputs["initial_state"] = call.inputs["initial_state"].mT.contiguous()
-        call.cotangents[1] = call.cotangents[1].mT  # strided, as a gradient may be
+        call.cotangents[1] = call.cotangents[1].mT  # gradients may be strided
     got = call.run(op, bounds, state_v_first=state_v_first)
     for name in ("ht", "dinitial_state"):
         got[name] = got[name].mT if state_v_first else got[name]
@@ -296,7 +298,7 @@ def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] 
 
 @MODES
 def test_strided_tensors_are_read_where_they_lie(op: str) -> None:
-    """A split of a fused projection, a transposed gate, every second entry of a table, a transposed state."""
+    """Inputs: slices of a projection, a transposed gate, every second table entry, a transposed state."""
     call = Call(T=30, K=16, V=16, N=2)
     plain = call.run(op, torch.tensor([0, 11, 30]))
     fused = torch.cat([call.inputs[name] for name in ("q", "k", "v")], 3).requires_grad_()
@@ -331,11 +333,11 @@ def test_gradients_of_the_final_state_alone_and_of_the_output_alone(op: str) -> 
 def test_slopes_made_for_inference_serve_training() -> None:
     for call in (flashlin.chunk_retention,
                  partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
-        q = torch.randn(1, 4, 37, 16)  # a head count that no other test has used
+        q = torch.randn(1, 4, 37, 16)  # no other test uses this number of heads
         with torch.inference_mode():
             call(q, q, q)
         q.requires_grad_()
-        call(q, q, q)[0].sum().backward()  # which saves the slopes
+        call(q, q, q)[0].sum().backward()  # saves the slopes for backward
         assert q.grad is not None and q.grad.any()
 
 

@@ -1,5 +1,7 @@
-"""torch.compile of the kernels: the library operators, their fake kernels and their gradients.
-TRITON_INTERPRET=1, as test_cases.py."""
+"""torch.compile of the kernels: library operators, their fake kernels and their gradients.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -57,10 +59,10 @@ def test_every_size_symbolic(starts: list[str]) -> None:
     for sizes in ((2, 20, 3, 16, 8), (3, 33, 2, 16, 16)):
         assert_same(compiled, gated, leaves(*sizes))
     assert graphs.frame_count == 1 and "simple_gla_scan" in starts
-    # K decides the scale, which is a constant of the operator's call
+    # K determines the scale, which is a constant in the operator's call
     assert_same(compiled, gated, leaves(3, 33, 2, 8, 16))
     assert graphs.frame_count == 2
-    assert_same(compiled, gated, leaves(2, 20, 3, 10, 5))  # sizes that are padded
+    assert_same(compiled, gated, leaves(2, 20, 3, 10, 5))  # these sizes are padded
 
 
 @pytest.mark.parametrize("T", [0, 1])
@@ -81,12 +83,12 @@ def test_packed_sequences(starts: list[str]) -> None:
             return lambda *tensors: function(*tensors, bounds=bounds)
         assert_same(with_bounds(compiled), with_bounds(call),
                     leaves(B=1, T=edges[-1], N=len(edges) - 1, v_first=True))
-    # the number of rows, then the number of sequences
+    # first the number of rows changes, then the number of sequences
     assert graphs.frame_count <= 3 and "simple_gla_scan" in starts
 
 
 def test_a_compiled_table_that_is_out_of_order_cannot_reach_outside() -> None:
-    """While compiling, values are not read: uncovered rows are zeros, as on a GPU."""
+    """Compiled code does not read the values. Rows of no sequence are zeros, as on a GPU."""
     compiled = torch.compile(lambda *tensors: gated(*tensors, cu_seqlens=torch.tensor([3, 12, 99])),
                              fullgraph=True, backend="aot_eager")
     tensors = leaves(B=1, T=20, N=2)

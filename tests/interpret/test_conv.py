@@ -1,5 +1,7 @@
-"""What only the kernels of the short convolution and of the group norms can get wrong. TRITON_INTERPRET=1, as
-test_cases.py."""
+"""The kernels of the short convolution and of the group norms, beyond their cases.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few enough programs for each to have several blocks of rows."""
+    """Pretend one multiprocessor, so that each program has several blocks of rows."""
     def on_a_small_card(problem: Any, device: torch.device) -> Any:
         planned(problem, device)
         return dispatch.plan(problem, probe(device)._replace(sms=1))
@@ -39,7 +41,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 
 
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
-    """The tests above are about something."""
+    """Check that the tests above cover programs with several blocks."""
     x, weight = torch.zeros(1, 1100, 8), torch.zeros(8, 4)
     launch = pipeline.planned(conv.problem_of(conv.Tensors(x, weight, None, None, None, None), conv.Scalars(
         False, False, True, "causal_conv1d float32")), CPU).launch("conv_backward_weights")
@@ -54,7 +56,7 @@ def leaves(edges: list[int], T: int, D: int = 10, W: int = 5) -> dict[str, torch
 
 
 def test_rows_outside_the_sequences_hold_the_residual_and_pass_no_gradient() -> None:
-    """As on a GPU, where nobody can look at cu_seqlens: torch.compile does not either."""
+    """cu_seqlens cannot be read on a GPU or under torch.compile, so such rows may exist."""
     edges, T = [3, 5, 5, 18], 40
     tensors = leaves(edges, T)
 

@@ -1,5 +1,7 @@
-"""The chunked delta kernels in Triton's interpreter, beyond their cases: batches in parts, rows of no
-sequence, the library operator."""
+"""The chunked delta kernels in Triton's interpreter, beyond their cases.
+
+The tests cover batches in parts, rows of no sequence, and the library operator.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -41,7 +43,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where nobody reads them
+    # handled as on a GPU, where the values are not read
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors = leaves(1, 40, 2)
     o, ht, *grads = results(tensors, torch.tensor([3, 20, 33]))
@@ -65,8 +67,8 @@ def test_the_library_operator(gated: bool) -> None:
     q, k, v, g, beta, h0 = leaves(1, 9, 1)
     arguments = (q, k, v, beta, g if gated else None, None, h0 if gated else None, None, 0.25, gated, False,
                  torch.float32, "chunk", True, "chunk_gated_delta_rule" if gated else "chunk_delta_rule")
-    # Not the comparison of runs: of what it keeps for backward some columns are nobody's. The test above
-    # compares what comes of it.
+    # The runs are not compared to the bit, because some columns of the tensors kept for backward are undefined.
+    # The test above compares the results.
     torch.library.opcheck(torch.ops.flashlin.delta.default, arguments,
                           test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 

@@ -1,5 +1,8 @@
-"""The kernels of the delta rules with a decay for each key channel in Triton's interpreter, beyond their
-cases: batches in parts, rows of no sequence, decays that end everything, the library operator."""
+"""Delta rules with a decay per key channel in Triton's interpreter, beyond their cases.
+
+The tests cover batches in parts, rows of no sequence, decays that forget everything, and the library
+operator.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -68,7 +71,7 @@ def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None,
 
 @OPS
 def test_rows_of_no_sequence_are_exact_zeros(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where nobody reads them
+    # handled as on a GPU, where the values are not read
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(op, 1, 40, 2), torch.tensor([3, 20, 33])
     o, ht, *grads = results(op, tensors, bounds)
@@ -79,7 +82,7 @@ def test_rows_of_no_sequence_are_exact_zeros(op: str, monkeypatch: pytest.Monkey
 
 @OPS
 def test_a_row_beside_a_sequence_is_not_its_own(op: str) -> None:
-    """Reading the row above or below, as gradients do, ends at a sequence's end and at a chunk's."""
+    """Gradients read the row above or below only within the sequence and the chunk."""
     tensors = leaves(op, 1, 80, 2)
     with torch.no_grad():
         for x in tensors[:3]:
@@ -132,7 +135,7 @@ def test_nothing_to_do(op: str) -> None:
 
 
 def test_heads_that_share_keys() -> None:
-    """Their gradients are added up in float32."""
+    """Gradients of heads that share keys are added in float32."""
     q, k, v, g, beta, h0 = leaves("chunk_kda", 1, 20, 1, H=4)
     tensors = [x.detach().contiguous().requires_grad_() for x in (q[:, :, :2], k[:, :, :2], v, g, beta, h0)]
     assert_right(results("chunk_kda", tensors, scale=-0.7), expected("chunk_kda", tensors, scale=-0.7))

@@ -1,5 +1,7 @@
-"""Heads that forget everything, through the kernels, run by Triton's interpreter. Tokens that do are among
-the cases of test_cases.py."""
+"""Heads that forget everything, by the kernels in Triton's interpreter.
+
+The cases of test_cases.py include tokens that forget everything.
+"""
 from __future__ import annotations
 
 import math

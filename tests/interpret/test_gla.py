@@ -1,5 +1,7 @@
-"""The kernels of gated linear attention in Triton's interpreter, beyond their cases: batches in parts, rows
-of no sequence, the library operator."""
+"""The kernels of gated linear attention in Triton's interpreter, beyond their cases.
+
+The tests cover batches in parts, rows of no sequence, and the library operator.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -60,7 +62,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where nobody reads them
+    # handled as on a GPU, where the values are not read
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(1, 40, 2), torch.tensor([3, 20, 33])
     o, ht, *grads = results(tensors, bounds)
@@ -70,8 +72,7 @@ def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_row_before_a_sequence_is_not_its_own() -> None:
-    """A sequence's first row sums nothing of the row above, which is another's, in the gate's gradient
-    too."""
+    """The gate's gradient in the first row of a sequence adds nothing of the row above."""
     tensors = leaves(1, 41, 2)
     with torch.no_grad():
         tensors[1][:, 19] *= 1e6
@@ -90,7 +91,7 @@ def test_any_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("edges", [None, [0, 33, 70]], ids=["dense", "packed"])
 def test_forgetting_everything(edges: list[int] | None) -> None:
-    """g = -inf cuts the sequence: what follows is what it would be alone, and nothing gets NaN."""
+    """A gate of -inf cuts the sequence. Later tokens give the same results alone, and no gradient is NaN."""
     tensors = leaves(1, 70, 1 if edges is None else 2)
     bounds = None if edges is None else torch.tensor(edges)
     with torch.no_grad():

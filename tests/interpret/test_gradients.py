@@ -1,5 +1,7 @@
-"""First-order gradients of the kernels where second-order ones are asked for, one op for each autograd
-function. TRITON_INTERPRET=1."""
+"""First-order gradients of the kernels if a caller asks for second-order gradients.
+
+One op is tested for each autograd function. Run with TRITON_INTERPRET=1.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable

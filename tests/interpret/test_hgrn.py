@@ -1,5 +1,7 @@
-"""What only the plumbing of HGRN's kernels can get wrong: segments, parts of a batch, rows of nobody,
-torch.compile. TRITON_INTERPRET=1, as in test_cases.py, where the cases are."""
+"""The kernels of HGRN, beyond their cases: segments, batches in parts, rows of no sequence, torch.compile.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from flashlin.testing.compare import Tensors, judge, poisoned
 
 
 class Call:
-    """States in and out, and gradients of all there is."""
+    """One call with initial and final states, and gradients of all tensors."""
 
     def __init__(self, *, B: int = 1, T: int = 40, D: int = 20, N: int | None = None,
                  forgets: bool = False) -> None:
@@ -46,7 +48,7 @@ class Call:
     def expected(self, cu_seqlens: torch.Tensor | None = None) -> Tensors:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*leaves.values(), cu_seqlens)
-        # the reference of no rows hangs on no tensor
+        # the reference of an input without rows depends on no tensor
         nothing = sum((x.nan_to_num().sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -66,7 +68,7 @@ EDGES = pytest.mark.parametrize("edges", [None, [0, 0, 3, 38, 38]], ids=["dense"
 @pytest.mark.parametrize("shortest", [19, 2])
 def test_segments(edges: list[int] | None, shortest: int, starts: list[str],
                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 of them; and 19, more than a block of the table that they leave their ends in, most of them empty."""
+    """2 segments; and 19, more than a block of the table of their ends, most of them empty."""
     for name, value in (("ENOUGH", 10**6), ("WANTED", 10**6), ("SHORTEST", shortest)):
         monkeypatch.setattr(recipe, name, value)
     call = Call(B=2, T=38, D=6, forgets=True) if edges is None else Call(T=38, D=6, N=4, forgets=True)
@@ -91,7 +93,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
 
 
 class AsOnAGpu:
-    """Stands for the tensors' device, and says it is one whose values cannot be read without waiting."""
+    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""The interpreter with what tests/interpret/__init__.py puts in its place."""
+"""Triton's interpreter with the faster functions of tests/interpret/__init__.py."""
 from __future__ import annotations
 
 import pytest

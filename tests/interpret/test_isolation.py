@@ -1,4 +1,4 @@
-"""What is not finite stays where it is, in the kernels: see tests/isolation.py."""
+"""Values that are not finite do not spread in the kernels. tests/isolation.py has the calls."""
 from __future__ import annotations
 
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from tests import isolation
 from tests.share import WHOLE
 
-# The cheap ones, by kind: states in chunks, spans that are joined, taps, states in place, sequences that
-# share a state. The others' programs own a sequence in the same way.
+# The cheap calls of each kind: states in chunks, spans that are joined, taps, states in place, sequences that
+# share a state. The programs of the other calls own a sequence in the same way.
 CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv1d-packed-activation",
           "selective_state_update-dense", "causal_conv1d_update-dense", "mamba_causal_conv1d_update-dense",
           "mamba_chunk_scan_combined-numbered-chunk_size-return_final_states")

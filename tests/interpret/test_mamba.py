@@ -1,5 +1,7 @@
-"""Mamba's and Mamba2's kernels in Triton's interpreter, beyond their cases: batches in parts, groups, any
-strides, the library operators."""
+"""Kernels of Mamba and Mamba2 in Triton's interpreter, beyond their cases.
+
+The tests cover batches in parts, groups, strides, and the library operators.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -66,7 +68,7 @@ def test_a_state_of_any_strides_is_updated_where_it_lies() -> None:
 
 
 def test_strided_inputs_of_a_step() -> None:
-    """x, B and C as slices of one projection, dt expanded from it."""
+    """x, B and C are slices of one projection, and dt is expanded from it."""
     H, P, N = 4, 16, 8
     rows = torch.randn(3, H * P + 2 * N + H)
     x, B, C, dt = rows.split([H * P, N, N, H], 1)
@@ -142,8 +144,10 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
 
 @pytest.mark.parametrize("T", [37, 48])
 def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
-    """Slices of a projection, tokens or channels together, a gradient that is one number for all. 48 tokens
-    are whole tiles, in rows that begin at multiples of 16 bytes."""
+    """Inputs are slices of a projection, with contiguous tokens or channels, and one gradient is expanded.
+
+    48 tokens are whole tiles, in rows that begin at multiples of 16 bytes.
+    """
     tensors = make_selective(torch.float32, generator(), T=T, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
              "z": tensors["z"].mT.contiguous().mT,
@@ -158,7 +162,7 @@ def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
             found.append([y, *torch.autograd.grad(y.sum(), list(leaves.values()))])
     for got, wanted in zip(*found, strict=True):
         assert torch.equal(got, wanted)
-    assert found[1][0].stride() == (6 * T, 1, 6)  # as u lies, but for the columns beside it
+    assert found[1][0].stride() == (6 * T, 1, 6)  # the layout of u, without the other columns of the projection
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["tokens", "channels"])
@@ -179,7 +183,7 @@ def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: 
 
 
 def test_what_is_not_finite_at_the_end_counts_for_no_token_after_it() -> None:
-    """Poles of -inf forget everything; a last token that is not finite has no part in the gradient of A."""
+    """Poles of -inf forget everything. A last token that is not finite does not enter the gradient of A."""
     tensors = make_selective(torch.float32, generator(), B=1, T=13, D=3, N=4, given=("D",))
     tensors["A"][0] = -torch.inf
     tensors["u"][:, 1, 12] = torch.nan

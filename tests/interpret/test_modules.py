@@ -1,5 +1,7 @@
-"""What only the kernels of the rotary embedding and of the cross entropy, and their plumbing, can get wrong.
-TRITON_INTERPRET=1, as test_cases.py."""
+"""The kernels of the rotary embedding and of the cross entropy, and their host code, beyond their cases.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +34,7 @@ BAD = torch.tensor([5, 2**40, -1, 8, -2**40, -100, 7])
 
 
 def test_targets_out_of_range_reach_nothing_and_count_as_ignored() -> None:
-    """Rows of zeros around the logits, so that whoever reads or writes beside them is seen."""
+    """Rows of zeros surround the logits, so reads or writes outside of the logits are detected."""
     around = randn(9, 20)
     around[:, 8:], around[0], around[8] = torch.nan, torch.nan, torch.nan
     logits, before = around[1:8, :8], around.clone()
@@ -61,7 +63,7 @@ def test_backward_in_place_is_done_once() -> None:
     got, = torch.autograd.grad(loss, leaf, weight[:, 0], retain_graph=True)
     wanted, = torch.autograd.grad(expected, leaf, weight[:, 0])
     torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(logits.detach(), wanted)  # where the logits were
+    torch.testing.assert_close(logits.detach(), wanted)  # written over the logits
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, leaf, weight[:, 0])
 
@@ -153,7 +155,7 @@ def problem(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, packed: bool,
 @pytest.mark.parametrize("edges", [(2, 5, 5, 9), (0, 4, 7), (0,), (12, 12)], ids=str)
 @pytest.mark.parametrize("back", [False, True])
 def test_rows_of_no_sequence_are_zero(edges: tuple[int, ...], back: bool) -> None:
-    """Bounds that a GPU would hand over unread, in order and within 0 .. T."""
+    """The bounds are those that a GPU passes unread: in order and within 0 .. T."""
     x, (cos, sin) = randn(1, 12, 3, 10), tables(6, 4)
     plan = planned(problem(x, cos, sin, True, True), CPU)
     with poisoned():

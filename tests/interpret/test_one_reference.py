@@ -1,4 +1,4 @@
-"""One decay reference to a chunk against halving, at the border between both, run by Triton's interpreter."""
+"""One decay reference per chunk is compared with halving, at the border, in Triton's interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,20 +15,20 @@ from tests import one_reference
 from tests.share import WHOLE
 
 CPU = torch.device("cpu")
-# The first rows and the last of both halves of a chunk of 32, and one in each.
+# The first and the last rows of both halves of a chunk of 32, and one row within each.
 POSITIONS = range(32) if WHOLE else (0, 1, 15, 16, 31)
 
 
 @pytest.fixture
 def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
-    """Sets whether every chunk is halved, for this test."""
+    """Return a function that turns halving of every chunk on or off, for this test."""
     def force(halving: bool) -> None:
         monkeypatch.setattr(forward, "halving", halving)
         fresh()
     yield force
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")  # of pairs that nobody reads
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")  # of pairs that are not used
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_one_reference_loses_no_more_than_halving(op: str, halve: Callable[[bool], None]) -> None:
     assert one_reference.failures(op, CPU, torch.float32, halve, POSITIONS, 1, K=16, V=16) == []
@@ -47,8 +47,11 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
 def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
                                       rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that one reference serves and others, which one program of a sequence then halves; keys in
-    strips of channels, of which the last is not full; rows of no sequence, as a GPU gets them unread."""
+    """Chunks that fit one decay reference alternate with others, which one program of a sequence then halves.
+
+    Keys are in strips of channels, and the last strip is not full. Some rows belong to no sequence, as a
+    GPU may get them.
+    """
     monkeypatch.setattr(arguments, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
     monkeypatch.setattr(forward, "BUSY", 1)
     torch.manual_seed(0)
@@ -59,7 +62,7 @@ def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.
     k = torch.nn.functional.normalize(k, dim=-1)
     inputs = {"q": q, "k": k, "v": v, "g": g,
               **{name: torch.rand(B, T, H, *more) for name, more in rates.items()}}
-    if "a" in inputs:  # what is erased and written again: vectors of length 1, or the state would grow
+    if "a" in inputs:  # erased and written vectors need length 1, or the state would grow
         inputs["a"], inputs["b"] = -k, k * inputs["b"]
         inputs["gk"] = inputs.pop("g")
     bounds = None if edges is None else torch.tensor(edges)

@@ -1,4 +1,7 @@
-"""What only the kernels of the elementwise ops can get wrong. TRITON_INTERPRET=1, as test_cases.py."""
+"""The kernels of the elementwise ops, beyond their cases.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few enough programs for each to have several blocks of rows."""
+    """Pretend one multiprocessor, so that each program has several blocks of rows."""
     def on_a_small_card(problem: Any, device: torch.device) -> Any:
         planned(problem, device)
         return dispatch.plan(problem, probe(device)._replace(sms=1))
@@ -40,7 +43,7 @@ def test_programs_that_share_out_many_rows(name: str) -> None:
 
 
 def test_each_programs_rows_are_many_on_one_multiprocessor(one_multiprocessor: None) -> None:
-    """The tests above are about something."""
+    """Check that the tests above cover programs with several blocks."""
     x = torch.zeros(3000, 32)
     launch = pipeline.planned(pointwise.problem_of((x.requires_grad_(),), pointwise.Scalars(
         GATE, 32, 1, x.dtype, None, "fused_gdn_gate")), CPU).launches[-1]
@@ -60,8 +63,10 @@ def test_a_gate_keeps_its_digits_far_from_zero(at: float) -> None:
 
 
 def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
-    """A mix of which only two outputs are used; and parameters, or all but parameters, that want none. What
-    was given is left as it was, where fla's backward writes to it."""
+    """A mix of which only two outputs are used, and parameters that do not all require gradients.
+
+    The inputs do not change, although fla's backward writes to them.
+    """
     generator = torch.Generator().manual_seed(0)
     h, delta = (torch.randn(2, 7, 12, generator=generator) for _ in range(2))
     xs = [torch.randn(12, generator=generator) for _ in range(6)]
@@ -148,7 +153,7 @@ def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
 @pytest.mark.parametrize("given", ["", "D", "z", "D z"])
 @pytest.mark.parametrize("columns", [4, 37, 1100])
 def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> None:
-    """As the torch path does, with heads on both sides of a strip's edge."""
+    """The kernels do so as the torch path does, with heads on both sides of the edge of a strip."""
     generator = torch.Generator().manual_seed(0)
     x, z, o, dy, dout = (torch.randn(2, 7, 3, columns, generator=generator) for _ in range(5))
     step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3,
@@ -169,7 +174,7 @@ def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> No
         found = run()
     with flashlin.settings(path="torch"):
         wanted = run()
-    assert found[0].isfinite().all() and found[5].isfinite().all()  # what the scan sees: dt x and do
+    assert found[0].isfinite().all() and found[5].isfinite().all()  # the inputs of the scan: dt x and do
     assert found[1].isnan().sum() == 3
     for got, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4, equal_nan=True)

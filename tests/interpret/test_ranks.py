@@ -1,4 +1,4 @@
-"""Sequences over several ranks by the kernels, in gloo processes: as exact as on one device."""
+"""Sequences over several ranks by the kernels, in gloo processes, are as exact as on one device."""
 from __future__ import annotations
 
 import sys
@@ -12,7 +12,7 @@ from flashlin import dispatch
 from tests.ranks import Job, as_exact_as_one, made, run_jobs
 from tests.share import WHOLE
 
-# How many ranks, an op, its dtype, tokens and edges. Only a rank in the middle of three is asked for a matrix.
+# Number of ranks, op, dtype, tokens and edges. Only the middle one of three ranks computes a matrix.
 CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
     (3, "chunk_gated_delta_rule", torch.float16, 48, [0, 2, 48]),
     (2, "chunk_simple_gla", torch.float32, 48, [0, 5, 30, 48]),
@@ -28,7 +28,7 @@ CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
 
 
 def by_kernels(op: str, dtype: torch.dtype, T: int, edges: list[int] | None, group: Any) -> None:
-    """Without edges also for who asks for no final states: the first rank needs its own nevertheless."""
+    """Run the op with and without edges. Without, the first rank needs its own final state nevertheless."""
     plans: list[Any] = []
     call = made(op, 1, T, edges, K=16, dtype=dtype)
     with dispatch.watching(plans.append):

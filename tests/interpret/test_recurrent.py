@@ -1,5 +1,7 @@
-"""What only the token-by-token kernels' plumbing can get wrong; the cases are in test_cases.py.
-TRITON_INTERPRET=1, as there."""
+"""The host code of the token-by-token kernels. test_cases.py has the cases.
+
+Run with TRITON_INTERPRET=1.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Every start of a kernel: launch, kernel, programs, arguments."""
+    """Record every start of a kernel: launch, kernel, programs and arguments."""
     seen: list[tuple[Any, ...]] = []
 
     def noting(*arguments: Any) -> None:
@@ -37,7 +39,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 class Call:
-    """A gated delta rule with states in and out, and gradients of all of it."""
+    """A call of the gated delta rule with initial and final states, and gradients of all tensors."""
 
     def __init__(self, *, B: int = 1, T: int = 6, H: int = 1, HV: int = 2, K: int = 16, V: int = 24,
                  N: int | None = None) -> None:
@@ -65,7 +67,7 @@ class Call:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g")),
                            h0=leaves["initial_state"], bounds=bounds, scale=leaves["q"].shape[3] ** -0.5)
-        # the reference of no rows hangs on no tensor
+        # the reference of an input without rows depends on no tensor
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -87,7 +89,7 @@ def assert_equal(got: Tensors, wanted: Tensors) -> None:
     "fused_recurrent_gated_delta_rule-packed", "fused_recurrent_rwkv6-reverse",
     "fused_recurrent_dplr_delta_rule-reverse-packed")], ids=str)
 def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What segments of 64 do in long sequences."""
+    """Segments of two tokens behave as segments of 64 do in long sequences."""
     for module in (recipe, forward, backward):
         monkeypatch.setattr(module, "SEGMENT", 2)
     assert not [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok]
@@ -97,7 +99,7 @@ def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any],
                                            monkeypatch: pytest.MonkeyPatch,
                                            axis_limits: Callable[..., None]) -> None:
-    """Whether a grid has too few programs, or the scratch memory of backward too few bytes."""
+    """A grid may hold too few programs, or the scratch memory of backward too few bytes."""
     for module in (recipe, forward, backward):
         monkeypatch.setattr(module, "SEGMENT", 2)
     call = Call(B=5, T=3) if edges is None else Call(T=6, N=5)
@@ -105,7 +107,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
     whole = call.run(bounds)
     assert_right(whole, call.expected(bounds))
     assert len(starts) == 2
-    # of two sequences: fp32, heads, tokens, K, the padded V
+    # bytes of two sequences: fp32, heads, tokens, K, the padded V
     monkeypatch.setattr(backward, "SCRATCH", 2 * 4 * 2 * 2 * 16 * 32)
     assert_equal(call.run(bounds), whole)
     assert len(starts) == 2 + 1 + 3
@@ -115,7 +117,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
 
 
 class AsOnAGpu:
-    """Stands for the tensors' device, and says it is one whose values cannot be read without waiting."""
+    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:
@@ -182,7 +184,7 @@ def test_only_the_gradients_asked_for(starts: list[Any]) -> None:
 
 @pytest.mark.parametrize("T", [1, 3])
 def test_slices_of_a_projection_are_read_where_they_lie(T: int, starts: list[Any]) -> None:
-    """One launch, and no copy before it."""
+    """The call makes one launch, and no copy before it."""
     call = Call(B=2, T=T)
     q, k, v = (call.inputs[name] for name in "qkv")
     fused = torch.cat([x.flatten(2) for x in (q, k, v)], 2)
@@ -216,9 +218,8 @@ def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
 def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages further apart than a state, in 16 bits too; indices of nothing and of no page leave everything
-    alone."""
-    # as on a GPU, where values are not read
+    """Pages are further apart than a state, also in 16 bits. Indices without a page change nothing."""
+    # handled as on a GPU, where values are not read
     monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)
     call = Call(B=4, T=2)
     given = {name: x.to(dtype) if name in "qkv" else x
@@ -244,7 +245,7 @@ def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 def test_a_pool_that_no_kernel_can_have() -> None:
-    """bfloat16 in the interpreter stands for cards where nothing of 16 bits may reach a kernel."""
+    """bfloat16 in the interpreter represents GPUs on which no kernel may read 16-bit values."""
     call = Call(B=3, T=2)
     given = {name: x.bfloat16() for name, x in call.inputs.items() if name != "initial_state"}
     pool = call.inputs["initial_state"].bfloat16()
@@ -262,19 +263,21 @@ def test_no_heads() -> None:
 
 
 def test_gates_far_below_zero_keep_their_digits() -> None:
-    """With an A_log that makes up for a small softplus: log(1 + e^x), as it stands, would be 0 below -16 and
-    have few digits below -5."""
+    """A large A_log makes up for a small softplus.
+
+    Computed directly, log(1 + e^x) would be 0 below -16 and would have few digits below -5.
+    """
     x = torch.tensor([-80.0, -40, -17, -9, -5, -4.17, -4.15, -1, 0, 1, 20, 80])
     nothing = torch.zeros(1, 1, len(x), 16)
     _, ht = flashlin.fused_recurrent_gdn(nothing, nothing, nothing, x.reshape(1, 1, -1),
                                          initial_state=torch.ones(1, len(x), 16, 16), output_final_state=True,
                                          use_gate_in_kernel=True, A_log=-F.softplus(x.double()).log().float())
-    # A_log itself has 7 digits of up to 80
+    # A_log has 7 digits, and values up to 80
     torch.testing.assert_close(ht, torch.full_like(ht, -1).exp(), rtol=2e-5, atol=0)
 
 
 def test_everything_else_is_float32_or_of_the_plans_dtype() -> None:
-    """What a card may not load is decided from one dtype, so a stray one must not reach a kernel."""
+    """Plans look at one dtype to decide which dtypes a GPU can load, so no other dtype may reach a kernel."""
     call = Call(T=2)
     x = Inputs(*(call.inputs[name].half() for name in "qkv"), beta=call.inputs["beta"].bfloat16(),
                g=call.inputs["g"].double())
@@ -310,7 +313,7 @@ def test_lengths_share_a_graph_that_starts_kernels(starts: list[Any]) -> None:
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
     for T in (3, 5, 2):
         assert_same(compiled, gated, leaves(T=T, V=8))
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one graph for the first length, one for all others
     assert {start[0].kernel for start in starts} == {"recurrent_forward", "recurrent_backward"}
 
 
@@ -341,7 +344,7 @@ DECODING = [case for case in EVERY_CASE if str(case) in (
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]) -> None:
-    """Eager and compiled, where the bound of a gate goes through the library operator."""
+    """The test runs eagerly and compiled. Compiled, the bound of a gate goes through the library operator."""
     def again() -> Tensors:
         return case.make(torch.float32, torch.Generator().manual_seed(0))
     eager = case.call(**again())

@@ -1,5 +1,7 @@
-"""A graph that was traced with kernels planned, run when plans say torch: in forward, in backward, in both.
-TRITON_INTERPRET=1."""
+"""A graph that was traced with kernels runs when plans use torch: in forward, in backward, or in both.
+
+Run with TRITON_INTERPRET=1.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ def nothing_emptied() -> Iterator[None]:
 
 
 def sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h0: torch.Tensor) -> list[torch.Tensor]:
-    """Chunk by chunk and token by token, q, k [1, 5, 2, 16], v [1, 5, 2, 8]."""
+    """Call an op by chunk and an op token by token, with q, k [1, 5, 2, 16] and v [1, 5, 2, 8]."""
     g, beta, a = -q.abs(), q[..., 0].sigmoid(), F.normalize(k, dim=-1)
     return [x for found in (
         flashlin.chunk_simple_gla(q, k, v, g[..., 0], initial_state=h0, output_final_state=True),
@@ -106,8 +108,10 @@ def test_so_does_what_was_traced_to_write_in_place(starts: list[str]) -> None:
 
 
 def test_what_was_traced_without_kernels_may_have_them_later(starts: list[str]) -> None:
-    """Where plain torch is inside of an operator, since its loops would be unrolled; with a head size that
-    kernels want padded."""
+    """Plain torch is inside of an operator, because its loops would otherwise be unrolled.
+
+    Kernels would pad this head size.
+    """
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flashlin.chunk_delta_rule(q, k, v,
                                          q[..., 0].sigmoid())[0] + flashlin.fused_recurrent_delta_rule(q, k,

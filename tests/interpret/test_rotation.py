@@ -1,4 +1,4 @@
-"""Mamba-3's rotation by kernels, where something is not finite or belongs to no sequence."""
+"""Mamba-3's rotation by kernels, for values that are not finite and for rows of no sequence."""
 from __future__ import annotations
 
 import math
@@ -26,7 +26,7 @@ def inputs(b: int, T: int, edges: tuple[int, ...] = ()) -> Inputs:
 @pytest.mark.parametrize("edges", [(), (0, 70, 70, 75, 190, 200)], ids=["dense", "packed"])
 def test_a_broken_step_reaches_only_later_tokens_of_its_sequence(edges: tuple[int, ...],
                                                                  value: float) -> None:
-    """And a broken gradient of an angle only earlier ones."""
+    """A gradient of an angle that is not finite reaches only earlier tokens."""
     b, T = (1, edges[-1]) if edges else (3, 110)
     row, first, at, end = (0, 75, 150, 190) if edges else (1, 0, 70, T)
     x = inputs(b, T, edges)
@@ -61,7 +61,7 @@ def test_rows_of_no_sequence_are_zero() -> None:
 @pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
 def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int, channels: int,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of heads in several shares, channels that are not turned, and what only states read."""
+    """Heads are in several slices, some channels are not rotated, and only states read some values."""
     monkeypatch.setattr(backward, "SHARED", 4)
     draw = torch.Generator().manual_seed(0)
     shapes = ((2 - bool(edges), 100, G, channels),) * 2 + ((heads, channels),) * 2
@@ -73,7 +73,7 @@ def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, head
     leaves = [y.requires_grad_() for y in (*given, torch.randn(N, heads, R, generator=draw))]
     x = Inputs(*leaves, bounds=torch.tensor(edges) if edges else None)
     found, covered = [], torch.ones(100)
-    if edges:  # plain torch turns rows of no sequence, too
+    if edges:  # plain torch also rotates rows of no sequence
         covered[:edges[0]] = covered[edges[-1]:] = 0
     for y in (turned(OP, x, torch.float32), torch_path.compute(x, torch.float32)):
         y = Outputs(*(one if one is y.q_first or one is y.k_last

@@ -1,6 +1,8 @@
-"""RWKV-6 on the kernels of gated linear attention, in Triton's interpreter, beyond its cases: the strongest
-decays, batches in parts, rows of no sequence, the library operator. What it shares with gated linear
-attention test_gla.py has."""
+"""RWKV-6 on the kernels of gated linear attention in Triton's interpreter, beyond its cases.
+
+The tests cover the strongest decays, batches in parts, rows of no sequence, and the library operator.
+test_gla.py tests everything that it shares with gated linear attention.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -52,7 +54,7 @@ def test_no_decay_is_too_strong(op: str) -> None:
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
-    """All but the bonus's gradient, a sum over the batch: that of the parts is rounded once more."""
+    """All results but the bonus's gradient are equal to the bit; this sum over the batch is rounded once more."""
     tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(tensors, bounds)
@@ -63,7 +65,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a GPU, where nobody reads them
+    # handled as on a GPU, where the values are not read
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(1, 40, 2), torch.tensor([3, 20, 33])
     found = results(tensors, bounds)

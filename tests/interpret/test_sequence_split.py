@@ -1,4 +1,4 @@
-"""Sequences in parts: the kernels of split sequences against float64 and against the same kernels unsplit."""
+"""Kernels of split sequences are compared with float64 and with the same kernels of whole sequences."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ Forced = Callable[[int], None]
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forced]:
-    """Sets into how many parts every sequence is split, for this test."""
+    """Return a function that sets the number of segments of every sequence, for this test."""
     def force(parts: int) -> None:
         monkeypatch.setattr(scans, "forced_parts", parts)
         dispatch.plan.cache_clear()
@@ -34,7 +34,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forced]:
     dispatch.plan.cache_clear()
 
 
-# Of the chunked ops, those whose kernels differ; all with TEST_WHOLE=1.
+# The chunked ops whose kernels differ; with TEST_WHOLE=1 all chunked ops.
 CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_retention": "packed",
           "chunk_linear_attn": "no-state", "chunk_delta_rule": "packed",
           "chunk_gated_delta_rule": "random packed grouped v-first resets-packed one-key-2",
@@ -44,7 +44,10 @@ CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_re
 
 
 def cases() -> list[Any]:
-    """Each chosen case in 2 to 5 parts in turn; TEST_WHOLE=1: in each of these numbers."""
+    """Yield each chosen case with 2 to 5 segments in turn.
+
+    With TEST_WHOLE=1, yield each case with each of these numbers.
+    """
     chosen = [case for case in CASES if case.id not in LONG and (
         case.op.startswith(("chunk_", "mamba_chunk", "mamba_split")) and "hgrn" not in case.op if WHOLE
         else case.id in CHOSEN.get(case.op, "").split())]
@@ -69,9 +72,11 @@ def test_parts_are_as_exact_as_the_whole(name: str, dtype: torch.dtype, forced: 
 
 
 def test_a_product_of_long_keys_is_in_no_empty_states_way(forced: Forced) -> None:
-    """Keys that multiply what is along them by -2.2 a token: not beyond float32 in a chunk, but in the 128
-    tokens of a part. The state is empty until the last part's end. Of the other head each matrix is
-    finite."""
+    """Each token multiplies the state along its key by -2.2.
+
+    The product stays within float32 in a chunk, but not in the 128 tokens of a segment. The state is empty
+    until the end of the last segment. Every matrix of the other head is finite.
+    """
     torch.manual_seed(0)
     keys = F.normalize(torch.ones(1, 384, 2, 16), dim=-1) * torch.tensor([3.2 ** 0.5, 1.0])[:, None]
     x = {"q": torch.randn(1, 384, 2, 16), "k": keys, "v": torch.randn(1, 384, 2, 16),
@@ -104,7 +109,7 @@ def test_nan_stays_in_its_sequence_and_behind_its_chunk(forced: Forced) -> None:
 
 
 def lengths(op: str, T: int, H: int, machine: str = "triton=3.6.0,sm=90", **more: Any) -> int:
-    """Tokens of the parts that such a call's sequences are split into."""
+    """Return the tokens of a segment into which such a call splits its sequences; 0 if it does not."""
     family, mode = dispatch.OPS[op]
     facts = {"B": 1, "N": 1, **more}
     problem = flashlin.Problem(op, family, mode, T=T, H=H, K=128, V=128, dtype="bfloat16", **facts)
@@ -112,10 +117,10 @@ def lengths(op: str, T: int, H: int, machine: str = "triton=3.6.0,sm=90", **more
 
 
 @pytest.mark.parametrize(("op", "T", "H", "parts"), [
-    ("chunk_simple_gla", 32768, 8, 16), ("chunk_gated_delta_rule", 32768, 8, 16),  # two programs an SM
-    ("chunk_simple_gla", 8192, 2, 32), ("chunk_gla", 1024, 2, 4),  # 256 tokens each
+    ("chunk_simple_gla", 32768, 8, 16), ("chunk_gated_delta_rule", 32768, 8, 16),  # two programs per SM
+    ("chunk_simple_gla", 8192, 2, 32), ("chunk_gla", 1024, 2, 4),  # segments of 256 tokens
     ("chunk_simple_gla", 32768, 1, 74), ("chunk_gla", 32768, 1, 74),
-    ("chunk_gated_delta_rule", 32768, 1, 16), ("chunk_kda", 8192, 2, 8),  # carrying takes as long as walking
+    ("chunk_gated_delta_rule", 32768, 1, 16), ("chunk_kda", 8192, 2, 8),  # carrying states takes as long as the scan
     ("chunk_gla", 8192, 32, 4), ("chunk_gla", 8192, 64, 1), ("chunk_gla", 512, 2, 1),
     ("chunk_gated_delta_rule", 8192, 32, 4), ("chunk_kda", 8192, 32, 4)])
 def test_parts_fill_the_card(op: str, T: int, H: int, parts: int) -> None:
@@ -125,11 +130,11 @@ def test_parts_fill_the_card(op: str, T: int, H: int, parts: int) -> None:
 
 def test_what_is_not_split() -> None:
     assert lengths("chunk_gla", 8192, 8) > 0
-    assert lengths("chunk_gla", 8192, 8, B=8, N=8) == 0  # a full card
-    assert lengths("chunk_gla", 8192, 8, "triton=3.6.0,sm=90,sms=20") == 0  # a small one
-    assert lengths("chunk_gla", 8192, 8, N=40, varlen=True) == 1024  # of which one may be long
+    assert lengths("chunk_gla", 8192, 8, B=8, N=8) == 0  # the GPU is full
+    assert lengths("chunk_gla", 8192, 8, "triton=3.6.0,sm=90,sms=20") == 0  # a small GPU
+    assert lengths("chunk_gla", 8192, 8, N=40, varlen=True) == 1024  # one of the sequences may be long
     assert lengths("chunk_gla", 8192, 8, varlen=True) == 512
-    # forward of KDA alone has little to gain
+    # KDA gains little in forward alone
     kda = {"options": frozenset({"beta"}), "needs_grad": False}
     assert lengths("chunk_kda", 8192, 32, **kda) == 0 < lengths("chunk_kda", 8192, 16, **kda)
     problem = flashlin.Problem("chunk_gla", "gla", "chunk", 1, 8192, 8, 128, 128, 1, "bfloat16")

@@ -1,5 +1,8 @@
-"""flashlin.serving's kernel in Triton's interpreter: what is asked of the torch path, batches in parts, and
-that all calls of a layer are one compiled kernel."""
+"""The kernel of flashlin.serving in Triton's interpreter.
+
+It must pass the checks of the torch path and run batches in parts. All calls of a layer must use one
+compiled kernel.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from tests.serving.checks import KINDS, Layer, decoded, prefilled, same
 from tests.share import share
 
 F32, F16 = torch.float32, torch.float16
-# the interpreter computes bfloat16 wrongly, so there is none
+# without bfloat16, which the interpreter computes wrongly
 LAYERS = [Layer(kind, *sizes, *dtypes, neg=neg) for kind, sizes, dtypes, neg in zip(
     KINDS, [(1, 1, 16, 16), (1, 2, 24, 40), (2, 2, 33, 7), (1, 3, 48, 16), (2, 2, 20, 12), (1, 2, 5, 64)],
     [(F32, F32), (F16, F16), (F16, F32), (F32, F32), (F16, F16), (F32, F32)],
@@ -76,7 +79,7 @@ def test_a_batch_in_parts_is_the_whole(axis_limits: Callable[..., None]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_compiled_kernel_serves_a_layer(kind: str) -> None:
-    """So decoding, drafts and prompts round alike on any card."""
+    """Therefore decoding, drafts and prompts round in the same way on any GPU."""
     layer = Layer(kind, 2, 4, 128, 128, torch.bfloat16, torch.bfloat16, neg=True)
     options, pool, tokens = layer.parameters(), layer.pool(9), layer.tokens(6)
     with recording(parse("triton=3.6.0,sm=90")) as found:

@@ -1,4 +1,7 @@
-"""A user's kernels through shield, run by Triton's interpreter. TRITON_INTERPRET=1, as test_cases.py."""
+"""A user's kernels through shield in Triton's interpreter.
+
+Run with TRITON_INTERPRET=1, see test_cases.py.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ B, H, T = 5, 2, 20
 
 @pytest.fixture
 def small_grids(axis_limits: Callable[..., None]) -> Iterator[None]:
-    """Axes 1 and 2 hold 4 programs, so that 5 sequences of 2 heads are too many."""
+    """Limit grid axes 1 and 2 to 4 programs, so that 5 sequences of 2 heads are too many."""
     axis_limits(2**31 - 1, 4, 4)
     yield
     functions._launchers.clear()
@@ -26,7 +29,7 @@ def small_grids(axis_limits: Callable[..., None]) -> Iterator[None]:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Grids of what the interpreter really started."""
+    """Record the grids of all launches that the interpreter runs."""
     from triton.runtime.interpreter import GridExecutor
     seen: list[tuple[int, ...]] = []
     execute = GridExecutor.__call__
@@ -43,7 +46,7 @@ def grid(meta: dict[str, Any]) -> tuple[int, int]:
 
 
 def twice(x: torch.Tensor, kernel: Any = foreign.scaled) -> torch.Tensor:
-    """A function as users write them: 2 x + 1 of [B, H, T]."""
+    """A function in the style of users: 2 x + 1 of [B, H, T]."""
     o = torch.full_like(x, float("nan"))
     kernel[grid](x, o, x.shape[2], x.shape[0], H=x.shape[1], BT=16)
     return o
@@ -89,7 +92,7 @@ def test_bf16_goes_by_way_of_fp32_copies() -> None:
 # --- functions ---
 
 class Twice(torch.autograd.Function):
-    """With a backward of kernels too."""
+    """The same as an autograd function, whose backward also uses kernels."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +116,7 @@ def test_launches_inside_a_function_are_planned_and_it_runs_in_parts(small_grids
         calls.append(x.shape[0])
         return layer(x)
     shielded = flashlin.shield(counted, batch={"x": 0})
-    for tried in ([5, 3, 2, 2, 1], [2, 2, 1]):  # what was found the first time is kept
+    for tried in ([5, 3, 2, 2, 1], [2, 2, 1]):  # the result of the first call is cached
         del starts[:], calls[:]
         o, rest = shielded(x)
         assert calls == tried

@@ -1,4 +1,4 @@
-"""benchmarks/sweep.py in the interpreter: what of a configuration counts."""
+"""benchmarks/sweep.py in the interpreter: the parts of a configuration that it compares."""
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
-"""Gradients of states that lie in dq and dk until these are written: to the bit those of a table, whatever
-the tiles of who writes them and of who reads them. TRITON_INTERPRET=1."""
+"""Gradients of states that are stored in dq and dk are equal to the bit to those of a table.
+
+This holds for any tiles of the kernels that write and read them. Run with TRITON_INTERPRET=1.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
