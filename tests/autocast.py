@@ -1,8 +1,11 @@
-"""Checks that autocast changes no op: calls of every op, forward and backward, inside and outside of it.
+"""Helpers that check that torch.autocast does not change the results of an op.
 
-``calls`` has four kinds of calls: all ops with all of their arguments, most of them packed
-(tests/hostile.py); their quick cases, which are dense (flashlin/testing/cases); packed calls of several
-chunks (tests/isolation.py); and functions that are no ops.
+Each call runs forward and backward, inside and outside of autocast. ``calls`` yields four kinds of calls:
+
+    arguments  every op with all of its arguments, most of them packed (tests/hostile.py)
+    quick      the quick cases of every op, which are dense (flashlin/testing/cases)
+    packed     packed calls of several chunks (tests/isolation.py)
+    beside     public functions that are not ops
 """
 from __future__ import annotations
 
@@ -21,19 +24,23 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case
 from tests import hostile, isolation
 
-# Their linear layer's product is in the autocast dtype, as documented, and so are its gradients.
+# The linear layer inside these ops multiplies in the autocast dtype, as documented; so does its backward.
 LINEAR = {op for op in hostile.OPS if op.endswith("_linear")} | {
     "fused_linear_cross_entropy_loss", "mamba_split_conv1d_scan_combined"}
-# The op writes to these, so they have no gradients.
+# Ops write to these arguments in place, so they have no gradients.
 WRITTEN = {"state", "states", "conv_state", "cache", "final_states_out"}
 BF16, F16 = torch.bfloat16, torch.float16
-UNDER = ((BF16, BF16), (F16, F16), (BF16, None), (None, F16))  # autocast of forward and of backward
+UNDER = ((BF16, BF16), (F16, F16), (BF16, None), (None, F16))  # (autocast in forward, in backward); None: off
 NO_GRADIENTS = {"causal_conv1d_update", "mamba_causal_conv1d_update", "selective_state_update"}
 
 
 class Call(NamedTuple):
-    """A call. make: returns the tensors and other arguments by name. function: called with them. constant:
-    names of arguments without gradients."""
+    """One call whose results must not depend on autocast.
+
+    make: returns the tensors and the other arguments by name.
+    function: is called with these arguments.
+    constant: names of the arguments without gradients.
+    """
     op: str
     kind: str
     make: Callable[[], dict[str, Any]]
@@ -63,8 +70,10 @@ def _of_isolation(call: isolation.Call) -> dict[str, Any]:
 
 
 def _beside_ops() -> dict[str, tuple[Callable[..., Any], dict[str, Any], set[str]]]:
-    """Yield public functions that are not ops: the function, its arguments, and the names of those without
-    gradients."""
+    """Return the public functions that are not ops, by name.
+
+    Each comes with its arguments and the names of the arguments without gradients.
+    """
     torch.manual_seed(0)
     randn, edges, slots = torch.randn, torch.tensor([0, 2, 6]), torch.tensor([0, 1])
     served = {"q": randn(1, 6, 2, 8), "k": randn(1, 6, 2, 8), "v": randn(1, 6, 2, 8), "g": randn(1, 6, 2),
@@ -119,9 +128,13 @@ def tensors_of(found: Any) -> list[Tensor]:
 
 def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32, forward: Any = None,
             backward: Any = None, function: Any = None, cotangent: Any = None) -> list[Tensor]:
-    """Return outputs, tensors that the op has written to, and gradients. forward, backward: the autocast
-    dtypes, None for no autocast. dtype: that of the inputs. function: replaces the call's function.
-    cotangent: applied to the gradient of each output."""
+    """Return the outputs of a call, the tensors that it wrote in place, and its gradients.
+
+    dtype: dtype of the floating-point inputs.
+    forward, backward: autocast dtype of that pass; None means no autocast.
+    function: replaces the function of the call.
+    cotangent: is applied to the incoming gradient of each output.
+    """
     given: dict[str, Any] = {}
     leaves: list[Tensor] = []
 
@@ -134,7 +147,7 @@ def results(call: Call, device: str = "cpu", dtype: torch.dtype = torch.float32,
         if not x.is_floating_point() or name in call.constant:
             return x
         leaves.append(x.requires_grad_())
-        return x.clone()  # an op may write only to tensors that are not leaves
+        return x.clone()  # autograd forbids in-place writes to a leaf that requires gradients
     given = {name: placed(name, x) for name, x in call.make().items()}
 
     def under(kind: Any) -> Any:
@@ -166,7 +179,10 @@ def differences(wanted: list[Tensor], found: list[Tensor], allowed: float = 0.0)
 
 
 def _off(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference of two tensors over the largest number of y; NaN equals NaN alone."""
+    """Return the largest difference of two tensors, divided by the largest finite magnitude in y.
+
+    NaN equals only NaN. Any other difference that is not finite counts as infinite.
+    """
     if x.numel() == 0 or torch.equal(x.nan_to_num(7e7), y.nan_to_num(7e7)):
         return 0.0
     size = y[y.isfinite()].abs().max().item() if y.isfinite().any() else 1.0
@@ -175,24 +191,24 @@ def _off(x: Tensor, y: Tensor) -> float:
 
 
 def changed(call: Call, device: str = "cpu") -> list[str]:
-    """Describe what autocast changes, forward and backward."""
+    """Describe each result of a call that autocast changes, in forward or backward."""
     wanted = results(call, device)
     return [f"autocast {forward} and {backward}: {difference}" for forward, backward in UNDER
             for difference in differences(wanted, results(call, device, forward=forward, backward=backward))]
 
 
 def negated(x: Any) -> Any:
-    """Return the same numbers in a lazily negated tensor."""
+    """Return the same numbers with torch's negative bit set, so that the memory holds them negated."""
     if isinstance(x, tuple):
         return tuple(map(negated, x))
     return torch._neg_view(-x) if isinstance(x, Tensor) and x.dtype != torch.bool else x
 
 
 def misread(call: Call, device: str = "cpu") -> list[str]:
-    """Describe what changes if all read-only tensors and incoming gradients are lazily negated."""
+    """Describe each result that changes if read-only inputs and incoming gradients have the negative bit."""
     def of(change: Callable[[Any], Any]) -> list[torch.Tensor]:
         def changed(**given: Any) -> Any:
             return call.function(**{name: x if name in WRITTEN else change(x) for name, x in given.items()})
         return results(call, device, function=changed, cotangent=change)
-    # A case may expand its tensors, and kernels may round a copy of an expanded tensor otherwise.
+    # The tolerance on a GPU: a case may expand tensors, and a kernel may round a contiguous copy differently.
     return differences(of(lambda x: x), of(negated), allowed=1e-5 if device == "cuda" else 0.0)

@@ -1,4 +1,4 @@
-"""Fixtures that more than one file of tests needs; ``fresh`` and ``interpreter`` hold for every test."""
+"""Fixtures that several test files share. ``fresh``, ``interpreter`` and ``in_sh`` apply to every test."""
 from __future__ import annotations
 
 import gc
@@ -26,22 +26,27 @@ from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
-torch.set_num_threads(1)  # the tensors are small
-GARBAGE = (100_000, 50, 100)  # allocations, and collections of younger objects, from one collection to the next
+torch.set_num_threads(1)  # test tensors are so small that more threads only add overhead
+GARBAGE = (100_000, 50, 100)  # thresholds for gc.set_threshold
 Compile = Callable[[str, list[Job]], list[Result]]
 
 
 def pytest_collection_finish() -> None:
-    """What the modules have loaded stays: looking for garbage in it, as often as Python does, takes a sixth of
-    the time of the interpreter's tests."""
+    """Exclude everything that is already loaded from garbage collection, and collect less often.
+
+    With Python's defaults, garbage collection takes a sixth of the time of the interpreter tests.
+    """
     gc.freeze()
     gc.set_threshold(*GARBAGE)
 
 
 @pytest.fixture(scope="session")
 def modules_read() -> None:
-    """Hypothesis looks through every module of the checkout for constants, once, at an early draw: two
-    seconds, which its own health check would count as inputs that are slow to make."""
+    """Let Hypothesis scan the checkout for constants before the tests that use it.
+
+    The scan happens once, at an early draw, and takes two seconds. Hypothesis' health check would otherwise
+    report that time as slow input generation.
+    """
     @settings(max_examples=5, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.integers())
     def draw(_: int) -> None:
@@ -50,8 +55,11 @@ def modules_read() -> None:
 
 
 def forget() -> None:
-    """Make this process one that has just begun: no machine is probed or pretended, nothing planned, told,
-    tried or compiled, kernels are really started, and the policy is that of the environment."""
+    """Reset flashlin to the state of a process that has just started.
+
+    This clears probed and simulated machines, plans, reported warnings, trials and compiled kernels. It also
+    removes a replaced launch function, and the policy is read from the environment again.
+    """
     machine.pretend(None)
     door.replace_starter(None)
     policy._current = None
@@ -62,13 +70,13 @@ def forget() -> None:
                  replay.calls, replay._recipes, door._kernels, compile_ahead._compiling,
                  compile_ahead._foreseen):
         kept.clear()
-    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+    if "torch._dynamo" in sys.modules:  # not imported here only for the reset: that takes seconds
         torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[Callable[[], None]]:
-    """Before and after every test all is forgotten; what this gives forgets it in between."""
+    """Reset flashlin before and after every test, and provide the function that resets it in between."""
     forget()
     policy.current()
     yield forget
@@ -77,7 +85,7 @@ def fresh() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter(request: pytest.FixtureRequest) -> None:
-    """Triton decides when it is imported, so without the variable everything in tests/interpret fails."""
+    """Fail the tests in tests/interpret unless TRITON_INTERPRET=1 was set when Triton was imported."""
     if request.path.parent.name == "interpret" and not interpreting():
         pytest.fail("TRITON_INTERPRET=1 is not set: run TRITON_INTERPRET=1 pytest tests/interpret")
 
@@ -86,7 +94,7 @@ def interpreter(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> None:
-    """No variable of flashlin's or Triton's is set."""
+    """Unset all environment variables of flashlin and Triton, and reset flashlin."""
     for name in list(os.environ):
         if name.startswith(("FLASHLIN_", "TRITON_")):
             monkeypatch.delenv(name)
@@ -95,13 +103,13 @@ def default_settings(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None])
 
 @pytest.fixture(autouse=True)
 def in_sh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are those of sh, whatever shell the tests are started from."""
+    """Make advice use the syntax of sh, regardless of the shell that started the tests."""
     monkeypatch.setattr(environment, "shell", lambda: "sh")
 
 
 @pytest.fixture
 def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a machine with a GPU has around Triton, for tests that simulate the rest of it."""
+    """Provide a fake libcuda and ldconfig, for tests that simulate the rest of a GPU machine."""
     folder = tmp_path_factory.mktemp("driver")
     (folder / "libcuda.so.1").touch()
     (folder / "ldconfig").write_text(f"#!/bin/sh\necho 'libcuda.so.1 (libc6) => {folder}/libcuda.so.1'\n")
@@ -111,14 +119,14 @@ def gpu_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 @pytest.fixture
 def torch_path() -> Iterator[None]:
-    """For tests of the torch path and what is around it; kernels have the interpreter and the GPU records."""
+    """Run a test on the torch path. Kernels are tested in the interpreter and by the GPU records instead."""
     with flashlin.settings(path="torch"):
         yield
 
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh: Callable[[], None]) -> Path:
-    """A home of the test's own, in which nothing is kept yet."""
+    """Set FLASHLIN_HOME to a folder of this test that does not exist yet, and return its path."""
     monkeypatch.setenv("FLASHLIN_HOME", str(tmp_path / "home"))
     fresh()
     return tmp_path / "home"
@@ -128,7 +136,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh: Callable[[], No
 
 @pytest.fixture
 def starts() -> list[str]:
-    """Names of the kernels that were started."""
+    """Return a list that receives the name of every kernel that is started from now on."""
     seen: list[str] = []
 
     def noting(launch: door.Launch, *rest: Any) -> None:
@@ -140,7 +148,10 @@ def starts() -> list[str]:
 
 @pytest.fixture
 def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """axis_limits(x, y, z): from now on a grid's axes hold so many programs, so that batches go in parts."""
+    """Return axis_limits(x, y, z), which lowers the limits of a grid's axes to so many programs.
+
+    Small calls then exceed a limit and run in several launches.
+    """
     def limited(*programs: int) -> None:
         monkeypatch.setattr(checks, "AXIS_LIMITS", programs)
         dispatch.plan.cache_clear()
@@ -149,17 +160,20 @@ def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def no_host_sync() -> Iterator[Callable[[], None]]:
-    """A host sync is an error from the call of what this gives to the end of the test."""
+    """Return a function after whose call every host synchronization raises, until the end of the test."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
 
-# --- every Triton release, without a GPU: launches recorded here, compiled in children that import it ---
+# --- every Triton release, without a GPU: launches are recorded here and compiled in child processes ---
 
 @pytest.fixture(scope="session")
 def compiled() -> Iterator[Compile]:
-    """compiled(version, jobs) -> results. A release is started once. One that cannot be installed skips the
-    test; in CI it fails: nobody looks at skips there."""
+    """Return compiled(version, jobs), which compiles jobs under a Triton release and returns their results.
+
+    One child process serves each release. If the release cannot be installed, the test is skipped; in CI it
+    fails, because skips go unnoticed there.
+    """
     compilers: dict[str, Compiler] = {}
 
     def run(version: str, jobs: list[Job]) -> list[Result]:
@@ -196,8 +210,12 @@ def call_gated(
     others: torch.dtype = torch.float32,
     edges: list[int] | None = None,
 ) -> None:
-    """An op of the scalar-decay family with all there is, forward and backward: gate, states in and out.
-    others: dtype of gate and state."""
+    """Call an op of the simple GLA family forward and backward with gate, initial state and final state.
+
+    dtype: dtype of q, k and v.
+    others: dtype of gate and state.
+    edges: boundaries of packed sequences; None for a dense batch.
+    """
     def leaf(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
     N = B if edges is None else len(edges) - 1
@@ -209,7 +227,7 @@ def call_gated(
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> list[Any]:
-    """The first arguments of every call of home.name from now on."""
+    """Wrap the function ``home.name`` and return a list that receives the first argument of every call."""
     seen, function = list[Any](), getattr(home, name)
 
     def noting(first: Any, *rest: Any, **options: Any) -> Any:
@@ -221,11 +239,11 @@ def noted(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> list[Any]:
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that Triton's own launch has started."""
+    """Return a list that receives every kernel that starts through Triton's JITFunction.run."""
     return noted(monkeypatch, triton.JITFunction, "run")
 
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The recipes of runs that were made again."""
+    """Return a list that receives the recipe of every replay."""
     return noted(monkeypatch, replay, "_replay")

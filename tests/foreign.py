@@ -1,4 +1,4 @@
-"""Kernels as users write them, for the tests of shield: nothing in here knows flashlin."""
+"""User-style Triton kernels for the tests of shield. They do not use flashlin."""
 from __future__ import annotations
 
 import triton
@@ -7,8 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
-    """o = 2 x + b of [B, H, T]; the usual layout of a grid, blocks on axis 0 and batch times heads on axis
-    1."""
+    """Compute o = 2 x + 1 for tensors [B, H, T], where the 1 is added only if the batch index is below B.
+
+    The grid has the usual layout: blocks of T on axis 0, batch times heads on axis 1.
+    """
     i_t, i_bh = tl.program_id(0), tl.program_id(1)
     i_b = i_bh // H
     t = i_t * BT + tl.arange(0, BT)
@@ -18,7 +20,7 @@ def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def running(x, o, T, N: tl.constexpr):
-    """What the sums of rows add up to, before each of T tiles."""
+    """Store the running total of row sums of T tiles [N, N], as it is before each tile."""
     n = tl.arange(0, N)
     total = tl.zeros([N], dtype=tl.float32)
     for t in range(T):
@@ -28,8 +30,10 @@ def running(x, o, T, N: tl.constexpr):
 
 @triton.jit
 def states(k, v, w, h, g, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
-    """The states of a delta rule between chunks of BT, one [K, V] for each: what users meet failure
-    reshapeOuts with."""
+    """Store the state [K, V] of a delta rule before each chunk of BT tokens.
+
+    Users report Triton's reshapeOuts failure with kernels of this form.
+    """
     i_bh = tl.program_id(0)
     b_h = tl.zeros([K, V], dtype=tl.float32)
     rows, columns, t = tl.arange(0, K), tl.arange(0, V), tl.arange(0, BT)
@@ -46,7 +50,7 @@ def states(k, v, w, h, g, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr)
 
 @triton.jit
 def product(a, b, c, N, BN: tl.constexpr):
-    """A plain matmul, whose accumulator is not scaled, on operands of any type."""
+    """Multiply two matrices [N, N] of any dtype; the accumulator is not rescaled."""
     i, j = tl.program_id(0), tl.program_id(1)
     n = tl.arange(0, BN)
     acc = tl.zeros([BN, BN], dtype=tl.float32)
@@ -76,14 +80,17 @@ def precise(x, o, BN: tl.constexpr):
 
 @triton.jit
 def keyed(x, BK: tl.constexpr, n, o, m):
-    """Its key, n, comes after BK, which only configurations give: what the autotuner of Triton 3.0 and 3.1
-    cannot count."""
+    """Compute o = x + m for the first n elements.
+
+    The autotuner's key n comes after BK, which only configurations provide. The autotuner of Triton 3.0 and
+    3.1 then looks the key up at a wrong position.
+    """
     at = tl.arange(0, BK)
     tl.store(o + at, tl.load(x + at, mask=at < n, other=0.0) + m, mask=at < n)
 
 
 @triton.jit
 def usual(x, o, B=4):
-    """A program for each of B, which has a default."""
+    """Compute o = x + B with one program per element; B has a default."""
     at = tl.program_id(0)
     tl.store(o + at, tl.load(x + at) + B)

@@ -1,5 +1,7 @@
-"""The proof that a document boundary may be written as a gate: -inf at a document's first token is the same
-as packing the documents."""
+"""Check that a gate can express a document boundary.
+
+A log decay of -inf at the first token of each document must give the same results as packing the documents.
+"""
 from __future__ import annotations
 
 import math
@@ -10,11 +12,11 @@ import torch.nn.functional as F
 
 import flashlin
 
-EDGES = (0, 9, 10, 40, 71)  # one right after another, and on both sides of the end of a chunk of 64
+EDGES = (0, 9, 10, 40, 71)  # includes a document of one token, and one across the end of a chunk of 64
 
 
 def inputs(op: str, dtype: torch.dtype, gates: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the op wants, two heads of 16 channels; g with a boundary where each document begins."""
+    """Return an op's inputs for two heads of 16 channels, with g = -inf at each document's first token."""
     generator = torch.Generator().manual_seed(0)
     T, H, K = EDGES[-1], 2, 16
     made = {name: F.normalize(torch.randn(1, T, H, K, generator=generator), dim=-1).to(dtype)
@@ -28,7 +30,7 @@ def inputs(op: str, dtype: torch.dtype, gates: torch.dtype) -> dict[str, torch.T
 
 
 def run(op: str, tensors: dict[str, torch.Tensor], **extra: Any) -> dict[str, torch.Tensor]:
-    """o and all gradients, for one and the same gradient of o."""
+    """Return o and the gradients of all tensors; every run uses the same incoming gradient of o."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     called = {"gk" if op == "fused_recurrent_gla" and name == "g" else name: x for name, x in leaves.items()}
     o = getattr(flashlin, op)(**called, **extra)[0]
@@ -45,7 +47,7 @@ def as_gate_and_packed(op: str, dtype: torch.dtype,
 
 
 def assert_same(op: str, dtype: torch.dtype, gates: torch.dtype, tolerance: float) -> None:
-    """And a gate that forgets everything has a gradient of 0, not only a small one."""
+    """Compare gated with packed documents, and require a gradient of exactly 0 for each gate of -inf."""
     ours, packed = as_gate_and_packed(op, dtype, gates)
     for name, expected in packed.items():
         torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=tolerance,

@@ -1,4 +1,4 @@
-"""A call of every op with all of its arguments, and what users pass in their places."""
+"""Complete arguments for a call of every op, and wrong values that users may pass instead."""
 from __future__ import annotations
 
 import inspect
@@ -19,12 +19,12 @@ from flashlin.testing.compare import Case
 
 OPS = sorted(PUBLIC)
 COMPOSED = sorted(set(flashlin.mamba.__all__) - set(OPS) - {"causal_conv1d_update"}
-                  - {name for name in flashlin.mamba.__all__ if name[0].isupper()})  # of flashlin.mamba alone
-T, H, D, W, N = 6, 2, 8, 4, 2  # two sequences are packed in a batch of one
+                  - {name for name in flashlin.mamba.__all__ if name[0].isupper()})  # only in flashlin.mamba
+T, H, D, W, N = 6, 2, 8, 4, 2  # N sequences are packed in a batch of one
 EDGES = (0, 4, T)
 SIZES = {"B": 2, "T": T, "H": H, "HV": H, "G": 1, "K": D, "V": D, "D": D, "P": D, "W": W, "L": W, "N": 5,
          "E": 5, "R": 3, "TR": 9, "num_householder": 1, "out": 5, "shape": (T, D), "rows": (T,)}
-# Facts of cases with which all tensors are made that go together.
+# Facts with which a case creates every optional tensor that can be combined with the others.
 ALL = {"raw": True, "residual": "same", "gate_dtype": "same", "g": "random", "gk": "random", "gv": "random",
        "gate": "random", "gated": True, "values": True, "tied": False, "of_D": None,
        "given": None, "without": ()}
@@ -40,7 +40,7 @@ def parameters(op: str) -> list[str]:
 
 
 def arguments(op: str) -> dict[str, Any]:
-    """Return those of a call that runs. Only those that contradict others are None."""
+    """Return all arguments of a valid call of the op; only arguments that contradict others are None."""
     names = parameters(op)
     given = OPTIONS if op in COMPOSED else {**options(op), **OPTIONS, **tensors(op, names)}
     given = {**given, **_special(op, given)}
@@ -50,7 +50,7 @@ def arguments(op: str) -> dict[str, Any]:
 
 
 def case_of(op: str) -> Case:
-    """Return the first case of an op, or of the one that it is by another name or in another mode."""
+    """Return the first case of an op, or of the op that it is an alias or another mode of."""
     names = (op, f"chunk_{op}", PUBLIC[op].planned_as)
     return next(case for name in names for case in CASES if case.op == name)
 
@@ -62,7 +62,7 @@ def options(op: str) -> dict[str, Any]:
 
 
 def tensors(op: str, names: list[str]) -> dict[str, Any]:
-    """Return all tensors that the op's cases declare, small, in float32."""
+    """Return small float32 tensors for every tensor argument that the cases of the op declare."""
     case = case_of(op)
     facts = {name: x for name, x in {**SIZES, **ALL}.items() if name in facts_of(case)}
     edges = EDGES if "cu_seqlens" in names else ()
@@ -88,7 +88,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def _special(op: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that are not as in the op's cases, or that no case declares."""
+    """Return the arguments that differ from the cases of the op, or that no case declares."""
     if "linear_attn" in op:
         return {"initial_state": (given["initial_state"], randn(N, 1, H, D))}
     if op == "mamba_inner_fn":
@@ -105,7 +105,7 @@ def _special(op: str, given: dict[str, Any]) -> dict[str, Any]:
                 **{name: randn(D) for name in ("weight", "bias", "weight1", "bias1")},
                 "return_dropout_mask": True, "zero_centered_weight": True}
     calls: dict[str, dict[str, Any]] = {
-        "fused_chunk_simple_gla": {"g_gamma": None},  # beside g
+        "fused_chunk_simple_gla": {"g_gamma": None},  # it excludes g
         "mamba_chunk_scan_combined": {"seq_idx": torch.zeros(1, T, dtype=torch.int32)},
         "mamba_split_conv1d_scan_combined": {"seq_idx": torch.zeros(2, T, dtype=torch.int32), "headdim": D,
                                              "ngroups": 1},
@@ -115,21 +115,21 @@ def _special(op: str, given: dict[str, Any]) -> dict[str, Any]:
     return calls.get(op, {})
 
 
-# Arguments for compatibility, which nobody reads, and those that only some ops or modes read.
+# Arguments that exist only for compatibility and are ignored, by all ops or by these ops.
 UNREAD = {"chunk_indices", "disable_recompute", "use_graph", "max_num_seqs"}
 UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"),
              ("fused_k_rwkv7", "cu_seqlens"),
-             # and of those that go token by token here, which read no copy:
+             # These run token by token here, so they do not need the host copy of cu_seqlens.
              ("fused_k_rwkv7", "cu_seqlens_cpu"),
              *((op, "cu_seqlens_cpu") for op in ("delta_rule", "gated_delta_rule", "gla", "kda", "rwkv6",
                                                  "rwkv7"))}
 
 
 def impossible(x: Any) -> dict[str, Any]:
-    """What no argument can be, in the place of one that is x."""
+    """Return values that are invalid for every argument, by name, as replacements of the argument x."""
     floats = x.float() if isinstance(x, Tensor) and x.ndim else torch.zeros(3, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's prototypes
+        warnings.simplefilter("ignore")  # torch warns that nested and quantized tensors are prototypes
         return {"text": "abc", "sparse": floats.to_sparse(), "complex": floats.to(torch.complex64),
                 "nested": torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)]),
                 "jagged": torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)],
@@ -139,7 +139,7 @@ def impossible(x: Any) -> dict[str, Any]:
 
 
 def doubtful(x: Any) -> dict[str, Any]:
-    """What some arguments can be, and others not."""
+    """Return values that are valid for some arguments only, by name, as replacements of the argument x."""
     tensor = x if isinstance(x, Tensor) else torch.zeros(3)
     return {"None": None, "3.5": 3.5, "-1": -1, "True": True, "NaN": math.nan, "list": [1.0, 2.0],
             "0-d": torch.tensor(1.0), "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int(),

@@ -1,5 +1,7 @@
-"""``settings(invariant=True)``, for the interpreter and for a GPU: to the bit, what a row gives depends neither on
-the batch nor on what follows."""
+"""Bitwise checks of ``settings(invariant=True)``, for the interpreter and for a GPU.
+
+The result of a row may depend neither on the rest of the batch nor on later tokens.
+"""
 from __future__ import annotations
 
 import torch
@@ -28,7 +30,7 @@ def inputs(op: str, T: int, H: int, D: int, device: torch.device, dtype: torch.d
             "chunk_rwkv6": {"r": q, "k": k, "v": v, "w": gk, "u": q[0, 0]},
             "chunk_kda": {"q": q, "k": k, "v": v, "g": gk, "beta": beta},
             "chunk_dplr_delta_rule": {"q": q, "k": k, "v": v, "a": -k, "b": k * beta[..., None], "gk": gk},
-            # slow decays, or nothing of one segment would be left in the next
+            # Slow decays: with fast ones, nothing of one segment's state would reach the next segment.
             "chunk_hgrn": {"x": v.flatten(2), "g": (gk / 50).to(dtype).flatten(2)}}[op]
 
 
@@ -39,8 +41,11 @@ def run(op: str, x: Tensors, h0: torch.Tensor | None = None) -> tuple[torch.Tens
 
 
 def compare(op: str, x: Tensors, prefix: int, cut: int) -> None:
-    """Fails where a row alone, a prefix, or a prefill in two pieces (cut: at a chunk's border) is not bitwise
-    what the whole is."""
+    """Fail unless partial calls give bitwise the results of the whole call.
+
+    The partial calls are each row alone, the first ``prefix`` tokens, and two consecutive pieces.
+    cut: token at which the second piece starts; must be a chunk boundary.
+    """
     def of(rows: slice, tokens: slice) -> Tensors:
         return {name: t if name == "u" else t[rows, tokens].contiguous() for name, t in x.items()}
     every = slice(None)

@@ -1,12 +1,15 @@
-"""The proof that what is not finite stays where it is, for every op: NaN or inf in one token of one head of
-one sequence.
+"""Check for every op that NaN or inf in one token of one head and sequence does not reach unrelated results.
 
-What may change is told by finite numbers: where outputs and gradients are the same to the bit after other
-finite numbers were put into a part of the inputs, they have to be the same after NaN and inf were put there.
-The part is
-    for outputs        the chunk of 64 tokens that holds the token, in its head and sequence: a chunk is a product of matrices
-    for gradients      all of its head and sequence: dk of an early token is made of what comes later
-    for gradients, where the gradients of the outputs are what is not finite, the token's chunk of those
+Finite numbers tell which results are unrelated. First, a region of the inputs is replaced by other finite
+numbers. Outputs and gradients that stay bitwise the same do not depend on the region. They must also stay
+the same when a token of the region becomes NaN or inf. The region is
+
+    for outputs
+        the chunk of 64 tokens with the token, in its head and sequence (a chunk is a product of matrices)
+    for gradients
+        the whole head and sequence (dk of an early token depends on later tokens)
+    for gradients, if NaN or inf is in the gradient of an output
+        the chunk of the token, in the gradient of that output
 """
 from __future__ import annotations
 
@@ -25,21 +28,31 @@ from tests.hostile import case_of
 CHUNK = 64
 SIZES = {"B": 2, "T": 130, "H": 2, "C": 6, "K": 8, "V": 8, "D": 6, "W": 4, "R": 3, "P": 200,
          "E": 16, "O": 1, "Z": 50, "M": 16, "F": 32}
-EDGES = (0, 5, 5, 75, 175, 182)  # two of about the same length, an empty one, and short ones at both ends
-# of each token's sequence
+EDGES = (0, 5, 5, 75, 175, 182)  # two long sequences, an empty one, and a short one at each end
+# The sequence number of each token.
 NUMBERS = [n for n, (first, last) in enumerate(pairwise(EDGES)) for _ in range(first, last)]
-SEQUENCE = 2  # of the packed ones: that which gets what is not finite
+SEQUENCE = 2  # the packed sequence that receives NaN or inf
 GATES = ("g", "gk", "gv", "w", "A", "ADT")
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """inputs: "name:LETTERS", a letter for each dimension: B, N (sequences), T, H and C (channels on their
-    own) keep to themselves, all others are free; "*name" gets no gradient. outputs: the letters of what comes
-    back. at_once: tokens that are one part. numbered: several sequences to a row, told apart by seq_idx, so
-    that states are of the first and the last; what is not finite reaches all heads of its own. shared: inputs of
-    which the token after a part has a share in it, so that a gradient that is not finite reaches theirs."""
+    """One call of an op, with the layouts of its tensors.
+
+    inputs: "name:LETTERS" for each tensor, one letter for each dimension. NaN must not spread along B, N
+        (sequences), T, H and C (independent channels); it may spread along other dimensions. "*name" has no
+        gradient.
+    outputs: the letters of each output.
+    extra: further arguments.
+    packed: the sequences are packed by cu_seqlens.
+    at_once: number of tokens that are computed together.
+    function: replaces the op's function.
+    numbered: seq_idx separates the sequences of a row. States then belong to the first and the last
+        sequence, and NaN may reach all heads of its own sequence.
+    shared: names of inputs where the first token after a region also affects the region. NaN in an output's
+        gradient may therefore reach the gradients of that token.
+    """
     op: str
     inputs: str
     outputs: str
@@ -63,7 +76,7 @@ class Call(NamedTuple):
         return tuple(sizes[letter] for letter in letters)
 
     def make(self, seed: int) -> Tensors:
-        """Decays are weak, so that what one token changes can be seen in all that follow it."""
+        """Return random inputs with weak decays, so that a change of one token affects all later tokens."""
         generator = torch.Generator().manual_seed(seed)
         made = {}
         for name, letters in self.layouts().items():
@@ -81,13 +94,17 @@ class Call(NamedTuple):
                 for letters in self.outputs.split()]
 
     def place(self, letters: str, tokens: str) -> tuple[Any, ...]:
-        """Where a tensor holds the token (a chunk's first, of packed ones one inside), its part (its chunk),
-        the token after that, or all of its sequence, in one head (numbered: in all)."""
+        """Return the index of the chosen tokens in a tensor with these dimension letters, in one head.
+
+        tokens: "token" (the first token of a chunk; in packed calls, one inside of it), "part" (its chunk),
+        "after" (the token after the chunk) or "all" (its whole sequence). In numbered calls, all but "token"
+        select every head.
+        """
         first, last = EDGES[SEQUENCE:SEQUENCE + 2] if self.packed or self.numbered else (0, SIZES["T"])
         at = CHUNK + 2 * self.packed
         begin = at // self.at_once * self.at_once
         token, part = first + at, slice(first + begin, min(first + begin + self.at_once, last))
-        if self.extra.get("reverse"):  # which counts tokens and chunks from the other end
+        if self.extra.get("reverse"):  # a reverse op counts tokens and chunks from the end
             token, part = first + last - 1 - token, slice(first + last - part.stop, first + last - part.start)
         after = slice(part.stop, min(part.stop + 1, last))
         rows = {"token": token, "part": part, "after": after, "all": slice(first, last)}[tokens]
@@ -96,7 +113,7 @@ class Call(NamedTuple):
         return tuple(index.get(letter, slice(None)) for letter in letters)
 
     def run(self, inputs: Tensors, cotangents: list[torch.Tensor]) -> tuple[list[torch.Tensor], Tensors]:
-        """Outputs, and gradients by name."""
+        """Return the outputs of the call, and its gradients by the name of the input."""
         constant = [one.split(":")[0][1:] for one in self.inputs.split() if one.startswith("*")]
         leaves = {name: x.clone().requires_grad_(name not in constant) for name, x in inputs.items()}
         bounds = {"cu_seqlens": torch.tensor(EDGES)} if self.packed else {
@@ -120,14 +137,19 @@ def changed(x: torch.Tensor, place: tuple[Any, ...], value: Any) -> torch.Tensor
 
 
 def kept(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Zeros do not count: what is zero whatever comes may be zero times NaN, as dg of the first token without
-    an initial state is."""
+    """Return a mask of the elements that are equal before and after, and not zero.
+
+    An element that is always zero may be a product with zero, which becomes NaN for a NaN input. An example
+    is dg of the first token without an initial state.
+    """
     return (before == after) & (before != 0)
 
 
 def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
-    """What changed although it may not, in words. briefly: NaN in all inputs at once, and no inf, where calls
-    take long."""
+    """Yield a description of each result that NaN or inf reaches although it must not.
+
+    briefly: puts NaN into all inputs at once and does not try inf, for slow calls.
+    """
     inputs, others, cotangents = call.make(0), call.make(1), call.cotangents(0)
     layouts, out_layouts = call.layouts(), call.outputs.split()
     tokens = [name for name, letters in layouts.items() if "T" in letters or "B" in letters]
@@ -144,8 +166,7 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
     far_outputs, far_grads = call.run(with_(tokens + states, "all", others), cotangents)
     states_free = [kept(x, y) for x, y in zip(outputs, far_outputs, strict=True)]
     grads_free = {name: kept(grads[name], x) for name, x in far_grads.items()}
-    # a test of the test: outside the token's row, or head, or channel there is something to be kept, and
-    # there is none at the token itself
+    # Check the check itself: most outputs must be independent of the region, but no output of the token.
     assert outputs_free[0].float().mean() > 0.6 and not outputs_free[0][call.place(out_layouts[0],
                                                                                    "token")].any()
 
@@ -176,7 +197,7 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
 
 
 def in_place(op: str, state: str) -> Callable[..., Any]:
-    """An op that updates a state, as one that returns it."""
+    """Return a function that calls an op that updates a state in place, and returns the new state."""
     def function(**tensors: Any) -> Any:
         after = tensors.pop(state).clone()
         y = getattr(flashlin, op)(**tensors, **{state: after})
@@ -189,7 +210,7 @@ def losses(logits: torch.Tensor, **extra: Any) -> tuple[torch.Tensor, torch.Tens
 
 
 def two_steps(op: str) -> Callable[..., Any]:
-    """A delta product that writes two keys a token, k and kk."""
+    """Return a function that calls a delta product with two keys per token, k and kk."""
     def function(q: torch.Tensor, k: torch.Tensor, kk: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
                  **rest: Any) -> Any:
         k, v, beta = (torch.stack(pair, 2).flatten(1, 2)
@@ -199,7 +220,7 @@ def two_steps(op: str) -> Callable[..., Any]:
 
 
 def with_states(**tensors: Any) -> Any:
-    """Mamba-3's scan, whose four states are one argument."""
+    """Call Mamba-3's scan with its four states as separate arguments; the op takes them as one tuple."""
     names = ("angle", "state", "k", "v")
     others = {name: x for name, x in tensors.items() if name not in names}
     return flashlin.mamba3_siso_combined(**others, Input_States=tuple([tensors[name] for name in names]))
@@ -207,17 +228,18 @@ def with_states(**tensors: Any) -> Any:
 
 LAST = {"output_final_state": True}
 QKV, STATE = "q:BTHK k:BTHK v:BTHV", "initial_state:NHKV"
-LETTERS = {"HV": "H", "H*K": "E", "rows": "BT", "C*of": "C", "one": "O", "of_beta": ""}  # of longer names
-# Facts and options of derived calls that are not those of the op's first case.
+# Letters for dimensions whose names in the cases are longer than one letter.
+LETTERS = {"HV": "H", "H*K": "E", "rows": "BT", "C*of": "C", "one": "O", "of_beta": ""}
+# Facts and options that differ from the first case of the op.
 FACTS: dict[str, dict[str, Any]] = {"fused_recurrent_gated_delta_rule": {"g": "random", "gv": "random"},
                                     "layernorm_fn": {"given": None}, "rmsnorm_fn": {"given": None},
                                     "fused_kda_gate": {"without": ("dt_bias",)}}
-WEAK = {"layer_idx": 399, "num_layers": 400}  # decays
+WEAK = {"layer_idx": 399, "num_layers": 400}  # a late layer has weak decays
 EXTRA: dict[str, list[dict[str, Any]]] = {
     **{f"{mode}_lightning_attn": [{**LAST, **WEAK}] for mode in ("chunk", "fused_recurrent")},
     "fused_recurrent_simple_gla": [LAST, {**LAST, "reverse": True}], "group_norm": [{"num_groups": 2}],
     "causal_conv1d": [{**LAST, "activation": "silu"}], "token_shift": [{"output_cache": True}]}
-# Other names of the same code, each once, packed or not.
+# Aliases of other ops: each is tested in one layout only. True: packed, False: dense.
 ONCE = {"fused_recurrent_retention": False, "fused_recurrent_linear_attn": False,
         "fused_recurrent_lightning_attn": False, "chunk_hgrn": False, "fused_chunk_simple_gla": True,
         "fused_chunk_retention": True, "fused_chunk_linear_attn": True}
@@ -232,8 +254,10 @@ def _letters(shape: str) -> str:
 
 
 def _declared(op: str) -> list[Call]:
-    """Return the calls of an op with the tensors and outputs that its cases declare. Without sequences, rows
-    keep to themselves."""
+    """Return the calls of an op with the tensors and outputs that its cases declare.
+
+    NaN must stay in its row (one token at a time) for an op without sequences.
+    """
     case = case_of(op)
     declared, facts = op_of(case), {**facts_of(case), **FACTS.get(op, {})}
     if not isinstance(declared.outputs, Mapping):
@@ -242,7 +266,7 @@ def _declared(op: str) -> list[Call]:
                       for name, one in declared.make.inputs.items() if one.made(name, facts))
     outputs = " ".join(_letters(shape) for shape in declared.outputs.values() if shape)
     always = {name: value for name, value in declared.always.items() if value is not None}
-    sequences = ":N" in inputs  # whose states are among the inputs
+    sequences = ":N" in inputs  # only ops over sequences have states [N, ...] among their inputs
     layouts = (ONCE[op],) if op in ONCE else (False, True) if sequences else (False,)
     return [Call(op, inputs, outputs, extra, packed, CHUNK if sequences else 1)
             for extra in EXTRA.get(op, [always]) for packed in layouts]
@@ -251,7 +275,7 @@ def _declared(op: str) -> list[Call]:
 SPECIAL: list[Call] = [
     *(call for op in ("chunk_gated_delta_product", "fused_recurrent_gated_delta_product")
       for call in _both(op, f"{QKV} g:BTH beta:BTH {STATE} kk:BTHK", "BTHV NHKV", function=two_steps(op))),
-    # Without a state dg of the first token is rounding, which says nothing.
+    # Without a state, dg of the first token is only rounding noise, so g has no gradient here.
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV", {}, True),
     Call("parallel_retention", QKV, "BTHV", {}, True),
     Call("parallel_simple_gla", f"{QKV} *g:BTH", "BTHV BHTT", {"output_attentions": True}),
@@ -259,7 +283,7 @@ SPECIAL: list[Call] = [
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK",
          "BTHV NHVK", {"chunk_size": 64, "return_final_states": True}),
-    # The gradient of the final states marks all of the last sequence, dC too, which does not depend on it.
+    # A NaN in the gradient of the final states reaches the whole last sequence, including dC.
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK *C:BTHK D:H z:BTHV", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}, at_once=EDGES[-1], numbered=True),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64},

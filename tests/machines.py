@@ -1,4 +1,4 @@
-"""Machines for the tests of doctor: broken ones, each in a process of its own, and ones made by hand."""
+"""Helpers for the tests of doctor: broken environments in child processes, and hand-made machines."""
 from __future__ import annotations
 
 import os
@@ -24,8 +24,12 @@ H200 = "triton=3.6.0,sm=90"
 
 def run(*arguments: str, before: str = "", path: tuple[Path, ...] = (), cwd: str | Path = ROOT,
         **environment: str) -> subprocess.CompletedProcess[str]:
-    """``flashlin`` with these arguments, after the script ``before``, with folders in front of the search
-    path."""
+    """Run the ``flashlin`` command in a child process and return its result.
+
+    before: a script that runs first in the child.
+    path: folders that are put in front of the import path.
+    environment: additional environment variables.
+    """
     script = (f"{textwrap.dedent(before)}\nimport sys\nfrom flashlin.__main__ import "
               f"main\nsys.exit(main({list(arguments)!r}))")
     search = os.pathsep.join(map(str, (*path, ROOT)))
@@ -34,7 +38,7 @@ def run(*arguments: str, before: str = "", path: tuple[Path, ...] = (), cwd: str
 
 
 def read(done: subprocess.CompletedProcess[str]) -> Report:
-    """The report, and nothing else on stdout; no traceback anywhere."""
+    """Return the JSON report from stdout; fail on other output there, or on a traceback on stderr."""
     assert "Traceback" not in done.stderr, done.stderr
     return Report.model_validate_json(done.stdout)
 
@@ -46,7 +50,7 @@ def package(folder: Path, name: str, text: str) -> Path:
 
 
 def installed(folder: Path, name: str, version: str) -> Path:
-    """What pip leaves of a package besides its files."""
+    """Write the metadata that pip writes for an installed package, and return the folder."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

@@ -1,6 +1,7 @@
-"""The recurrences without a delta term, token by token in float64. Slow on purpose.
-It goes head by head and shares nothing with the references in flashlin/kernels, since they are checked
-against it."""
+"""Slow reference for recurrences of GLA, RWKV-6 and DPLR, token by token and head by head in float64.
+
+It shares only ``spans_of`` with the references in flashlin/kernels, because those are checked against it.
+"""
 from __future__ import annotations
 
 import torch
@@ -26,14 +27,16 @@ def recurrence(
     before: bool = False,
     reverse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [B, T, HV, V], states [N, HV, K, V]), float64 and differentiable, of
+    """Return (o [B, T, HV, V], states [N, HV, K, V]) in float64; both are differentiable.
 
     gla, simple GLA:  S_t = D_t(S_{t-1}) + k_t v_t^T,  o_t = scale S_t^T q_t,  D_t(S) = e^{g_t + gamma}
     Diag(e^{gk_t}) S Diag(e^{gv_t})
-    rwkv6 (before):   o_t = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t, the state as above
+    rwkv6 (before):   o_t = scale (S_{t-1} + Diag(bonus) k_t v_t^T)^T q_t, with the state as above
     dplr (a and b):   S_t = D_t(S_{t-1}) + b_t (a_t^T S_{t-1}) + k_t v_t^T
 
-    Shapes as in kernels/recurrent/inputs.py. reverse: from a sequence's last token to its first.
+    The shapes are those of kernels/recurrent/inputs.py.
+    before: o reads the state before the token's update, as RWKV-6 does.
+    reverse: runs from the last token of each sequence to its first.
     """
     q, k, v = (x.double() for x in (q, k, v))
     g, gamma, gk, gv, bonus, a, b, h0 = (None if x is None else x.double()

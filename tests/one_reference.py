@@ -1,5 +1,8 @@
-"""Inputs at the border between one decay reference to a chunk and halving, for the interpreter and for a GPU:
-one reference must lose no more than halving, and be right wherever a chunk forgets."""
+"""Inputs at the limit up to which one decay reference per chunk is used, for the interpreter and for a GPU.
+
+Beyond the limit, kernels halve the chunk recursively. A single reference must be no less accurate than
+halving, and it must be correct wherever in the chunk the decays are strong.
+"""
 from __future__ import annotations
 
 import math
@@ -12,21 +15,25 @@ from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Tensors, allowed, judge, results
 
 GATES = {"chunk_gla": "g", "chunk_rwkv6": "w", "chunk_kda": "g", "chunk_gdn2": "g", "chunk_rwkv7": "w"}
-SPANS = (119.0, 120.0, 121.0)  # bits that a chunk loses; up to 120 of them one reference serves
-SIZES = (1e-3, 0.09, 30.0, 300.0)  # of what is multiplied, one a head
-WORSE = 1.2  # times the error of halving
-NEGLIGIBLE = 3e-6  # an error that float32 has anyway
+SPANS = (119.0, 120.0, 121.0)  # total decay of a chunk in bits; one reference is used up to 120
+SIZES = (1e-3, 0.09, 30.0, 300.0)  # scale of the operands, one for each head
+WORSE = 1.2  # allowed error of one reference, as a multiple of the error of halving
+NEGLIGIBLE = 3e-6  # RMS error that is always allowed: float32 rounding causes it
 WEAK = -1e-3
 
 
 def chunk_of(op: str, dtype: torch.dtype) -> int:
-    """Tokens of a chunk of heads of at most 64."""
+    """Return the number of tokens of a chunk for heads of at most 64 channels."""
     return 64 if dtype != torch.float32 else 32
 
 
 def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, list[torch.Tensor]]:
-    """Log decays [chunk] by what is special about them. Those of one name are judged together, since the
-    error of one sequence is luck: so what has no positions is there ``repeats`` times."""
+    """Return lists of log decays [chunk], by a name that describes them.
+
+    The sequences of one name are judged together, because the error of a single sequence varies by chance.
+    positions: positions of a single token with a strong decay.
+    repeats: number of sequences for each kind that has no positions.
+    """
     found: dict[str, list[torch.Tensor]] = {}
 
     def add(name: str, rows: slice, log: float) -> None:
@@ -52,12 +59,14 @@ def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, l
 
 def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[torch.Tensor], K: int,
          V: int) -> Tensors:
-    """The case's inputs, with a sequence for each of the decays, which three channels of four have, and a
-    head for each size."""
+    """Return the inputs of a case with one sequence for each list of decays and one head for each of SIZES.
+
+    Three of four channels have the given decays. The others, and five more tokens, have a weak decay.
+    """
     T = len(decays[0]) + 5
     made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
     size = torch.tensor(SIZES)[:, None]
-    delta = {"beta", "b"} & made.keys()  # whose keys have length 1
+    delta = {"beta", "b"} & made.keys()  # delta rules need keys of length 1, so k is not scaled
     for name in ("q", "r", "k", "v"):
         if name in made and (name != "k" or not delta):
             made[name] = (made[name].float() * size).to(dtype)
@@ -70,8 +79,10 @@ def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[
 
 def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch.Tensor], K: int,
            V: int) -> tuple[dict[tuple[str, int, int], float], list[str]]:
-    """The RMS ratio of each tensor, sequence and head (0 of those that have no sequences), and what is beyond
-    the op's own bounds."""
+    """Return RMS error ratios by (tensor, sequence, head), and descriptions of errors above the op's bounds.
+
+    Tensors without sequences have sequence 0.
+    """
     case = next(case for case in CASES if case.op == op and case.id == "random")
     case = case._replace(make=partial(make, of=case, decays=decays, K=K, V=V))
     found, beyond = {}, []
@@ -92,8 +103,11 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
              positions: Iterable[int] | None = None, repeats: int = 8, K: int = 64, V: int = 64) -> list[str]:
-    """What is wrong with one reference, and where it loses more than halving, which ``halve`` turns on and
-    off. positions: of one token that forgets; None for all."""
+    """Describe errors of one decay reference beyond the op's bounds, or beyond WORSE times those of halving.
+
+    halve: turns halving on or off.
+    positions: positions of the single token with a strong decay; None means all positions.
+    """
     chunk = chunk_of(op, dtype)
     special = gates(chunk, range(chunk) if positions is None else positions, repeats)
     decays = [one for several in special.values() for one in several]
@@ -117,8 +131,11 @@ def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[
 
 def check_taken(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
                 K: int) -> None:
-    """Where hardly anything is forgotten one reference is taken: results differ from halving's in their last
-    bits. Else there would be nothing to compare."""
+    """Fail unless the op uses one decay reference for weak decays.
+
+    Its results then differ from those of halving in the last bits. Equal results would mean that both runs
+    halve, so that the other checks compare nothing.
+    """
     decays, found = gates(chunk_of(op, dtype), ())["hardly anything"], []
     for halving in (True, False):
         halve(halving)

@@ -1,7 +1,7 @@
-"""Calls whose scans may overlap: of every kind of decay, state, head and dtype that these know.
+"""Calls that can use the overlapping kernels, for every supported kind of decay, state, head size and dtype.
 
-``python -m tests.overlapped`` makes those it is given on a GPU, in a process of its own since a wrong barrier
-hangs, and says how far they are from plain Triton's.
+``python -m tests.overlapped`` runs the given calls on a GPU and reports how far their results are from those
+of the plain Triton kernels. It runs as a separate process, because a wrong barrier hangs.
 """
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from flashlin.kernels.delta.reference import recurrence
 def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
               state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
               shift: int = 0, gradients: bool = False) -> list[torch.Tensor]:
-    """o and, if there is a state, the final one, or the gradients of the inputs. shift: elements that q
-    begins behind an address that a descriptor can have."""
+    """Call an op without a delta term; return o and the final state if there is one, or the input gradients.
+
+    shift: number of elements by which q, k and v start after an aligned address. A tensor descriptor needs
+    an aligned address.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(2 * T * 4 * D + shift, device=device, dtype=dtype)[shift:].view(2, T, 4, D)
                for _ in "qkv")
@@ -43,7 +46,7 @@ def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gate
 
 
 def pulled(call: Callable[[], list[torch.Tensor]], given: list[Any]) -> list[torch.Tensor]:
-    """The gradients of the tensors among what is given, for random ones of what the call returns."""
+    """Return the gradients of the given tensors, for random gradients of the outputs of the call."""
     leaves = [x.requires_grad_() for x in given if isinstance(x, torch.Tensor)]
     draw = torch.Generator().manual_seed(1)
     with torch.enable_grad():
@@ -68,9 +71,13 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
           state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
           shift: int = 0, long_keys: bool = False, gradients: bool = False,
           oracle: bool = False) -> list[torch.Tensor]:
-    """o and, if there is a state, the final one, of a delta rule; or the gradients of its inputs. shift: as
-    in sequences. long_keys: of the first head they multiply what is along them by -2.2 a token, but nothing
-    is written until the last tokens, so that it cannot be split. oracle: what float64 has, on the CPU."""
+    """Call a delta rule; return o and the final state if there is one, or the input gradients.
+
+    shift: as in ``sequences``.
+    long_keys: the keys of the first head multiply the state along them by -2.2 per token. The values are zero
+        until the last 8 tokens, so the head's sequence cannot be split into segments.
+    oracle: computes the results in float64 with the reference recurrence instead.
+    """
     draw, V = torch.Generator().manual_seed(0), V or D
 
     def drawn(*sizes: int) -> torch.Tensor:
@@ -126,7 +133,7 @@ DELTA: dict[str, Callable[..., list[torch.Tensor]]] = {
 BACK = {**{f"{name}, gradients": partial(call, gradients=True) for name, call in {**CALLS, **DELTA}.items()},
         SHARED: partial(mamba2, gradients=True, H=20, G=1)}
 ALL: dict[str, Call] = {**CALLS, **DELTA, **BACK}
-# Of kernels that these have, too.
+# Longer and unaligned calls for some of the same kernels.
 LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
     "many chunks, not aligned": partial(sequences, "chunk_simple_gla", T=4096, gated=True, state=True,
                                            shift=1),
@@ -142,7 +149,7 @@ LONG: dict[str, Callable[..., list[torch.Tensor]]] = {
 
 
 def kernel_of(name: str) -> str:
-    """The scan that a call is to start, or what follows it."""
+    """Return the name of the overlapping kernel that a call of CALLS, DELTA or BACK must start."""
     if name == SHARED:
         return "simple_gla_overlapped_shared"
     back = "_back" if "gradients" in name else ""
@@ -150,7 +157,7 @@ def kernel_of(name: str) -> str:
 
 
 def far(ours: torch.Tensor, right: torch.Tensor) -> float:
-    """Relative; infinite for what is not finite, or has another shape."""
+    """Return the relative error of ours; infinite if it is not finite or the shapes differ."""
     if ours.shape != right.shape:
         return math.inf
     ours, right = ours.double().cpu(), right.double().cpu()
@@ -159,15 +166,23 @@ def far(ours: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def verdict(name: str, parts: int) -> dict[str, Any]:
-    """Of a call whose sequences are in so many parts, or as planned: whether the scan was the one that plans
-    name; whether it gives the same each time; how far it is from plain Triton's; and how far both are from
-    float64, where there is that."""
+    """Run a call with plain and with overlapping kernels, and return a comparison.
+
+    parts: number of segments of each sequence; 0 means as planned.
+
+    The result has these keys:
+
+        planned       the plans name the overlapping kernel in all runs but the first, plain one
+        same          all runs of the overlapping kernel give bitwise the same results
+        from_plain    relative differences from the results of the plain kernel
+        from_float64  relative errors of the overlapping and of the plain kernel; delta rules only
+    """
     call = {**ALL, **LONG}[name]
     since, found, kernels = scans.OVERLAPS, [], []
     scans.forced_parts = parts
-    for never in (True, *[False] * 4):  # found by Triton, started directly, and as part of a run made again
+    for never in (True, *[False] * 4):  # plain; then overlapping: Triton's launch, direct, replayed
         scans.OVERLAPS = (99, 0) if never else since
-        if len(found) < 2:  # what is made again has the same plan
+        if len(found) < 2:  # later runs keep the plan, so that they are replays
             dispatch.plan.cache_clear()
         plans: list[flashlin.Plan] = []
         with dispatch.watching(plans.append):
@@ -186,9 +201,9 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Arguments: numbers of parts and names, in turn."""
+    """Run the calls that the command line names as pairs (number of segments, name), and report each."""
     say, given = channel(), sys.argv[1:]
-    flashlin.settings(canary="trial")  # whether it has run or not
+    flashlin.settings(canary="trial")  # allows kernels that have no record of a run yet
     for parts, name in zip(given[::2], given[1::2], strict=True):
         say(call=name, parts=int(parts))
         say(call=name, parts=int(parts), **verdict(name, int(parts)))

@@ -1,5 +1,8 @@
-"""Calls and models over several ranks beside the same on one device, for processes on the CPU, in the
-interpreter and on GPUs. ``run_jobs`` starts the processes; each job is a function of a process group."""
+"""Helpers that compare calls and models over several ranks with the same computation on one device.
+
+``run_jobs`` starts one process per rank, on the CPU, in the interpreter or on GPUs. Each job is a function
+that takes a process group.
+"""
 from __future__ import annotations
 
 import json
@@ -22,12 +25,17 @@ from flashlin import dispatch
 from flashlin.guards import checks
 
 Job = Callable[[Any], None]
-SECONDS = 60.0  # how long ranks wait for each other
+SECONDS = 60.0  # timeout of communication between ranks
 
 
 class Call(NamedTuple):
-    """tokens: tensors [B, T, ...], which ranks divide. shared: tensors that all have. state: the option that
-    asks for final states, '' for none."""
+    """One call of an op whose tokens are split over ranks.
+
+    tokens: tensors [B, T, ...] whose T the ranks divide.
+    shared: tensors that every rank has in full.
+    options: further arguments.
+    state: name of the option that returns final states; '' for none.
+    """
     op: str
     tokens: dict[str, Tensor]
     shared: dict[str, Tensor]
@@ -37,7 +45,10 @@ class Call(NamedTuple):
 
 def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype: torch.dtype = torch.float64,
          device: str = "cpu", G: int | None = None) -> Call:
-    """A call of H value heads, and G of q and k. edges: of packed sequences, which then are one row."""
+    """Return a random call of an op with H value heads and G heads of q and k.
+
+    edges: boundaries of packed sequences, which form a single row; None for two dense rows.
+    """
     torch.manual_seed(H + T)
     B, G = 2 if edges is None else 1, G or H
     N = B if edges is None else len(edges) - 1
@@ -63,7 +74,7 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
     elif op == "chunk_gated_delta_rule":
         tokens.update(g=decay(B, T, H), beta=beta)
         options["state_v_first"] = True
-    elif op == "chunk_gated_delta_product":  # two rows of k, v and beta a token
+    elif op == "chunk_gated_delta_product":  # two rows of k, v and beta per token
         tokens = {"q": q, "k": F.normalize(n(B, 2 * T, G, K), dim=-1), "v": n(B, 2 * T, H, K),
                   "g": decay(B, T, H), "beta": n(B, 2 * T, H).sigmoid()}
         options["num_householder"] = 2
@@ -101,13 +112,13 @@ def made(op: str, H: int, T: int, edges: Sequence[int] | None, K: int = 8, dtype
 
 
 def computed(call: Call, **ranks: Any) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
+    """Run a call forward and backward, and return its outputs and gradients by name."""
     tokens, shared = ({key: x.detach().clone().requires_grad_() for key, x in some.items()}
                       for some in (call.tokens, call.shared))
     options = {**call.options, **({call.state: True} if call.state else {})}
     returned = getattr(flashlin, call.op)(**tokens, **shared, **options, **ranks)
     o, state = returned if isinstance(returned, tuple) else (returned, None)
-    # weights that say which rank's they are, by what they lie beside
+    # Gradients of o that depend on its values: then results of the wrong rank cannot go unnoticed.
     pull = (torch.arange(o.shape[-1], device=o.device) + 1) * o.detach().double().sin()
     total = (o.double() * pull).sum()
     if state is not None:
@@ -118,13 +129,13 @@ def computed(call: Call, **ranks: Any) -> dict[str, Tensor]:
 
 
 def of_rank(call: Call, group: Any) -> Call:
-    """The call with this rank's part of the tokens."""
+    """Return the call with only the tokens of this rank."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return call._replace(tokens={key: x.chunk(size, 1)[rank] for key, x in call.tokens.items()})
 
 
 def together(found: dict[str, Tensor], call: Call, group: Any) -> dict[str, Tensor]:
-    """What all ranks found: tokens one after the other, shares added up."""
+    """Return the results of all ranks: concatenates tensors over tokens, and sums all others."""
     whole = {}
     for key, x in found.items():
         parts = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
@@ -135,14 +146,14 @@ def together(found: dict[str, Tensor], call: Call, group: Any) -> dict[str, Tens
 
 
 def close(found: Tensor, right: Tensor, bound: float, name: str) -> None:
-    """As far as bound times the largest of them."""
+    """Fail if an element differs by more than bound times (its magnitude + the largest one in right)."""
     torch.testing.assert_close(found, right, rtol=bound, atol=bound * float(right.abs().max()),
                                msg=lambda text: f"{name}: {text}")
 
 
 @contextmanager
 def divided(way: str) -> Iterator[None]:
-    """Calls over several ranks go this way, "heads" (where they can) or "tokens"."""
+    """Force calls in the block to split over "heads" (where possible) or "tokens", as ``way`` says."""
     checks.forced_over = way
     dispatch.plan.cache_clear()
     try:
@@ -153,7 +164,7 @@ def divided(way: str) -> Iterator[None]:
 
 
 def equal_one(call: Call, group: Any, **ranks: Any) -> None:
-    """float64: on all ranks as on one."""
+    """Fail unless a float64 call gives the same results over all ranks as on one, up to 1e-9."""
     right = computed(call)
     given = ranks or {"process_group": group}
     found = together(computed(of_rank(call, group), **given), call, group)
@@ -163,7 +174,7 @@ def equal_one(call: Call, group: Any, **ranks: Any) -> None:
 
 
 def as_exact_as_one(call: Call, group: Any, allowed: float = 1.5) -> None:
-    """Of kernels: no further from float64 than one device is, by the root mean square."""
+    """Fail if the RMS error over several ranks is above ``allowed`` times the error on one device."""
     exact = call._replace(tokens={key: x.double() for key, x in call.tokens.items()},
                           shared={key: x.double() for key, x in call.shared.items()})
     right, one = computed(exact), computed(call)
@@ -174,7 +185,7 @@ def as_exact_as_one(call: Call, group: Any, allowed: float = 1.5) -> None:
 
 
 class Layer(nn.Module):
-    """A mixer with a short convolution, as the models of these ops have it. kind: gdn, kda or mamba2."""
+    """A token mixer with a short convolution, as in published models. kind: gdn, kda or mamba2."""
 
     def __init__(self, kind: str, D: int, H: int) -> None:
         super().__init__()
@@ -213,7 +224,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([Layer(kind, D, H) for _ in range(2)])
 
     def forward(self, tokens: Tensor, targets: Tensor, edges: Tensor, **ranks: Any) -> Tensor:
-        """The sum of the losses."""
+        """Return the sum of the cross-entropy losses over the tokens."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, edges, ranks)
@@ -222,7 +233,10 @@ class Model(nn.Module):
 
 def model_equals_one(kind: str, group: Any, H: int = 3, device: str = "cpu",
                      dtype: torch.dtype = torch.float64, bound: float = 1e-9) -> None:
-    """Loss and gradients of a model of two layers, of packed documents that lie across ranks."""
+    """Fail unless a two-layer model over several ranks has the loss and gradients of one device.
+
+    The input is packed documents, some of which cross the boundary between two ranks.
+    """
     torch.manual_seed(0)
     model, T = Model(kind, D=4 * H, H=H).to(device, dtype), 64
     tokens, targets = torch.randint(11, (2, 1, T), device=device)
@@ -261,16 +275,20 @@ def _rank(rank: int, size: int, folder: str, backend: str, patience: float,
             except Exception:
                 said[name] = traceback.format_exc()
             Path(folder, f"{rank}.json").write_text(json.dumps(said))
-    os._exit(0)  # a job may have left a group that nobody can take leave of
+    os._exit(0)  # skips destroying process groups, which hangs if a job left one in a broken state
 
 
 def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "gloo",
              seconds: float = 300, patience: float = SECONDS) -> dict[str, list[str]]:
-    """What went wrong in each job on each of its ranks, '' for nothing. jobs: by name, how many ranks, and a
-    function at the top level of a module, or a partial of one. patience: how many seconds ranks wait for each
-    other."""
+    """Run jobs on several ranks, and return for each job the traceback of every rank; '' for success.
+
+    jobs: by name, the number of ranks and a function at the top level of a module, or a partial of one.
+    folder: folder for files that the ranks exchange.
+    seconds: time after which a process that still runs is killed.
+    patience: timeout of communication between ranks in seconds.
+    """
     size = max(n for n, _ in jobs.values())
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
+    context = multiprocessing.get_context("forkserver")  # imports torch only once
     context.set_forkserver_preload(["flashlin.ops._common.context_parallel", "tests.ranks"])
     ranks = [context.Process(target=_rank, args=(rank, size, str(folder), backend, patience, jobs))
              for rank in range(size)]

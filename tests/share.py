@@ -1,4 +1,4 @@
-"""What a push has time to test, and what it leaves to ``TEST_WHOLE=1 make test``."""
+"""Selection of the share of test cases that CI runs; ``TEST_WHOLE=1 make test`` runs all of them."""
 from __future__ import annotations
 
 import os
@@ -10,6 +10,8 @@ WHOLE = os.environ.get("TEST_WHOLE", "") not in ("", "0")
 
 
 def share(items: Sequence[Item], number: int, of: int) -> Sequence[Item]:
-    """Every ``of``-th item, other ones for the next number, so that neighbours have all of them between them;
-    TEST_WHOLE=1: all for each."""
+    """Return every ``of``-th item, or all items under TEST_WHOLE=1.
+
+    The first one depends on ``number``, so that ``of`` consecutive numbers cover all items together.
+    """
     return items if WHOLE else items[number % of::of]

@@ -1,5 +1,7 @@
-"""Machines that are simulated whole: their cards, torch, Triton, driver, variables and packages; and what a
-command for a shell changes on them."""
+"""Simulated machines with GPUs, torch, Triton, driver, environment variables and packages.
+
+A simulated machine also shows the effect of shell commands, so that tests can follow the advice of doctor.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ KNOWN = (*BEFORE_VOLTA, *SHARED_PER_BLOCK)
 
 
 class World(NamedTuple):
-    """cards: by name. torch: as pip says, ``2.13.0+cpu`` of a build without CUDA, ``""`` where it is missing.
-    torch_error, triton_error: what its import raises. beside: other Tritons in the same folder. driver:
-    ``""`` where there is none. others: packages that ask for a torch or a Triton. installer: what put torch
-    there. variables: set in the shell. mode: the cards' compute mode."""
+    """One simulated machine.
+
+    cards: names of its GPUs.
+    torch: version as pip reports it; ``2.13.0+cpu`` for a build without CUDA, ``""`` if it is missing.
+    triton: version; ``""`` if it is missing.
+    torch_error, triton_error: error that the import raises; ``""`` for none.
+    beside: names of other Triton distributions in the same folder.
+    driver: version; ``""`` if there is no driver.
+    others: further packages that require a torch or a Triton.
+    installer: program that installed torch: pip, uv or conda.
+    variables: environment variables of the shell.
+    python: major and minor version.
+    mode: compute mode of the GPUs.
+    """
 
     cards: tuple[str, ...] = ()
     torch: str = "2.10.0"
@@ -50,7 +62,7 @@ class World(NamedTuple):
 
     @property
     def seen(self) -> bool:
-        """Whether torch sees the cards."""
+        """True if torch can use the GPUs."""
         return bool(
             self.cards
             and self.cuda
@@ -122,7 +134,11 @@ class World(NamedTuple):
         )
 
     def after(self, command: str) -> World:
-        """The machine after a line for a shell; what pip would find satisfied changes nothing."""
+        """Return the machine after a shell command line.
+
+        A requirement that is already satisfied changes nothing, as with pip. The method fails if the command
+        breaks another package, or if the new Triton has no wheel for this Python.
+        """
         world = self
         for step in filter(None, command.split(" && ")):
             world = world._step(shlex.split(step))
@@ -180,7 +196,7 @@ class World(NamedTuple):
         )
 
     def doctor(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Report:
-        """What doctor says on this machine."""
+        """Return the report of doctor on this machine."""
         with monkeypatch.context() as here:
             here.setattr(diagnosis, "examine", self.machine)
             here.setattr(diagnosis, "section", lambda machine, import_all: (Section(), {}))

@@ -1,5 +1,7 @@
-"""Inputs that are hard on sequences in parts, for the interpreter and for a GPU: what carries states from part
-to part must lose no more than a scan of the whole."""
+"""Inputs that are numerically hard for sequences in segments, for the interpreter and for a GPU.
+
+The computation that carries states between segments must be no less accurate than a scan of the sequence.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,12 +15,12 @@ from flashlin.testing.cases import delta, dplr, sequences
 from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case, Tensors, judge, results
 
-ALLOWED, SEEDS = 1.25, 4  # times the error of the whole
-NEGLIGIBLE = 3e-6  # an error that float32 has anyway
+ALLOWED, SEEDS = 1.25, 4  # allowed error, as a multiple of the unsplit scan's error; number of random seeds
+NEGLIGIBLE = 3e-6  # RMS error that is always allowed: float32 rounding causes it
 
 
 def weak_keys(dtype: torch.dtype, generator: torch.Generator, **facts: Any) -> Tensors:
-    """A large state, and keys that hardly touch it."""
+    """Return inputs with a large initial state and keys so small that they hardly change it."""
     made = delta.rule(dtype, generator, **facts)
     return {**made, "k": made["k"] / 50, "initial_state": made["initial_state"] * 1000}
 
@@ -46,16 +48,20 @@ HARD: dict[str, Callable[..., Case]] = {
 
 
 def errors(of: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, float]:
-    """The RMS ratio of every output and gradient."""
+    """Return the RMS error ratio of every output and gradient of a case, by name."""
     pairs = results(of, device, dtype, seed).items()
     return {name: judge(name, ours, right, 1).rms for name, (ours, right) in pairs}
 
 
 def compare(of: Case, device: torch.device, dtype: torch.dtype, forced: Callable[[int], None],
             parts: int) -> None:
-    """Fails where parts lose more than the whole may, or are not finite where that is. The gradients of gates
-    are a number a token, so few that one seed's error is luck: where it is beyond, that of SEEDS together
-    counts."""
+    """Fail if a split sequence is less accurate than ALLOWED times the unsplit scan, or not finite.
+
+    The gradients dg and dbeta have only one number per token, so the error of a single seed varies by chance.
+    If only they exceed the bound, the errors of all SEEDS together count.
+
+    forced: sets the number of segments.
+    """
     squares: dict[str, list[float]] = {}
     for seed in range(SEEDS):
         forced(1)
@@ -63,7 +69,7 @@ def compare(of: Case, device: torch.device, dtype: torch.dtype, forced: Callable
         forced(parts)
         split = errors(of, device, dtype, seed)
         for name, error in whole.items():
-            if error == error:  # the whole is finite
+            if error == error:  # not NaN: the unsplit result is finite
                 sums = squares.setdefault(name, [0.0, 0.0])
                 sums[0], sums[1] = sums[0] + split[name] ** 2, sums[1] + error ** 2
         beyond = {name: (ours, right) for name, (ours, right) in squares.items()

@@ -1,6 +1,8 @@
-"""The proof that no decay is too strong, for any op with a decay of its own in each key channel: long
-sequences whose channels forget at random, down to e^-20 a token, beside one that keeps nothing and one that
-keeps everything."""
+"""Check of ops with one decay per key channel on long sequences with very strong decays.
+
+The channels decay at random, down to e^-20 per token. In addition, one channel forgets everything at each
+token and one channel never decays.
+"""
 from __future__ import annotations
 
 from functools import partial
@@ -15,9 +17,12 @@ OPS = ("chunk_gla", "chunk_rwkv6", "chunk_kda")
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, T: int, K: int, V: int,
              H: int = 2) -> list[str]:
-    """What is wrong with outputs, states and gradients of the op's case ``strong`` made so large, beside the
-    recurrence in float64. The two channels are judged by themselves, too, each against its own size: beside
-    the one that keeps everything a mean would hide the other, whose gate has gradients of 1e-8."""
+    """Describe errors in outputs, states and gradients of the op's case ``strong`` at the given sizes.
+
+    The results are compared with the recurrence in float64. The two special channels are also compared on
+    their own, relative to their own size. A mean over all channels would hide errors of the channel that
+    forgets everything, because the gradients of its gate are only 1e-8.
+    """
     strong = next(case for case in CASES if case.op == op and case.id == "strong")
     case = strong._replace(make=partial(strong.make, B=1, T=T, H=H, K=K, V=V))
     found = []

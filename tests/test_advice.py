@@ -1,5 +1,7 @@
-"""doctor's advice on simulated machines: after it has been followed, doctor says no worse and advises nothing
-more."""
+"""Tests of doctor's advice on simulated machines.
+
+After a user follows the advice, doctor must report no worse grade and give no further advice.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ INDEX = "https://download.pytorch.org/whl/"
 UNSET = "unset CUDA_VISIBLE_DEVICES"
 ELSEWHERE = environment.elsewhere()
 
-# The machine, its grade, the command, the grade after it, and words of the advice.
+# MACHINES has, by name: the machine, its grade, the advised command, the grade after it, words of the advice.
 ALL = len({plan.op for plan in flashlin.doctor(target="H100,triton=3.6.0").plans})
 EVERY = f"this makes all {ALL} ops run as Triton kernels"
 
@@ -40,11 +42,11 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "two A100": (World(("A100", "A100"), "2.8.0", "3.4.0"), "ok", "", "ok", ""),
     "a torch nobody has looked at": (World(("H100",), "2.99.0", "3.9.0"), "ok", "", "ok", ""),
     "an MI300": (World(("MI300",), driver=""), "degraded", "", "degraded", ""),
-    # fp16 would need copies from 3.3 on, so what bf16 gains is no way out
+    # Since 3.3, fp16 would need fp32 copies, so an upgrade that helps bf16 is no improvement.
     "a T4 with 3.2.0": (World(("T4",), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
     "a T4 with 3.3.1": (World(("T4",), "2.7.1", "3.3.1"), "degraded", "", "degraded", ""),
     "an H100 and a T4": (World(("H100", "T4"), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
-    # another torch is worth its while only where it can be said what for
+    # With four kinds of GPU, no other torch is clearly better, so none is advised.
     "four kinds of card": (
         World(("H100", "T4", "A100", "V100"), "2.6.0", "3.2.0"),
         "degraded",
@@ -102,7 +104,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         "torch 2.6.0 was made with Triton 3.2.0, not 3.3.1",
     ),
-    # a Triton that cannot be used
+    # a Triton that is missing or cannot be imported
     "an H100 without Triton": (
         World(("H100",), triton=""),
         "degraded",
@@ -159,7 +161,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         EVERY,
     ),
-    # a torch that cannot be used
+    # a torch that is missing or cannot be imported
     "an H100 without torch": (
         World(("H100",), "", ""),
         "broken",
@@ -249,7 +251,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         EVERY,
     ),
-    # a card that torch does not see
+    # a GPU that torch does not see
     "a CPU build beside an H100": (
         World(("H100",), "2.13.0+cpu", "3.7.1"),
         "degraded",
@@ -314,7 +316,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         EVERY,
     ),
-    # variables
+    # environment variables
     "a cache that cannot be written": (
         World(("H100",), variables=(("TRITON_CACHE_DIR", "/dev/null/cache"),)),
         "broken",
@@ -370,7 +372,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "ok",
         "",
     ),
-    # what holds a version
+    # another package requires the installed version
     "vLLM on a B200": (
         World(("B200",), "2.6.0", "3.2.0", others=(VLLM,)),
         "broken",
@@ -434,12 +436,12 @@ COSTS = ("kernels", "fewer warps", "batch in parts", "fp32 copies", "plain torch
 
 
 def cost(found: Report) -> int:
-    """How far all ops are from kernels on the tensors as they are."""
+    """Return the summed cost of all planned ops; lower is closer to kernels on the unchanged tensors."""
     on_gpu = any(one.backend == "cuda" for one in found.devices)
     return sum(COSTS.index(plan.way) for plan in found.plans) if on_gpu else len(found.plans) * len(COSTS)
 
 
-# --- what a simulated machine makes of other commands, so that a wrong advice would be seen ---
+# --- the simulated machine's reaction to other commands, so that the tests can detect wrong advice ---
 
 
 @pytest.mark.parametrize(
@@ -470,7 +472,7 @@ def test_what_another_package_needs_is_not_broken() -> None:
 
 
 def test_an_advice_that_another_pair_would_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # the advice of before: the next Triton, to which torch 2.6 does not belong
+    # An earlier advice: only the next Triton, which does not match torch 2.6.
     world, *_ = MACHINES["a T4 with 3.2.0"]
     after = world.after('pip install "triton==3.3.1"').doctor(monkeypatch)
     assert after.advice is not None and after.advice.command
@@ -479,7 +481,7 @@ def test_an_advice_that_another_pair_would_follow_is_seen(monkeypatch: pytest.Mo
 def test_a_named_machine_is_advised_by_its_triton() -> None:
     for target in ("triton=3.3.0,sm=120", "triton=3.3.0,sm=120,torch=2.7.0"):
         advice = flashlin.doctor(target=target).advice
-        # 3.3.1 would do, but the wheels of the torch that has it have no code for that card
+        # Triton 3.3.1 would work, but the wheels of its torch, 2.7, contain no code for this GPU.
         assert advice is not None and advice.command == 'pip install "torch==2.8.0"'
         assert f"all {ALL}" not in advice.why and "ops run as Triton kernels" in advice.why
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmark that need no GPU: floors, inputs, the table, the plot, the file of winners."""
+"""Tests of the benchmark code without a GPU: floors, inputs, timing, table, plot and the file of winners."""
 from __future__ import annotations
 
 import inspect
@@ -33,18 +33,18 @@ RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11"
 # -- floors and inputs
 
 @pytest.mark.parametrize(("op", "shape", "floors"), [
-    # q k v g -> o: four of 4 * 4096 * 32 * 128 * 2 bytes, g 4; again the inputs, do and their gradients
+    # q, k, v, o: 4 * 4096 * 32 * 128 * 2 bytes each; g in fp32. Backward: the inputs again, do, all gradients.
     ("chunk_simple_gla", Shape(4, 4096, 32, 128), (4 * 134217728 + 2097152, 11 * 134217728 + 3 * 2097152)),
-    # 16 heads of q, k; 48 of v, o, g (fp32), beta (bf16)
+    # 16 heads of q and k; 48 heads of v, o, g (fp32) and beta (bf16)
     ("chunk_gated_delta_rule", Shape(1, 8192, 16, 128, HV=48),
      (2 * 33554432 + 2 * 100663296 + 8192 * 48 * 6,
       6 * 33554432 + 5 * 100663296 + 3 * 8192 * 48 * 6)),
     # the state, 1 MiB in fp32, is read and written
     ("fused_recurrent_retention", Shape(1, 1, 16, 128), (2 * 16 * 128 * 128 * 4 + 4 * 16 * 128 * 2,)),
-    # x, w -> y; again both, dy and both gradients
+    # x, w -> y. Backward: x and w again, dy and the two gradients.
     ("rms_norm", Shape(1, 16384, 1, 4096), (2 * 134217728 + 8192, 5 * 134217728 + 3 * 8192)),
     ("layer_norm", Shape(1, 524288, 1, 128), (2 * 134217728 + 2 * 256, 5 * 134217728 + 6 * 256)),
-    # the cache of 4 taps is read and written, too
+    # the cache of 4 taps is also read and written
     ("causal_conv1d_update", Shape(128, 1, 1, 4096), (2 * 128 * 4096 * (1 + 1 + 4 + 4) + 4096 * 4 * 2,)),
 ])
 def test_a_floor_is_each_tensor_once(op: str, shape: Shape, floors: tuple[int, ...]) -> None:
@@ -89,11 +89,16 @@ def test_every_case_has_a_name_of_its_own() -> None:
     assert list(calls.cases("gla", shapes=["1x32768x8x128"])) == ["chunk_gla 1x32768x8x128 v"]
 
 
-# -- the clock, on a card whose time is arithmetic
+# -- timing, on a simulated GPU whose clock is computed
 
 class Card:
-    """A host and a queue. now: the host's seconds; done: when the queue is empty; captured: seconds of what
-    is being captured. debug: torch's mode for calls that wait."""
+    """A simulated host with a GPU queue.
+
+    now: time of the host in seconds.
+    done: time at which the queue is empty, in seconds.
+    captured: GPU seconds of the graph that is being captured; None outside of a capture.
+    debug: torch's sync debug mode; "error" makes synchronizing calls raise.
+    """
 
     def __init__(self) -> None:
         self.now, self.done = 0.0, 0.0
@@ -206,7 +211,7 @@ def test_a_failure_is_the_row_s_result_and_the_others_are_timed() -> None:
 
 def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that are not measured again stay."""
+    """The record keeps earlier rows that a new run does not measure."""
     monkeypatch.setattr(compare, "sides", lambda op, shape: {
         **dict.fromkeys(("fla", "flashlin"), getattr(flashlin, op.name)), "FlashQLA": "not installed"})
     monkeypatch.setattr(compare, "stop_refusing", lambda: True)
@@ -344,19 +349,19 @@ def made_anew() -> Iterator[None]:
 
 
 class Kernel:
-    """As much of a kernel as a tuner touches."""
+    """A stub with only the attributes of a kernel that the autotuner uses."""
     arg_names = ("n", "BK")
 
     @staticmethod
     def fn(n: int, BK: int) -> None:
-        """Only its name counts."""
+        """Stand in for the kernel's function, of which only the name is used."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class Timer:
-    """A ``do_bench`` for which each configuration is faster than the one before."""
+    """A fake ``do_bench`` that reports each configuration as faster than the one before."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -367,7 +372,7 @@ class Timer:
 
 
 def tuner(timer: Timer, *sizes: int) -> Any:
-    """Negative sizes: with fewer registers."""
+    """Return an autotuner with one configuration per size; a negative size also sets maxnreg=128."""
     configs = [triton.Config({"BK": abs(size)}, num_warps=2, maxnreg=128 if size < 0 else None)
                for size in sizes]
     return Autotuner(Kernel(), Kernel.arg_names, configs, ["n"], None, None, do_bench=timer)

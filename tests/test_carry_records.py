@@ -1,4 +1,4 @@
-"""tools/carry_records.py: records go over to kernels that differ in names alone."""
+"""Tests of tools/carry_records.py, which transfers records to kernels that differ only in names."""
 from __future__ import annotations
 
 import importlib.util
@@ -56,8 +56,10 @@ Make = Callable[..., tuple[dict[str, kernel_facts.Function], str]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Write a module of kernels and return its kernel's functions. changes: texts, each replaced by its
-    partner."""
+    """Return made(module, *changes), which writes a module and returns its kernel's functions and full name.
+
+    changes: pairs (old text, new text) that are replaced in the module's source.
+    """
     def made(module: str, *changes: tuple[str, str], kernel: str = "main") -> Any:
         text = KERNEL
         for old, new in changes:
@@ -245,7 +247,7 @@ def test_help_teaches_and_a_wrong_checkout_is_one_line() -> None:
 
 
 def test_every_kernel_of_flashlin_can_be_read() -> None:
-    """A kernel with code that the comparison does not follow could not be carried."""
+    """The comparison supports all code in flashlin's kernels, so every record can be transferred."""
     found = kernel_facts.ask(ROOT, "kernels", package="flashlin.kernels")
     unknown = [f"{name}: {token[1]}" for name, kernel in found.items()
                for _, tokens in kernel["functions"].values() for token in tokens if token[0] == "unknown"]

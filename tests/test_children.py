@@ -1,5 +1,4 @@
-"""Child processes import what their parent would, and nothing that happens to lie in the current directory;
-all of them are started so."""
+"""Tests of child processes: they import the same modules as the parent, and none from the current directory."""
 from __future__ import annotations
 
 import ast
@@ -26,7 +25,7 @@ TRAP = "import os; open(os.environ['TRAP'], 'w').write(__name__); raise SystemEx
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory full of modules that tell when somebody imports them."""
+    """Make a current directory with modules that record their import; return the file of the record."""
     (tmp_path / "here").mkdir()
     for name in ("json", "argparse", "inspect", "runpy", "torch", "flashlin", "tempfile", "signal"):
         (tmp_path / "here" / f"{name}.py").write_text(TRAP)
@@ -55,21 +54,24 @@ def test_the_parent_s_path_is_the_child_s(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_child_of_ours_is_started_so() -> None:
-    """A command of [sys.executable, "-m", ...] would have the current directory on its path."""
+    """No code starts a child with [sys.executable, "-m", ...], which puts the current directory on its path."""
     found = []
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
-    # The first cleans its path itself. A script has its own folder on its path, not the current directory.
+    # first_aid.py cleans the child's path itself. A script has its own folder on its path instead.
     assert sorted(found) == ["first_aid.py: '-u' '-c'", "house.py: __file__ '--watch'",
                              "kernel_facts.py: __file__ '--answer'",
                              "subprocesses.py: '-c' _BEGIN"]
 
 
 def test_one_module_starts_programs() -> None:
-    """tools/ has four more. They run before flashlin is installed, where it is broken, or for an older
-    checkout that has no such module."""
+    """Only compat/subprocesses.py and four tools start programs.
+
+    The tools run before flashlin is installed, when it is broken, or for an older checkout without that
+    module.
+    """
     found = set()
     for path in OURS:
         called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text()))
@@ -147,7 +149,7 @@ def test_a_child_whose_time_is_up_is_ended_with_what_it_has_started() -> None:
 
 
 def test_what_a_child_leaves_behind_is_ended_and_takes_no_verdict_away() -> None:
-    """The process that it has left keeps its output open."""
+    """A grandchild that keeps the output open is ended, and the result of the child is still reported."""
     ended = run_to_end([sys.executable, "-c", LEAVES.format(seconds=0)], limit=60.0)
     assert (ended.code, ended.stdout, ended.timed_out) == (0, "1\n", False) and ended.seconds < 30
 

@@ -1,5 +1,4 @@
-"""The command line: what it says and how it ends, in pipes, without a GPU, with dependencies that cannot be
-imported."""
+"""Tests of the command line: output and exit codes in pipes, without a GPU and with broken dependencies."""
 from __future__ import annotations
 
 import json
@@ -79,7 +78,7 @@ def test_the_version_is_told_however_broken_the_rest_is(tmp_path: Path) -> None:
     assert missing.stdout == f"flashlin {flashlin.__version__}, torch not installed, triton not installed\n"
 
 
-# --- what cannot be imported ---
+# --- dependencies that cannot be imported ---
 
 @pytest.mark.parametrize(("missing", "fix", "command"), [
     ("pydantic", '"pydantic>=2"', "doctor --json"), ("packaging", '"packaging>=22"', "doctor"),
@@ -142,7 +141,7 @@ def test_degraded_fails_where_it_is_asked_to(target: str, fail_on: tuple[str, ..
 def test_warmup_without_a_gpu_is_one_line_and_starts_nothing(monkeypatch: pytest.MonkeyPatch, home: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(trials, "CHILD", lambda *arguments: pytest.fail("a child was started"))
-    assert main(["warmup", "--op", "l2norm", "--device", "cuda:99"]) == 2  # no machine has that many
+    assert main(["warmup", "--op", "l2norm", "--device", "cuda:99"]) == 2  # no machine has so many GPUs
     shown = capsys.readouterr()
     assert not shown.out and len(shown.err.splitlines()) == 1
     assert shown.err.startswith("flashlin warmup: device: got cuda:99, need a GPU that torch can use (")

@@ -1,4 +1,4 @@
-"""doctor's verdicts: what is degraded and what that costs, imports that fail, settings and folders."""
+"""Tests of doctor's verdicts: degraded machines and their cost, failing imports, settings and folders."""
 from __future__ import annotations
 
 import re
@@ -89,7 +89,7 @@ def test_a_card_that_torch_cannot_use_is_degraded_with_the_repair(cuda: str | No
     assert found.plans[0].verdict == "ok"
 
 
-# --- what cannot be imported ---
+# --- modules that cannot be imported ---
 
 @pytest.mark.parametrize(("text", "said"), [
     ("raise RuntimeError('0 active drivers')", "RuntimeError: 0 active drivers"),

@@ -1,4 +1,4 @@
-"""doctor answers on every machine, however broken, and what it says is what happens."""
+"""Tests that doctor gives an answer on every machine, however broken, and that its predictions come true."""
 from __future__ import annotations
 
 import json
@@ -34,7 +34,7 @@ from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, packa
 pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
 
 
-# --- broken machines, each in a process of its own ---
+# --- broken machines, each simulated in a child process ---
 
 @pytest.mark.parametrize("broken", ["missing", "raising", "exiting", "old", "empty"])
 def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path) -> None:
@@ -52,7 +52,10 @@ def test_a_torch_that_cannot_be_used_is_the_verdict(broken: str, tmp_path: Path)
 
 
 def test_a_setting_that_is_none_is_told_once_and_taken_away() -> None:
-    """In a process of its own, where nothing has been imported before: modules read settings when imported."""
+    """An invalid setting is reported once, with the advice to unset it.
+
+    The test uses a child process because modules read settings when they are imported.
+    """
     found = read(run("doctor", "--json", "--op", "rms_norm", FLASHLIN_PATH="cuda"))
     assert [one.name for one in found.checks if one.status == "problem"] == ["policy"]
     assert found.advice is not None and found.advice.command.endswith(" FLASHLIN_PATH")
@@ -71,7 +74,7 @@ def test_help_needs_nothing_but_python() -> None:
         assert done.returncode == 0 and "examples" in done.stdout and not done.stderr
 
 
-# After the report, the call that it was about.
+# Makes the call that the report is about when the process exits, after the report.
 CALL = """
     import atexit, contextlib, sys
     def call():
@@ -87,7 +90,7 @@ CALL = """
 
 
 def happened(done: subprocess.CompletedProcess[str], found: Report) -> None:
-    """Doctor said that the call runs in plain torch, and so it did."""
+    """Check that doctor predicted plain torch for the call, and that the call then ran."""
     assert "the call ran" in done.stderr, done.stderr
     assert (found.plans[0].path, done.returncode) == ("torch", 0)
 
@@ -102,7 +105,7 @@ def test_with_a_triton_that_cannot_be_used_doctor_says_what_happens(text: str, s
     done = run("doctor", "--json", "--op", "chunk_simple_gla", before=CALL, path=(tmp_path,))
     found = read(done)
     assert check(found, "triton").status == "degraded" and said in check(found, "triton").detail
-    # it lies in a folder of the path, where pip mends nothing
+    # The broken package is in a plain folder of the import path, which pip does not manage.
     assert found.advice is not None and not found.advice.command and str(tmp_path) in found.advice.why
     happened(done, found)
 
@@ -115,7 +118,7 @@ def test_two_tritons_a_home_and_a_folder_that_cannot_be_written(tmp_path: Path) 
     found = read(done)
     both = check(found, "two Tritons")
     assert both.status == "worked around" and "triton 3.1.0" in both.detail and "first on the path wins, which is 3.1.0" in both.detail
-    # pip mends no search path
+    # pip cannot repair an import path
     assert found.advice is None and check(found, "pair").status == "worked around"
     assert check(found, "cache").status == "worked around" and "cannot be written" in check(found,
                                                                                             "cache").detail
@@ -306,7 +309,7 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
                                     "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
-    # doctor counts heads of 256, packed rows and decoding, too: the worst of them is its line
+    # The README counts only training calls; doctor also counts wide heads, packed rows and decoding.
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
     for dtype in test_readme.DTYPES:
         told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))
@@ -343,8 +346,8 @@ def test_the_table_of_ops_is_what_the_ops_ask_for() -> None:
         before = len(asked)
         with dispatch.watching(lambda plan: asked.append(plan.asked)):
             getattr(flashlin, op)(**hostile.arguments(op))
-        # the ops that auto has chosen, and the convolution inside a layer, ask in their own names; the
-        # elementwise parts of a scan in its name
+        # An op may plan several problems. Ops that mode auto has chosen, and convolutions inside a layer,
+        # plan under their own names; elementwise parts of a scan plan under the scan's name.
         asked[before:] = [next(problem
                                for problem in asked[before:] if problem.op == op
                                and problem.family == OPS[op][0])]
@@ -439,7 +442,7 @@ def test_known_issues_of_the_machine_are_listed_with_what_comes_of_them() -> Non
 def test_evidence_is_what_the_shipped_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typical_plans.launch_table, "trust",
                         lambda launch, target: "ran" if target.triton.startswith("3.6") else "unknown")
-    said = [row(target).evidence.partition(",")[0]  # without what is slow there
+    said = [row(target).evidence.partition(",")[0]  # without the note on slow kernels
             for target in (H200, "triton=3.5.1,sm=90", "triton=3.5.0,sm=103")]
     assert said == ["ran", "no record", "plain torch"]
 
@@ -509,7 +512,7 @@ def test_what_identifies_a_machine_stays_out(monkeypatch: pytest.MonkeyPatch) ->
     assert one.detail == "~/lib, ~/env/bin and ~/x of (uuid), https://host/simple, HF_TOKEN=... and FLASHLIN_TOKENS: got"
 
 
-# --- really running ---
+# --- running kernels: doctor's self-test ---
 
 PLANTED = """
     import os, sys, torch
@@ -546,7 +549,7 @@ PLANTED = """
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Let the children run this script instead."""
+    """Return plant(script), which makes the children of the self-test run this script instead."""
     def plant(script: str) -> None:
         (tmp_path / "child.py").write_text(textwrap.dedent(script))
         monkeypatch.setattr(self_test, "CHILD",

@@ -1,4 +1,4 @@
-"""doctor of the packages beside flashlin, installed, broken, old or absent, and of models that call them."""
+"""Tests of doctor's section on other packages (installed, broken, old or missing) and on models that use them."""
 from __future__ import annotations
 
 import importlib
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("default_settings")
 NO_GPU = "triton=3.7.1,backend=cpu"
 T4 = "triton=3.7.1,sm=75"
 
-# What transformers does around a model's own function: the names of its variables are what is read.
+# Imitates the wrapper of transformers around a model's own function; flashlin reads these variable names.
 DECORATED = """
     def decorated(own, implementation, func_name):
         applicable_params = ("x",)
@@ -46,14 +46,14 @@ DECORATED = """
 
 
 class World:
-    """A machine on which only these packages are installed; nothing of them is loaded but models."""
+    """A simulated machine with a chosen set of installed packages, of which only models are imported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.broken = folder, dict[str, Tried]()
         self.patched = dict[str, patching.Patch]()
 
     def fresh(self) -> World:
-        """The same with nothing installed and nothing loaded."""
+        """Return this machine with no package installed and none imported."""
         for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
         self.folder = self.folder.with_name(self.folder.name + "_")
@@ -108,7 +108,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     yield mine
 
 
-# --- the table: each flaw where it is, and right beside it ---
+# --- the table of flaws: each is reported where it exists, and not on similar machines ---
 
 GDN_TORCH = {"qwen3_next": {"torch_chunk_gated_delta_rule": "torch"}}
 KDA_FLA = {"kimi_linear": {"chunk_kimi_delta_attention": "fla"}}
@@ -123,7 +123,7 @@ def conv(name: str) -> dict[str, Any]:
     return {name: {"causal_conv1d_fn": "torch"}}
 
 
-# id: (a world that has it, worlds beside it that have not)
+# For each flaw's id: a world that has the flaw, and similar worlds that do not have it.
 WORLDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "fla-without-gpu": (dict(fla="0.6.0", on=NO_GPU),
                         [dict(fla="0.6.0"), dict(transformers="5.23.0", on=NO_GPU)]),
@@ -269,7 +269,7 @@ def test_what_a_patch_mends_from_a_release_on_it_does_not_before(world: World) -
     assert told is not None and told.status == "could not check"
 
 
-# --- what is installed ---
+# --- installed packages ---
 
 def test_a_machine_without_any_of_them_says_nothing(world: World) -> None:
     assert world.make() == Section()
@@ -599,7 +599,7 @@ def test_a_function_of_flashlin_is_known_under_any_name(world: World) -> None:
         ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "flashlin", "")]
 
 
-# --- the older ways of transformers ---
+# --- older releases of transformers ---
 
 def test_kernels_of_a_module_that_keeps_them_in_a_module(world: World) -> None:
     world.model("qwen3_next", {"torch_chunk_gated_delta_rule": "torch"})
@@ -622,7 +622,7 @@ def test_kernels_of_a_module_that_keeps_them_in_a_module(world: World) -> None:
 
 
 def older(fast: bool) -> nn.Module:
-    """A Mamba layer as up to 5.14: globals, and two ways."""
+    """Return a Mamba layer as in transformers up to 5.14, with kernels as globals and two code paths."""
     names: dict[str, Any] = {"__name__": "transformers.models.old.modeling_old", "nn": nn, "torch": torch,
                              "is_fast_path_available": fast, "causal_conv1d_fn": None, "mamba_inner_fn": None}
     exec("def selective_scan_fn(): pass\nselective_scan_fn.__module__ = 'mamba_ssm.ops.x'\n"
@@ -707,7 +707,7 @@ def test_the_table_of_programs_has_every_model_that_flaws_know() -> None:
     assert {one.name for one in programs.UNPATCHED} == set(UNPATCHED)
 
 
-# --- models that tell less ---
+# --- models with less information ---
 
 def test_a_model_must_be_one() -> None:
     with pytest.raises(ValueError, match=r"model: got str, need a torch.nn.Module"):

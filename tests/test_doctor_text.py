@@ -1,6 +1,6 @@
-"""doctor's short text: what people see is kept in tests/texts, fits a terminal, and says what matters.
+"""Tests of doctor's short text: it equals the files in tests/texts, fits a terminal and is complete.
 
-After a change of it: ``python -m tests.test_doctor_text --write``, and look at the difference.
+After a deliberate change, run ``python -m tests.test_doctor_text --write`` and review the diff.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MACHINES = {
         mode="Exclusive_Process",
     ),
 }
-# What depends on nothing but the machine that is simulated.
+# The checks that depend only on the simulated machine.
 CHECKS = (
     checks.check_torch,
     checks.check_triton,

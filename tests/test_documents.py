@@ -1,4 +1,4 @@
-"""docs/: what is made of tables is what the tables say today, and what people search for is in it."""
+"""Tests of docs/: generated pages match the tables, and contain the terms that people search for."""
 from __future__ import annotations
 
 import re
@@ -71,7 +71,7 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert Path(DOCS / "TROUBLESHOOTING.md").exists()
 
 
-# --- what other packages have ---
+# --- public names of other packages ---
 
 def test_the_record_is_what_the_installed_fla_says() -> None:
     folder = Path(str(metadata.distribution("fla-core").locate_file("")))
@@ -106,7 +106,7 @@ COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_ga
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_what_is_composed_says_of_what(name: str) -> None:
-    """Its own docstring, which help() prints: nobody reads that of its module."""
+    """The docstring of a composed function says what it is composed of, because help() prints only that."""
     words = " ".join((getattr(flashlin, name).__doc__ or "").split())
     assert re.search(rf"Composed: [^.]*{COMPOSED[name]}", words), words[:300]
 
@@ -138,7 +138,7 @@ def test_each_kind_of_difference_is_told() -> None:
     assert told(("scale", "1.0"), ("q", ""))[0] == "different order: pass arguments by name"
 
 
-# --- who asks, who contributes ---
+# --- issue forms and contributing ---
 
 def test_the_form_for_failures_asks_for_doctor_and_has_fields_that_exist() -> None:
     folder = documents.ROOT / ".github" / "ISSUE_TEMPLATE"

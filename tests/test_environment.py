@@ -1,5 +1,8 @@
-"""What Triton needs around it: each check passes on a machine that has it, fails on one that has not, and
-says so where it cannot be made."""
+"""Tests of doctor's checks of Triton's requirements, such as a C compiler, libcuda and a writable cache.
+
+Each check passes on a machine that meets the requirement, fails on one that does not, and reports if it
+cannot be made.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +217,7 @@ def test_variables_that_are_set_are_listed_and_told(
     )
 
 
-SHELL = environment.shell  # which the other tests have replaced
+SHELL = environment.shell  # the fixture in_sh replaces it in the tests
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_the_shell_that_runs_is_asked_before_the_users_own(
 ) -> None:
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
     code = "from flashlin.diagnostics import environment; print(environment.unset('CC'))"
-    # the second command keeps sh from becoming the first
+    # Without a second command, sh would replace itself by the program, and not be its parent.
     command = f'{shlex.quote(sys.executable)} -c "{code}" && true'
     said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
     assert said.stdout == "unset CC\n"

@@ -1,5 +1,7 @@
-"""Other releases beside the installed one: where they are kept, what is told while they are fetched, and that
-nothing half fetched stays. pip is a stand-in here; tests/matrix fetches for real."""
+"""Tests of the environments with other Triton releases: their location, progress messages and cleanup.
+
+An interrupted download must leave nothing behind. A fake pip is used here; tests/matrix uses the real one.
+"""
 from __future__ import annotations
 
 import os
@@ -29,7 +31,10 @@ if {code}:
 
 
 def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, told: Path | None = None) -> None:
-    """told: a file that it waits for after its download."""
+    """Replace pip by a script that ends with ``code``.
+
+    told: file for which the script waits after its download; None for no wait.
+    """
     text = PIP.format(code=code, told=told and str(told))
     monkeypatch.setattr(environments, "python", lambda *words: [sys.executable, "-c", text, *words])
     monkeypatch.setattr(environments, "EVERY", 0.15)

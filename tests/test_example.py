@@ -1,4 +1,4 @@
-"""examples/train_lm.py as a user meets it, with few steps."""
+"""Tests of the examples, such as examples/train_lm.py with few steps, run as a user would run them."""
 from __future__ import annotations
 
 import importlib.util

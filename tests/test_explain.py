@@ -1,4 +1,4 @@
-"""explain tells what the very call would do, for every public op, every size and every name of a dtype."""
+"""Tests that explain plans exactly what a call would do, for every public op, size and dtype name."""
 from __future__ import annotations
 
 import inspect
@@ -22,8 +22,7 @@ from flashlin.policy import Policy
 from matrix import workload
 from tests.machines import H200, made
 
-# What the calls of the matrix are called with, as a user would say it; of other ops that is what the problem
-# says.
+# Sizes of the matrix's calls, as a user would pass them to explain. Other ops use the sizes of the problem.
 SCAN = dict(B=2, T=128, H=8, K=128, V=64)
 SAID: dict[str, dict[str, int]] = {
     "rms_norm": dict(B=4, T=64, H=1, K=2048), "l2norm": dict(B=4, T=64, H=1, K=128),
@@ -38,27 +37,27 @@ SAID: dict[str, dict[str, int]] = {
     "selective_state_update": dict(B=2),
     "selective_scan_fn": dict(B=2, T=64, V=1024), "fused_gdn_gate": dict(B=2, T=64, H=32),
     "fused_kda_gate": dict(B=2, T=64, H=32, K=64), "fused_addcmul_rwkv7": dict(B=2, T=64, H=32, K=64),
-    # tokens, of which each has two rows
+    # T counts tokens, each of which has two rows of k and v
     "chunk_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
     "fused_recurrent_gated_delta_product": dict(B=2, T=128, H=4, K=128, V=128),
     "fused_k_rwkv7": dict(B=2, T=64, H=32, K=64), "gate_output_correction": dict(B=2, T=64, H=32, K=64),
     "rotary_embedding": dict(B=2, T=64, H=8, K=128), "cross_entropy_loss": dict(T=8, K=32000),
     "fused_linear_cross_entropy_loss": dict(T=128, K=32000)}
-# In place of a call of the matrix with something special about it.
+# Plain calls for ops whose call in the matrix has special arguments.
 PLAIN = {"layernorm_fn": partial(
     workload.made, "layernorm_fn", torch.bfloat16,
     lambda own: dict(x=own(4, 64, 2048), weight=own(2048), bias=None, z=own(4, 64, 2048)))}
-STATES = {"initial_state", "final_state"}  # which explain does not ask about
+STATES = {"initial_state", "final_state"}  # explain has no options for states
 
 
 @pytest.fixture(scope="module")
 def matrix_calls() -> dict[str, workload.Call]:
-    """The first call of each op."""
+    """Return the first call of each op in the matrix."""
     return {call.op: call for call in reversed(list(workload.calls()))}
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, op: str, **sizes: Any) -> Problem:
-    """The problem that ``explain`` plans."""
+    """Return the problem that ``explain`` plans for an op and sizes."""
     asked: list[Problem] = []
 
     def noting(problem: Problem, target: Target, policy: Policy) -> Plan:

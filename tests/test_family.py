@@ -1,4 +1,4 @@
-"""A family that is added as a folder, a file of ops and a file of cases is everywhere."""
+"""Test that a new family works everywhere after adding only a folder, a file of ops and a file of cases."""
 from __future__ import annotations
 
 import os
@@ -75,7 +75,7 @@ FILES = {"kernels/doubling/__init__.py": "", "kernels/doubling/recipe.py": RECIP
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, the matrix and the tools, and the new family in them."""
+    """Copy the package, the matrix and the tools, add the new family, and return the folder."""
     folder = tmp_path_factory.mktemp("copy")
     for part in ("flashlin", "matrix", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
@@ -131,7 +131,7 @@ def test_a_family_of_three_places_is_everywhere(copy: Path) -> None:
 
 
 def test_what_its_cases_declare_is_tested_everywhere(copy: Path) -> None:
-    """Its scalar has a case and a value, and no test names the op."""
+    """General tests cover the new op from the declaration of its case, without naming the op."""
     run(copy, """
         import torch
         from flashlin.testing.cases import CASES

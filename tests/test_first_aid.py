@@ -1,4 +1,4 @@
-"""tools/first_aid.py: what it says where flashlin cannot be imported, and that it needs nothing itself."""
+"""Tests of tools/first_aid.py: its output if flashlin cannot be imported, and that it has no dependencies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_does_not_import_is_told_and_what_else_there_is(tmp_path: Path) -> 
     assert any(line.startswith("BAD  triton: ended by signal 6") for line in lines)
     assert any(line.startswith("BAD  flashlin.diagnostics.doctor: exit code 1") for line in lines)
     assert "C compiler: " in done.stdout and "hf_x" not in done.stdout and "TRITON_SECRET=..." in lines
-    # a library that it does not find is another package's, so not without those
+    # The missing library may belong to a dependency, so the advice must not contain --no-deps.
     assert lines[-1].startswith('Repair the first BAD line: pip install --force-reinstall "pydantic')
     assert str(tmp_path) not in done.stdout
 
@@ -64,7 +64,7 @@ def test_what_is_broken_is_pinned_and_what_is_missing_is_installed(tmp_path: Pat
     assert aid(tmp_path, ROOT).stdout.endswith('pip install --force-reinstall --no-deps "packaging==26.0"\n')
     package(tmp_path / "b", "packaging", "raise ModuleNotFoundError(\"No module named 'packaging'\")")
     assert aid(tmp_path / "b", ROOT).stdout.endswith("pip install packaging\n")
-    # a build that no index but torch's own has
+    # Only torch's own package index has this build.
     installed(package(tmp_path / "c", "torch", "1 / 0"), "torch", "9.9.0+cpu")
     assert aid(tmp_path / "c", ROOT).stdout.endswith(
         'pip install --force-reinstall --no-deps "torch==9.9.0" '

@@ -1,5 +1,7 @@
-"""A program written for fla in which ``fla.`` was replaced by ``flashlin.``: its imports find what flashlin
-has, and where it has nothing the error says what to do."""
+"""Tests of a program written for fla in which ``fla.`` is replaced by ``flashlin.``.
+
+Its imports must find everything that flashlin has. Other imports must raise an error that says what to do.
+"""
 from __future__ import annotations
 
 import ast
@@ -21,8 +23,10 @@ OURS = frozenset(flashlin.__all__) - NOT_FLA
 
 
 def places() -> list[tuple[str, str]]:
-    """(module, name) of all that a module of the installed fla defines, or that a package of it hands on,
-    under a name of ours. Read, not imported: fla's modules want a GPU."""
+    """Return (module, name) for each public name of flashlin that the installed fla defines or re-exports.
+
+    The function parses fla's source files instead of importing them, because the imports need a GPU.
+    """
     found = []
     for file in metadata.files("fla-core") or ():
         parts = file.with_suffix("").parts

@@ -1,4 +1,4 @@
-"""Settings of torch that hold for a whole process, for tests that no op depends on them, on CPU and GPU."""
+"""Process-wide settings of torch, for tests on CPU and GPU that the results of ops do not depend on them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -10,15 +10,15 @@ import torch
 from flashlin.testing.cases import CASES
 from flashlin.testing.compare import Case, Verdict, check
 
-# each op's first quick case, and its cases of packed sequences
+# The first quick case of each op, and its cases of packed sequences.
 CHOSEN = [*{case.op: case for case in reversed(CASES) if case.quick}.values(),
           *(case for case in CASES if case.id in ("packed", "segments") and not case.quick)]
-LOOSE = 5e-3  # RMS ratio of float32 where products may take TF32
+LOOSE = 5e-3  # allowed RMS error ratio of float32 when matrix products may use TF32
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """New tensors are filled with NaN, and operations without a deterministic implementation raise."""
+    """Fill new tensors with NaN, and make operations without a deterministic implementation raise."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -28,7 +28,7 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Constructors without a dtype make tensors of this one."""
+    """Set torch's default dtype, which constructors without a dtype use."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -37,7 +37,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# each keeps every result the same to the bit
+# Every one of these settings must leave all results bitwise the same.
 SAME: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": deterministic,
     "default-float64": lambda: default_dtype(torch.float64),
@@ -50,7 +50,10 @@ SAME: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @contextmanager
 def precision_of(owner: Any) -> Iterator[None]:
-    """The new interface allows TF32, for ``owner``: torch.backends, or torch.backends.cuda.matmul."""
+    """Allow TF32 through torch's new interface, ``owner.fp32_precision``.
+
+    owner: torch.backends or torch.backends.cuda.matmul.
+    """
     before = owner.fp32_precision
     owner.fp32_precision = "tf32"
     try:
@@ -61,18 +64,18 @@ def precision_of(owner: Any) -> Iterator[None]:
 
 @contextmanager
 def old_switch() -> Iterator[None]:
-    """The old interface allows TF32."""
+    """Allow TF32 through torch's old interface, ``set_float32_matmul_precision``."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        if NEW_INTERFACE:  # "highest" has set "ieee", which overrides torch.backends.fp32_precision
+        if NEW_INTERFACE:  # "highest" has set "ieee" here, which overrides torch.backends.fp32_precision
             torch.backends.cuda.matmul.fp32_precision = "none"
 
 
-NEW_INTERFACE = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # from torch 2.9 on
+NEW_INTERFACE = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
 TF32: dict[str, Callable[[], AbstractContextManager[Any]]] = {"set_float32_matmul_precision": old_switch}
 if NEW_INTERFACE:
     TF32["cuda.matmul"] = lambda: precision_of(torch.backends.cuda.matmul)
@@ -81,7 +84,7 @@ if NEW_INTERFACE:
 
 def tensors_of(case: Case, device: torch.device, dtype: torch.dtype,
                state: AbstractContextManager[Any]) -> list[torch.Tensor | None]:
-    """Return the outputs and gradients of a case whose forward and backward run in that state."""
+    """Return the outputs and gradients of a case that runs forward and backward inside ``state``."""
     generator = torch.Generator().manual_seed(0)
     inputs = {name: x.to(device).requires_grad_(x.is_floating_point() and name not in case.constant)
               for name, x in case.make(dtype, generator).items()}
@@ -97,7 +100,7 @@ def tensors_of(case: Case, device: torch.device, dtype: torch.dtype,
 
 
 def differences(case: Case, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the states in which a result of the case differs, each with the tensor's number."""
+    """Yield each setting of SAME that changes a result of the case, with the number of the tensor."""
     expected = tensors_of(case, device, dtype, nullcontext())
     for name, state in SAME.items():
         for at, (x, y) in enumerate(zip(tensors_of(case, device, dtype, state()), expected, strict=True)):
@@ -108,7 +111,7 @@ def differences(case: Case, device: torch.device, dtype: torch.dtype) -> Iterato
 
 
 def wrong_with_tf32(case: Case, device: torch.device, dtype: torch.dtype) -> Iterator[Verdict]:
-    """Yield the tensors that are wrong by more than TF32 explains, while a switch of torch allows it."""
+    """Yield the tensors whose error is larger than TF32 explains, for each interface that allows TF32."""
     for state in TF32.values():
         with state():
             verdicts = check(case, device, dtype)

@@ -1,6 +1,8 @@
-"""What is asked of flashlin.serving on a CPU, in the interpreter and on a GPU: random layers beside the delta
-rules in float64, a token of a head at a time; to the bit where that is promised; and every slot that nobody
-named as it was."""
+"""Checks of flashlin.serving that run on a CPU, in the interpreter and on a GPU.
+
+Random layers are compared with a float64 delta rule, token by token and head by head. Results must be
+bitwise equal where that is promised, and slots of the pool that no request names must not change.
+"""
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
@@ -19,7 +21,13 @@ Tokens = dict[str, Tensor | None]
 
 
 class Layer(NamedTuple):
-    """A layer's sizes, dtypes and options. kind: one of KINDS, which says what its gates are."""
+    """Sizes, dtypes and options of one layer.
+
+    kind: one of KINDS, which describes the gates.
+    dtype: dtype of the tokens.
+    state: dtype of the pool of states.
+    neg: allows negative eigenvalues.
+    """
     kind: str
     H: int = 2
     HV: int = 4
@@ -41,7 +49,7 @@ class Layer(NamedTuple):
         return torch.tensor(values[0] if len(values) == 1 else values, dtype=dtype, device=self.device)
 
     def parameters(self) -> dict[str, Any]:
-        """What every call of the layer gets."""
+        """Return the options and parameters that every call of the layer receives."""
         options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=True)
         if self.raw:
             bias = self.HV * self.K if "channels" in self.kind else self.HV
@@ -51,7 +59,7 @@ class Layer(NamedTuple):
         return options | (dict(lower_bound=-5.0) if "bounded" in self.kind else {})
 
     def tokens(self, rows: int) -> Tokens:
-        """q, k, v, g and beta of so many tokens, [rows, heads, ...]."""
+        """Return random q, k, v, g and beta of ``rows`` tokens, each [rows, heads, ...]."""
         g = self.normal(rows, self.HV, *[self.K] * ("channels" in self.kind))
         beta = self.normal(rows, self.HV)
         return {"q": self.normal(rows, self.H, self.K).to(self.dtype),
@@ -70,7 +78,7 @@ def at(tokens: Tokens, rows: Any) -> Tokens:
 
 def decoded(options: dict[str, Any], tokens: Tokens, states: Tensor, indices: Tensor, T: int = 1,
             **more: Any) -> Tensor:
-    """o [rows, HV, V] of tokens [N * T, ...]."""
+    """Decode T tokens for each of N requests and return o [N * T, HV, V]; tokens are [N * T, ...]."""
     apart = {name: None if x is None else x.view(-1, T, *x.shape[1:]) for name, x in tokens.items()}
     with torch.no_grad(), poisoned():
         return serving.decode(**apart, states=states, indices=indices, **options, **more).flatten(0, 1)
@@ -78,7 +86,11 @@ def decoded(options: dict[str, Any], tokens: Tokens, states: Tensor, indices: Te
 
 def prefilled(options: dict[str, Any], tokens: Tokens, states: Tensor, indices: Tensor, lengths: list[int],
               has: list[bool], mode: str) -> Tensor:
-    """o [rows, HV, V] of packed tokens [rows, ...]."""
+    """Prefill packed tokens [rows, ...] of several requests and return o [rows, HV, V].
+
+    lengths: number of tokens of each request.
+    has: for each request, True if it continues from its state in the pool.
+    """
     device = states.device
     edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     packed = {name: None if x is None else x[None] for name, x in tokens.items()}
@@ -89,8 +101,10 @@ def prefilled(options: dict[str, Any], tokens: Tokens, states: Tensor, indices: 
 
 
 def sequential(layer: Layer, tokens: Tokens, options: dict[str, Any], S: Tensor) -> tuple[Tensor, Tensor]:
-    """(o [rows, HV, V], S [HV, V, K]) after one request's tokens from S, in float64. The state is rounded to
-    its dtype after each token."""
+    """Run one request's tokens from state S, and return o [rows, HV, V] and the new S [HV, V, K] in float64.
+
+    The state is rounded to its dtype after each token.
+    """
     wide = {name: x.double().cpu() for name, x in (*tokens.items(), *options.items())
             if isinstance(x, Tensor)}
     q, k, v, beta, g = wide["q"], wide["k"], wide["v"], wide["beta"], wide.get("g")
@@ -119,7 +133,7 @@ def sequential(layer: Layer, tokens: Tokens, options: dict[str, Any], S: Tensor)
 def close(got: Tensor, wanted: Tensor, allowed: float) -> None:
     difference = got.double().cpu() - wanted
     error = float(difference.norm() / max(float(wanted.norm()), 1e-9))
-    assert error <= allowed, f"{error:.1e} of the right answer, need {allowed:.0e}"  # NaN is not
+    assert error <= allowed, f"{error:.1e} of the right answer, need {allowed:.0e}"  # False for NaN
 
 
 def same(got: Tensor, wanted: Tensor) -> None:
@@ -132,14 +146,14 @@ def untouched(pool: Tensor, before: Tensor, written: set[int]) -> None:
 
 
 def allowed(layer: Layer) -> tuple[float, float]:
-    """Of outputs, and of states."""
-    full = 2e-6 if layer.device == "cpu" else 2e-5  # a GPU's exp, and products of three tf32 ones
+    """Return the allowed relative errors of outputs and of states."""
+    full = 2e-6 if layer.device == "cpu" else 2e-5  # a GPU has a less exact exp, and products as 3xTF32
     most = {torch.float32: full, torch.float16: 1e-3, torch.bfloat16: 6e-3}
     return max(most[layer.dtype], most[layer.state]), 2 * most[layer.state]
 
 
 def check_decoding(layer: Layer) -> None:
-    """A step with padding at both ends of the pool."""
+    """Check one decoding step in which two padded requests name the slots -1 and 6, just outside the pool."""
     options, pool = layer.parameters(), layer.pool(6)
     before, tokens, slots = pool.clone(), layer.tokens(5), [4, -1, 0, 6, 3]
     o = decoded(options, tokens, pool, layer.integers(slots))
@@ -154,13 +168,13 @@ def check_decoding(layer: Layer) -> None:
 
 
 def check_drafts(layer: Layer, drafts: int = 2) -> None:
-    """Requests whose drafts are accepted in every pattern, beside plain decoding of what was accepted."""
+    """Check speculative decoding with all numbers of accepted drafts against plain decoding, bitwise."""
     options, T = layer.parameters(), drafts + 1
     patterns = [[a] for a in range(1, T + 1)] if drafts > 1 else [[1], [2]]
     N = len(patterns)
     pool, alone = layer.pool((N + 1) * T), layer.pool(N)
     rows = torch.randperm(N * T).view(N, T)
-    table = torch.cat([rows, torch.full((1, T), -1)]).to(torch.int32).to(layer.device)  # and a padded one
+    table = torch.cat([rows, torch.full((1, T), -1)]).to(torch.int32).to(layer.device)  # and a padded request
     own = torch.arange(N, dtype=torch.int32, device=layer.device)
     pool[rows[:, 0].to(layer.device)] = alone
     before = pool.clone()
@@ -180,7 +194,7 @@ def check_drafts(layer: Layer, drafts: int = 2) -> None:
 
 
 def check_drafts_of_several_lengths(layer: Layer) -> None:
-    """Packed by cu_seqlens, from zeros too, and columns that are not wanted."""
+    """Check packed drafts of several lengths, some from a zero state and some without a slot to store to."""
     options, lengths, counts = layer.parameters(), [1, 3, 0, 2], [2, 0, 1, 3]
     pool = layer.pool(14)
     before, tokens = pool.clone(), layer.tokens(sum(lengths))
@@ -201,11 +215,14 @@ def check_drafts_of_several_lengths(layer: Layer) -> None:
 
 
 def check_prompts(layer: Layer, mode: str, lengths: list[int]) -> None:
-    """Packed prompts, one of padding, one empty, one that goes on from its slot; in one call, and in pieces
-    beside others. In the mode fused_recurrent to the bit what decoding gives."""
+    """Check packed prompts, in one call and in two pieces each.
+
+    One request is padding, one may be empty, and the last one continues from its slot. In mode
+    fused_recurrent the results must be bitwise those of decoding.
+    """
     options, N = layer.parameters(), len(lengths)
     slots = [*range(N)][::-1]
-    slots[1] = N + 1  # outside
+    slots[1] = N + 1  # outside the pool: a padded request
     indices, has = layer.integers(slots), [n == N - 1 for n in range(N)]
     pool = layer.pool(N + 1)
     before, tokens = pool.clone(), layer.tokens(sum(lengths))
@@ -226,7 +243,7 @@ def check_prompts(layer: Layer, mode: str, lengths: list[int]) -> None:
                 same(o[[t]], decoded(options, at(tokens, [t]), own, layer.integers([n])))
             same(pool[slots[n]], own[n])
     untouched(pool, before, {slots[n] for n in range(N) if lengths[n] and n != 1})
-    again = before.clone()  # the first pieces, then the rest of each, in another order
+    again = before.clone()  # first half of each prompt, then the second halves in another order
     cut, order = [length // 2 for length in lengths], [*range(N)][::-1]
     firsts = torch.cat([torch.arange(edges[n], edges[n] + cut[n]) for n in range(N)])
     rest = torch.cat([torch.arange(edges[n] + cut[n], edges[n + 1]) for n in order])
@@ -244,8 +261,10 @@ def check_prompts(layer: Layer, mode: str, lengths: list[int]) -> None:
 
 
 def check_rows_of_nobody(layer: Layer) -> None:
-    """Rows before the first and behind the last sequence, which only a GPU's cu_seqlens can leave, since the
-    host does not look at them."""
+    """Check that rows before the first and after the last sequence get zeros and change no state.
+
+    Only cu_seqlens on a GPU can leave such rows, because the host does not read its values.
+    """
     pool, tokens = layer.pool(3), layer.tokens(6)
     before = pool.clone()
     x = Inputs(**{name: y[None] for name, y in tokens.items() if y is not None},  # type: ignore[arg-type]
@@ -264,8 +283,7 @@ def check_rows_of_nobody(layer: Layer) -> None:
 
 
 def check_isolation(layer: Layer, mode: str) -> None:
-    """NaN and inf of one request, in its tokens and in its state, and NaN in slots that are not read, reach
-    no other request."""
+    """Check that NaN and inf in one request's tokens or state, or in unread slots, reach no other request."""
     options, pool, tokens = layer.parameters(), layer.pool(4), layer.tokens(6)
     slots, lengths, has = layer.integers(2, 0, 1), [2, 2, 2], [True, False, True]
     states = pool.clone()
