@@ -1,8 +1,9 @@
-"""The short causal convolution, one filter per channel, and one step of it; mirrors
-``fla.modules.convolution``.
+"""The short causal convolution, with one filter per channel; mirrors ``fla.modules.convolution``.
 
     y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t
-Source: the depthwise convolution in front of linear attention since H3 (Fu et al. 2023) and Mamba (Gu and Dao
+
+``causal_conv1d`` computes whole sequences. ``causal_conv1d_update`` computes one token of each sequence.
+Source: the depthwise convolution before linear attention since H3 (Fu et al. 2023) and Mamba (Gu and Dao
 2023).
 """
 from __future__ import annotations
@@ -41,40 +42,48 @@ def causal_conv1d(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal convolution of each channel with its own filter. Drop-in for
-    ``fla.modules.convolution.causal_conv1d``.
+    """Convolve each channel with its own causal filter.
+
+    Drop-in for ``fla.modules.convolution.causal_conv1d``. It computes
+
+        y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t
 
     Args:
-        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch); never modified. Rows that
-            lie evenly spaced, such as a slice of a fused projection, are read where they are. With cu_seqlens
-            B is 1 and the sequences are packed along T.
-        weight: [D, W], the last column for the token itself; any W, with kernels up to 16. bias: [D].
-            residual: [B, T, D], added after the activation. Each of any float dtype, with a gradient.
-        initial_state: [N, D, W] (N sequences) of any float dtype: slot w holds the token W - w before the
-            first, so slot 0 counts only where a sequence is empty. Gets a gradient.
-        output_final_state: also return the state after each sequence, which may be the next call's
-            initial_state.
-        activation: ``silu``, which is also called ``swish``, or None.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        backend, chunk_indices: accepted for compatibility; the plan chooses, and no table of chunks is
-            needed.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``, of at
-            least W - 1 tokens each.
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. Evenly
+            spaced rows, such as a slice of a fused projection, are read without a copy. With cu_seqlens B is
+            1 and sequences are packed along T.
+        weight: [D, W], any float dtype; gets a gradient. Its last column applies to the token itself. Kernels
+            run for W up to 16; a larger W runs in plain torch.
+        bias: [D], any float dtype, or None; gets a gradient.
+        residual: [B, T, D], any float dtype, or None; added after the activation. It gets a gradient.
+        initial_state: [N, D, W] for N sequences, any float dtype; gets a gradient. Slot w contains the token
+            W - w positions before the first one. Slot 0 matters only for an empty sequence, which returns it.
+        output_final_state: also return the state after each sequence, which can be the initial_state of the
+            next call.
+        activation: ``silu`` (also called ``swish``) or None.
+        backend: accepted for compatibility; the plan chooses the kernels.
+        cu_seqlens: [N + 1] int32 or int64 on the device of x. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. Each rank needs at
+            least W - 1 tokens.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        y [B, T, D] and the final state [N, D, W] or None, both in x's dtype. cu_seqlens has to cover all
-        rows, else ValueError. Where its values are not read (on a GPU outside debug mode, or compiled), rows
-        that it leaves out hold the residual or zeros, and pass no gradient on to x. Gradients, also those of
-        the final state, are computed in fp32 and repeat to the bit.
+        y [B, T, D] and the final state [N, D, W] or None, both in the dtype of x. Gradients, including the
+        gradient of the final state, are computed in fp32; repeated runs give bitwise identical results.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences contain the residual or zeros, and pass no
+        gradient to x.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine
-            cannot run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: checks cu_seqlens, has no limit on B or T from the grid, takes tensors
-    of different dtypes, runs on CPU tensors, and never tunes or compiles anew for another B or T.
+    These cases work here and fail in fla: checked cu_seqlens, any B and T (the grid does not limit them),
+    tensors of different dtypes, and CPU tensors. A call with another B or T never tunes or compiles again.
     """
     if backend is not None:
         scalars.choice("backend", backend, BACKENDS)
@@ -108,24 +117,29 @@ def causal_conv1d(
 def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = None,
                          weight: Tensor | None = None, bias: Tensor | None = None,
                          activation: str | None = None) -> tuple[Tensor, Tensor]:
-    """One token of each sequence. Drop-in for ``fla.modules.convolution.causal_conv1d_update``.
+    """Convolve the next token of each sequence and update its state in place.
+
+    Drop-in for ``fla.modules.convolution.causal_conv1d_update``.
 
     Args:
-        x: [N, D], [N, 1, D] or [1, N, D], never modified. residual: of x's shape.
-        cache: [N, D, W], any strides and any float dtype, as the final state of ``causal_conv1d``. It is
-            UPDATED IN PLACE: shifted by one slot, with x in the last.
-        weight, bias, activation: as ``causal_conv1d``.
+        x: [N, D], [N, 1, D] or [1, N, D], never modified.
+        cache: [N, D, W], any strides and any float dtype: the states, as ``causal_conv1d`` returns them. It
+            is UPDATED IN PLACE: shifted by one slot, with x in the last slot.
+        residual: shape of x, or None; added after the activation.
+        weight: [D, W], as in ``causal_conv1d``.
+        bias: [D] or None, as in ``causal_conv1d``.
+        activation: ``silu``, ``swish`` or None.
 
     Returns:
-        y of x's shape and dtype, and cache itself.
+        y in the shape and dtype of x, and cache itself.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a cache that requires a gradient, which
-            cannot pass through a tensor
-        updated in place (``causal_conv1d`` with an initial_state does that). UnsupportedError: this machine
-        cannot run the call.
+        TypeError, ValueError: an argument is invalid; the message names it. cache must not require a
+            gradient, because gradients cannot pass through an in-place update. ``causal_conv1d`` with an
+            initial_state has that gradient.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla: there are gradients for x, weight, bias and residual, where fla's are silently none.
+    Difference from fla: x, weight, bias and residual get gradients, which are silently missing there.
     """
     silu = is_silu(activation)
     check_floats("x", x, "[N, D], [N, 1, D] or [1, N, D]")
@@ -146,14 +160,17 @@ def causal_conv1d_update(x: Tensor, cache: Tensor, residual: Tensor | None = Non
 
 
 def is_silu(activation: str | None) -> bool:
-    """Whether there is an activation, since there is only one."""
+    """Return True for ``silu`` or ``swish`` and False for None; raise an error for any other activation."""
     scalars.choice("activation", activation, ACTIVATIONS, "None, 'silu' or 'swish'")
     return activation is not None
 
 
 def check_filters(x: Tensor, D: int, weight: Any, bias: Any,
                   names: tuple[str, str, str] = ("weight", "bias", "x")) -> Tensor:
-    """The weight [D, W]; bias is [D] or None. names: what they and x are called."""
+    """Return weight; raise an error unless weight is [D, W] and bias is [D] or None, both on the device of x.
+
+    names: the names of weight, bias and x in error messages.
+    """
     need_tensor(names[0], weight, (D, None), "[D, W]", x.device, names[2])
     if weight.shape[1] == 0:
         raise ValueError(f"{names[0]}: got shape {shown(weight.shape)}, need [D, W] with W of at least 1")
@@ -163,7 +180,12 @@ def check_filters(x: Tensor, D: int, weight: Any, bias: Any,
 
 
 def convolve(op: str, given: Tensors, silu: bool, has_ht: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return what an op that is a convolution makes of checked tensors."""
+    """Run a convolution on checked tensors and return y and the final state, both in the dtype of x.
+
+    op: the name of the calling op, for planning and messages.
+    silu: apply SiLU to the sum, before the residual.
+    has_ht: compute the final state [N, D, W]; without it, None is returned.
+    """
     dtype = given.x.dtype
     y, ht = OPERATOR.run_planned(given, Scalars(silu, has_ht, wants_grad(*given),
                                                 _call_of(op, given, silu, has_ht)))
@@ -176,7 +198,7 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
 
 
 def _of_one_token(given: Token, state: Tensor) -> Tensors:
-    """An update as a convolution of sequences of one token, which begin with that state."""
+    """Return the arguments of a convolution of N sequences with one token each, which equals an update."""
     x, weight, bias, residual, _ = given
     return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
 
@@ -213,8 +235,10 @@ def _problem_of_update(given: Token, how: Activation) -> Problem:
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
-    """x [B, T, D], copied unless its channels are contiguous and its rows lie at one distance through the
-    whole batch."""
+    """Return x [B, T, D] itself if the kernels can read it without a copy, else a contiguous copy.
+
+    They can if the channels are contiguous and one distance separates all rows of the whole batch.
+    """
     if x.is_contiguous():
         return x
     B, T, _ = x.shape
@@ -231,11 +255,21 @@ def _call_of(op: str, given: Tensors | Token, silu: bool, has_ht: bool) -> str:
 
 
 def width_class(weight: Tensor) -> int:
-    """What stands for the number of taps while torch.compile traces: whether it is one for the kernels."""
+    """Return a placeholder for the width W while torch.compile traces: 1 if kernels support W, else 17."""
     return MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one convolution.
+
+    x: [B, T, D].
+    weight: [D, W].
+    bias: [D].
+    residual: [B, T, D].
+    initial_state: [N, D, W] for N sequences.
+    bounds: the checked cu_seqlens, [N + 1].
+    """
+
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
@@ -245,6 +279,14 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
+    """The other arguments of one convolution.
+
+    silu: apply SiLU.
+    has_ht: return the final state.
+    needs_grad: some tensor needs a gradient.
+    call: the call string (op, dtype and options).
+    """
+
     silu: bool
     has_ht: bool
     needs_grad: bool
@@ -252,12 +294,22 @@ class Scalars(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """The results of one convolution: y [B, T, D], and the final state ht [N, D, W] or None."""
+
     y: Tensor
     ht: Tensor | None
 
 
 class Token(NamedTuple):
-    """What an update takes."""
+    """The tensor arguments of one update, with N sequences as N rows.
+
+    x: [N, D].
+    weight: [D, W].
+    bias: [D].
+    residual: [N, D].
+    cache: [N, D, W], updated in place.
+    """
+
     x: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -266,10 +318,13 @@ class Token(NamedTuple):
 
 
 class Activation(NamedTuple):
+    """The only option of an update: apply SiLU or not."""
+
     silu: bool
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
+    """Return the problem of one convolution for planning, with D as K and W as V."""
     (op, dtype, options), (B, T, D) = parsed(how.call), x.x.shape
     return Problem(op, "conv", "", B=B, T=T, H=1, K=D, V=x.weight.shape[1], N=count_of(x.x, x.bounds),
                    dtype=dtype, varlen=x.bounds is not None, needs_grad=how.needs_grad, options=options)

@@ -1,11 +1,15 @@
-"""Cross entropy over a vocabulary, of logits and of what a linear layer makes them from; mirrors
-``fla.modules.fused_cross_entropy`` and ``fla.modules.fused_linear_cross_entropy``.
+"""Cross entropy over a vocabulary, of given logits or of the logits of a linear layer.
 
-With x = c tanh(s logits / c), or s logits without a softcap c, and L = log sum e^x over the V columns of a
-row:
+Mirrors ``fla.modules.fused_cross_entropy`` and ``fla.modules.fused_linear_cross_entropy``. The loss of a row
+with V columns is
+
+    x = c tanh(s logits / c), or s logits without a softcap c
+    L = log sum e^x
     loss = L - (1 - e) x_target - e mean(x) + a L^2
-Source: label smoothing is of Szegedy et al. 2016, the squares ("z loss") of Chowdhery et al. 2022, the
-softcap of Gemma 2 (2024). Losses of a linear layer in chunks: Wijmans et al. 2024, Hsu et al. 2024 (Liger).
+
+Sources: Szegedy et al. 2016 for label smoothing e, Chowdhery et al. 2022 for the squares a L^2 ("z loss"),
+Gemma 2 (2024) for the softcap; Wijmans et al. 2024 and Hsu et al. 2024 (Liger) for the loss of a linear layer
+in chunks.
 """
 from __future__ import annotations
 
@@ -28,11 +32,19 @@ from flashlin.ops._common.operator import Gradients, Operator, kernels
 from flashlin.ops._common.pipeline import call_of, parsed, planned
 
 FAMILY = "cross_entropy"
-CHUNK = 64  # rows of logits come in multiples of so many
+CHUNK = 64  # the number of rows of a chunk is a multiple of this
 
 
 class Terms(NamedTuple):
-    """The numbers of the formula, as kernels("cross_entropy", "forward").launch_forward takes them."""
+    """The numbers of the loss formula, in the order of the arguments of the forward kernel's launch function.
+
+    scale: s, the factor on the logits.
+    cap: c, the softcap, or None.
+    smoothing: e, the label smoothing.
+    squares: a, the factor of L^2.
+    ignore_index: the target of rows that do not count.
+    """
+
     scale: float
     cap: float | None
     smoothing: float
@@ -49,34 +61,42 @@ def cross_entropy_loss(
     inplace_backward: bool = False,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each row. Drop-in for ``fla.modules.fused_cross_entropy.cross_entropy_loss``.
+    """Compute the cross entropy of each row of logits.
+
+    Drop-in for ``fla.modules.fused_cross_entropy.cross_entropy_loss``. The loss of a row with V columns is
+
+        x = c tanh(s logits / c), or s logits without a softcap c
+        L = log sum e^x
+        loss = L - (1 - e) x_target - e mean(x) + a L^2
 
     Args:
-        logits: [N, V], bfloat16, float16 or float32 (float64 runs in plain torch), any V. Contiguous rows are
-            read where they are.
-        target: [N] int32 or int64, each the number of a column or ignore_index, which may be any number.
-        label_smoothing: e, in 0 .. 1: so much of the target is spread evenly over all columns. logit_scale:
-            s, of the logits.
-        lse_square_scale: a, of the squares. logit_softcapping: c, above 0, or None for no cap; the scale
-            comes before it.
-        inplace_backward: backward writes the gradient over the logits, so nobody else may want their values
-            by then; a second backward raises. Where they are not contiguous, or on another path than the
-            kernels', it goes into a tensor of its own all the same.
-        process_group: None; a vocabulary split over several GPUs is not supported.
+        logits: [N, V], bfloat16, float16 or float32 (float64 runs in plain torch), any V. Rows with
+            contiguous columns are read without a copy.
+        target: [N] int32 or int64; each value is the number of a column, or ignore_index.
+        label_smoothing: e, from 0 to 1: the part of the target that is spread evenly over all columns.
+        logit_scale: s, the factor on the logits.
+        lse_square_scale: a, the factor on the squares.
+        logit_softcapping: c, above 0, or None for no softcap. The scale is applied before the softcap.
+        ignore_index: any integer; rows with this target do not count.
+        inplace_backward: backward overwrites the logits with their gradient, so nothing else may read their
+            values after that. A second backward raises an error. If the kernels could not read the logits
+            without a copy, or if no kernel runs, the gradient is a new tensor.
+        process_group: None; a vocabulary that is split over several GPUs is not supported.
 
     Returns:
-        (loss, z_loss): [N] in float32 (float64 for float64 logits). z_loss, a L^2, is part of the loss and
-        has no gradient of its own. Both are 0 where target is ignore_index, and the gradient with them,
-        whatever such a row holds.
+        (loss, z_loss), each [N] in float32 (float64 for float64 logits). z_loss is a L^2. It is included in
+        loss and has no gradient of its own. Both are 0 in rows with ignore_index, and so is their gradient,
+        even if such a row contains NaN.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a target out of range: on a GPU that
-            comes with a later flashlin call and
-        nothing waits for it (``flashlin.check_tokens`` says how, and ``flashlin.settings(tokens=...)``), and
-        meanwhile the row counts as ignored. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument is invalid; the message names it. A target out of range is also an
+            error. On a GPU no call waits for this check: a later flashlin call raises the error, and until
+            then the row counts as ignored. ``flashlin.check_tokens`` documents the check, and
+            ``flashlin.settings(tokens=...)`` changes it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla: runs on CPU tensors; targets out of range are reported; rows with gaps between them are
-    not copied; a second backward over logits that the first one has overwritten is an error.
+    Differences from fla: CPU tensors work, targets out of range are reported, and rows with gaps between them
+    are not copied. A second backward over overwritten logits is an error.
     """
     terms = _terms(label_smoothing, logit_scale, lse_square_scale, logit_softcapping, ignore_index,
                    process_group)
@@ -103,38 +123,45 @@ def fused_linear_cross_entropy_loss(
     accumulate_grad_in_fp32: bool = True,
     process_group: Any = None,
 ) -> Tensor:
-    """Cross entropy of ``x @ weight.T + bias``, of which only some rows exist at any time. Drop-in for
-    ``fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss``.
+    """Compute the cross entropy of ``x @ weight.T + bias`` in chunks of rows, without storing all logits.
 
-    Gradients are made in forward, chunk by chunk, as far as anything wants them; backward multiplies them by
-    the loss's.
+    Drop-in for ``fla.modules.fused_linear_cross_entropy.fused_linear_cross_entropy_loss``. Forward computes
+    the gradients that are needed, chunk by chunk. Backward multiplies them by the gradient of the loss.
 
     Args:
-        x: [N, D], any float dtype. weight: [V, D]. bias: [V] or None. They are multiplied in the autocast
-            dtype, or without autocast in x's.
-        target, ignore_index, label_smoothing, logit_scale, logit_softcapping, process_group: as in
-            ``cross_entropy_loss``.
-        num_chunks: into how many chunks the N rows are cut, at least 1; fewer where N is small, or where V is
-            not that much larger than D.
+        x: [N, D], any float dtype. x, weight and bias are multiplied in the autocast dtype, or without
+            autocast in the dtype of x.
+        target: [N], as in ``cross_entropy_loss``.
+        weight: [V, D], any float dtype.
+        bias: [V], any float dtype, or None.
+        ignore_index: as in ``cross_entropy_loss``.
+        label_smoothing: as in ``cross_entropy_loss``.
+        logit_scale: as in ``cross_entropy_loss``.
+        logit_softcapping: as in ``cross_entropy_loss``.
+        num_chunks: the number of chunks for the N rows, at least 1. Fewer are used if N is small, or if V / D
+            is below num_chunks.
         reduction: ``mean`` over the rows that are not ignored, or ``sum``.
-        use_l2warp: add l2_penalty_factor / N times each row's highest logit to the gradient of that logit, as
-            RWKV does, but nothing to the loss. Logits are taken before logit_scale and logit_softcapping. N
-            counts all rows, also with reduction "sum". Ignored rows also get this gradient. It is multiplied
-            by the gradient of the loss. If several logits are highest, one of them gets it.
-        accumulate_grad_in_fp32: add the chunks' gradients of weight and bias up in float32, else in their own
-            dtype.
+        use_l2warp: add l2_penalty_factor / N times the highest logit of each row to the gradient of that
+            logit, as RWKV does. The loss does not change. Logits are taken before logit_scale and
+            logit_softcapping. N counts all rows, also with reduction ``sum``. Ignored rows also get this
+            gradient. It is multiplied by the gradient of the loss. If several logits are highest, one of them
+            gets it.
+        l2_penalty_factor: the factor of use_l2warp.
+        accumulate_grad_in_fp32: sum the gradients of weight and bias over the chunks in float32, else in
+            their own dtype.
+        process_group: None, as in ``cross_entropy_loss``.
 
     Returns:
         A float32 scalar (float64 for float64 x). If every row is ignored, it is 0, and so are its gradients
         except those of use_l2warp.
 
-    Raises: as ``cross_entropy_loss``.
+    Raises:
+        TypeError, ValueError, UnsupportedError: as in ``cross_entropy_loss``. Second-order gradients are also
+            an error; ``cross_entropy_loss`` of the logits has them on the torch path.
 
-    Second-order gradients are an error; ``cross_entropy_loss`` of the logits has them on the torch path.
-
-    Differs from fla: a second backward through the same graph is right; nothing is computed for what wants no
-    gradient; gradients of weight are products of 16-bit matrices added up in float32, so tensor cores do
-    them; it compiles.
+    Differences from fla: a second backward through the same graph is correct. No gradient is computed unless
+    a tensor requires it. The gradient of weight is a product of 16-bit matrices summed in float32, so tensor
+    cores compute it. torch.compile works.
     """
     terms = _terms(label_smoothing, logit_scale, 0.0, logit_softcapping, ignore_index, process_group)
     check_nonempty("x", x, "[N, D]", (2,))
@@ -179,7 +206,10 @@ def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
 
 
 def _check_target(target: Any, rows: Tensor, beside: str) -> None:
-    """target is [N], a row's each, on the device of the rows, which are called ``beside``."""
+    """Raise an error unless target is an integer tensor [N] on the device of the N rows.
+
+    beside: the name of rows in error messages.
+    """
     tokens.check_dtype("target", target)
     N = rows.shape[0]
     if tuple(target.shape) != (N,):
@@ -188,12 +218,15 @@ def _check_target(target: Any, rows: Tensor, beside: str) -> None:
 
 
 def counted(target: Tensor, V: int, ignore_index: int) -> Tensor:
-    """How many rows have a target that counts, at least 1: what a mean divides by."""
+    """Return the number of rows with a valid target as a scalar tensor, at least 1, to divide a mean by."""
     return ((target >= 0) & (target < V) & (target != ignore_index)).sum().clamp(min=1)
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """With rows that kernels can read: contiguous, apart from each other, and not too far."""
+    """Return logits themselves if the kernels can read their rows, else a contiguous copy.
+
+    The kernels need contiguous columns, rows that do not overlap and at most 2**20 elements from row to row.
+    """
     apart = logits.shape[1] <= logits.stride(0) <= FAR
     return logits if logits.stride(1) == 1 and apart else logits.contiguous()
 
@@ -205,12 +238,21 @@ def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one cross entropy: logits [N, V] and target [N]."""
+
     logits: Tensor
     target: Tensor
 
 
 class Scalars(NamedTuple):
-    """in_place: whether backward may write over the logits."""
+    """The other arguments of one cross entropy.
+
+    scale, cap, smoothing, squares, ignore_index: the fields of Terms.
+    in_place: backward may overwrite the logits with their gradient.
+    needs_grad: the logits need a gradient.
+    call: the call string (op, dtype and options).
+    """
+
     scale: float
     cap: float | None
     smoothing: float
@@ -222,18 +264,28 @@ class Scalars(NamedTuple):
 
 
 def terms_of(how: Scalars | LinearScalars) -> Terms:
+    """Return the Terms that are among these scalars."""
     return Terms(how.scale, how.cap, how.smoothing, how.squares, how.ignore_index)
 
 
 class Outputs(NamedTuple):
+    """The results of one cross entropy, each [N].
+
+    loss: the loss of each row, which includes z_loss.
+    z_loss: a L^2.
+    lse: L, which backward reads.
+    """
+
     loss: Tensor
     z_loss: Tensor
     lse: Tensor
 
 
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
-    """Return what the kernels take. Backward writes over the logits only if they are not copied here, and
-    not while torch.compile traces."""
+    """Return the tensors and scalars as the kernels need them.
+
+    Backward may overwrite the logits only if they are not copied here and torch.compile does not trace.
+    """
     readable, = as_planned((given.logits,), dot)
     rows = _rows(readable)
     in_place = how.in_place and rows is given.logits and not torch.compiler.is_compiling()
@@ -256,13 +308,13 @@ def _empty(x: Tensors, how: Scalars) -> list[Tensor]:
 
 def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
               wanted: frozenset[str]) -> Gradients:
-    """z_loss has no gradient of its own."""
+    """Return the gradient of logits for the gradient of loss; z_loss has no gradient of its own."""
     if grads.loss is None:
         return {"logits": None}
     dlogits = kernels("cross_entropy", "backward").launch_backward(plan, _rows(x.logits), x.target, y.lse,
                                                        grads.loss.contiguous(), *terms_of(how), how.in_place)
     if how.in_place:
-        torch.autograd.graph.increment_version(x.logits)  # whoever else has kept them for backward is told so
+        torch.autograd.graph.increment_version(x.logits)  # another backward that saved them raises an error
     return {"logits": dlogits}
 
 
@@ -280,6 +332,14 @@ OPERATOR = Operator(
 
 
 class LinearTensors(NamedTuple):
+    """The tensor arguments of one linear cross entropy.
+
+    x: [N, D].
+    target: [N].
+    weight: [V, D].
+    bias: [V] or None.
+    """
+
     x: Tensor
     target: Tensor
     weight: Tensor
@@ -287,8 +347,19 @@ class LinearTensors(NamedTuple):
 
 
 class LinearScalars(NamedTuple):
-    """mean: over the rows, else their sum. penalty: times a row's highest logit it is added to that logit's
-    gradient. wide: add the chunks' gradients up in float32. dtype: of the products."""
+    """The other arguments of one linear cross entropy.
+
+    scale, cap, smoothing, squares, ignore_index: the fields of Terms.
+    num_chunks: the requested number of chunks.
+    mean: return the mean over the rows that count, else their sum.
+    penalty: the factor of use_l2warp, or 0.
+    wide: sum the gradients of weight and bias over the chunks in float32.
+    dtype: the dtype of the matrix products.
+    wants_dx, wants_dweight, wants_dbias: the gradient of this tensor is needed.
+    needs_grad: any gradient is needed.
+    call: the call string (op, dtype and options).
+    """
+
     scale: float
     cap: float | None
     smoothing: float
@@ -307,10 +378,17 @@ class LinearScalars(NamedTuple):
 
 
 class LinearOutputs(NamedTuple):
-    """The gradients, None where they are not wanted, are outputs because backward reads them
-    (ops/_common/gradients.py). Those of weight and bias are the loss's own, while dx has to be multiplied by
-    share, a scalar: divided by the number of rows now, it would vanish in float16 before it meets a gradient
-    scaler's factor."""
+    """The loss of a linear layer and its gradients, which forward computes.
+
+    The gradients are outputs because backward reads them (``ops/_common/gradients.py``). A gradient is None
+    if it is not needed.
+    loss: a scalar.
+    dx: the gradient of x before its multiplication by share. Divided by the number of rows in forward, it
+    would underflow in float16 before it is multiplied by the factor of a gradient scaler.
+    dweight, dbias: the gradients of weight and bias, already multiplied by share.
+    share: a scalar, 1 / the number of rows that count for a mean, or 1 for a sum.
+    """
+
     loss: Tensor
     dx: Tensor | None
     dweight: Tensor | None
@@ -320,7 +398,7 @@ class LinearOutputs(NamedTuple):
 
 @without_autocast
 def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | None, ...]:
-    """LinearOutputs. Each chunk is planned for itself."""
+    """Return the fields of LinearOutputs; each chunk of rows is planned separately."""
     x, target, weight, bias = given
     dtype, (N, D), V = how.dtype, x.shape, weight.shape[0]
     matrix, line = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -333,7 +411,7 @@ def _linear_loss(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | Non
     dx = torch.zeros_like(x) if how.wants_dx else None
     dweight = torch.zeros_like(weight, dtype=sums) if how.wants_dweight else None
     dbias = None if bias is None or not how.wants_dbias else torch.zeros_like(bias, dtype=sums)
-    # more chunks would make the logits smaller than x, which is in memory anyway
+    # With more chunks the logits of a chunk would be smaller than x, which is in memory anyway.
     chunks = min(how.num_chunks, -(-V // D))
     C = -(-max(N, 1) // chunks // CHUNK) * CHUNK
     for first in range(0, N, C):
@@ -361,7 +439,8 @@ def _whole_linear_loss(given: LinearTensors, how: LinearScalars) -> Tensor:
     total = losses.sum()
     if how.mean:
         total = total / counted(target, weight.shape[0], how.ignore_index)
-    if how.penalty and len(x):  # a gradient for each row's highest logit, which adds nothing to the loss
+    # A gradient for the highest logit of each row, which does not change the loss.
+    if how.penalty and len(x):
         squares = logits.max(1).values.to(losses.dtype).square().sum() * (how.penalty / len(x) / 2)
         total = total + squares - squares.detach()
     return total
@@ -377,11 +456,13 @@ def _empty_linear(given: LinearTensors, how: LinearScalars) -> tuple[Tensor | No
 
 def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
               penalty: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Losses of a chunk and, where backward may follow, their gradient for a gradient of one, which is
-    written over the logits where it can be. penalty: times each row's highest logit it is added to the
-    gradient of that logit."""
+    """Return the losses of a chunk of rows and their gradient for an output gradient of one.
+
+    The gradient is None if it is not needed. It overwrites the logits where possible.
+    penalty: this factor times the highest logit of each row is added to the gradient of that logit.
+    """
     terms, plan = terms_of(how), planned(_problem(how.call, logits.shape, how.needs_grad), logits.device)
-    # before they are written over
+    # Read before the gradient overwrites the logits.
     highest = logits.max(1, keepdim=True) if how.needs_grad and penalty is not None else None
     if plan.problem.path == "torch":
         loss, _, lse = torch_path.compute(logits, target, *terms)
@@ -402,23 +483,25 @@ def _of_chunk(logits: Tensor, target: Tensor, how: LinearScalars,
 
 
 def _averaged(total: Tensor | None, share: Tensor, like: Tensor | None) -> Tensor | None:
-    """total * share in the dtype of ``like``, in total's memory where that is its own."""
+    """Return total * share in the dtype of ``like``; it overwrites total if the dtypes are equal."""
     if total is None or like is None:
         return None
     return _times(total, share, total if total.dtype == like.dtype else torch.empty_like(like))
 
 
 def _times(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """x * factor, a scalar, in out and rounded once: on a GPU, a scalar beside x of 16 bits would be rounded
-    to them first."""
+    """Store x times the scalar tensor factor in out, rounded once, and return out.
+
+    factor is reshaped to [1], because on a GPU a scalar tensor is first rounded to the 16 bits of x.
+    """
     return torch.mul(x, factor.reshape(1), out=out)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's dtype."""
+    """Add a @ b to total in place, in the dtype of total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    # from torch 2.8 on: products of 16 bits, sums of 32
+    # Since torch 2.8, mm of 16-bit matrices can return float32 sums.
     elif a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         total += torch.mm(a, b, out_dtype=torch.float32)
     else:
@@ -437,7 +520,7 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
 
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
-    # the whole call is planned for its warnings and errors; each of its chunks is planned again
+    # The whole call is planned for its warnings and errors. Each of its chunks is planned again.
     family=FAMILY,
     problem=lambda given, how: _problem(how.call, (len(given.x), len(given.weight)), how.needs_grad),
     forward=lambda plan, given, how: _linear_loss(given, how),

@@ -1,8 +1,10 @@
-"""The generalised delta rule whose transition is diagonal plus low rank (DPLR); mirrors
-``fla.ops.generalized_delta_rule.dplr``.
+"""The delta rule whose transition matrix is diagonal plus low rank (DPLR).
+
+Mirrors ``fla.ops.generalized_delta_rule.dplr``. The recurrence is
 
     S_t = Diag(e^{gk_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
-a reads the state before it decays. Source: Yang et al. 2024 (arXiv 2406.06484); Peng et al. 2025 (arXiv
+
+a reads the state before its decay. Source: Yang et al. 2024 (arXiv 2406.06484); Peng et al. 2025 (arXiv
 2503.14456) for this form.
 """
 from __future__ import annotations
@@ -26,7 +28,8 @@ from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 
-# With beta instead of a and b it is Kimi Delta Attention (kda.py), with a alone Gated DeltaNet 2 (gdn2.py).
+# Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet 2
+# (gdn2.py) passes only a.
 FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),
@@ -51,41 +54,51 @@ def chunk_dplr_delta_rule(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The DPLR delta rule, chunk by chunk. Drop-in for
-    ``fla.ops.generalized_delta_rule.chunk_dplr_delta_rule``.
+    """Compute the DPLR delta rule chunk by chunk.
+
+    Drop-in for ``fla.ops.generalized_delta_rule.chunk_dplr_delta_rule``. The transition matrix is diagonal
+    plus low rank (DPLR):
+
+        S_t = Diag(e^{gk_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k, a, b: [B, T, H, K]; v: [B, T, H, V]. bfloat16, float16, float32 (float64 runs in plain torch).
-            Different dtypes are promoted as torch promotes them. Any strides. With cu_seqlens B is 1 and the
-            sequences are packed along T. The old state is read with a and written to with b: with a = -k', b
-            = rate k' of unit length it does not grow; for any others the recurrence itself may.
-        gk: [B, T, H, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything but
-            what a reads).
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k, v, a and b follow torch's promotion. With cu_seqlens B is 1 and sequences are packed
+            along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, H, V], like q.
+        a: [B, T, H, K], like q: the vectors that read the old state.
+        b: [B, T, H, K], like q: the vectors that write the values read with a. With a = -k' and b = rate *
+            k', k' of unit length, the state does not grow. With other vectors the recurrence itself may grow.
+        gk: [B, T, H, K], natural-log decays, normally <= 0, of any strength. -inf forgets everything except
+            the values that a reads.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, H, K, V] (N sequences) of any float dtype; gets a gradient.
+        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        safe_gate, lower_bound: accepted for compatibility; they promise weak decays, and nothing here needs
-            that. lower_bound: below 0.
-        chunk_size: None, 16, 32 or 64, accepted for compatibility; the launch table chooses the chunk, which
-            never changes the result beyond rounding. disable_recompute: accepted for compatibility: backward
-            always recomputes.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        safe_gate: accepted for compatibility. In fla it promises weak decays, which flashlin does not need.
+        chunk_size: None, 16, 32 or 64, accepted for compatibility. The launch table chooses the chunk size,
+            which changes the result only by rounding.
+        disable_recompute: accepted for compatibility; backward always recomputes.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        lower_bound: below 0 or None, accepted for compatibility like safe_gate.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
-        Everything that is a tensor of floats gets a gradient, through o and through the final state.
+        o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] in float32 (float64 for float64
+        tensors), or None. Every float tensor gets a gradient, through o and through the final state.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: strong decays are exact in every mode, K above 256 (in plain torch where
-    the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
+    These cases work here and fail in fla: strong decays (exact in every mode), K above 256 (in plain torch if
+    the GPU has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, and CPU tensors.
     """
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_dplr_delta_rule", scale, initial_state, output_final_state, cu_seqlens,
@@ -102,35 +115,44 @@ def fused_recurrent_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The DPLR delta rule, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.generalized_delta_rule.fused_recurrent_dplr_delta_rule``.
+    """Compute the DPLR delta rule token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_dplr_delta_rule``. The transition matrix is
+    diagonal plus low rank (DPLR):
+
+        S_t = Diag(e^{gk_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        a, b: [B, T, HV, K]: what the old state is read with, and where that is written. With a = -k', b =
-            rate k' of unit length the state does not grow; for any others the recurrence itself may.
-        gk: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like (-inf forgets everything
-            but what a reads).
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k, v, a and b follow torch's promotion. With cu_seqlens B is 1 and sequences are packed
+            along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        a: [B, T, HV, K], the vectors that read the old state.
+        b: [B, T, HV, K], the vectors that write the values read with a. With a = -k' and b = rate * k', k' of
+            unit length, the state does not grow. With other vectors the recurrence itself may grow.
+        gk: [B, T, HV, K], natural-log decays, normally <= 0, of any strength. -inf forgets everything except
+            the values that a reads.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype and strides.
         output_final_state: also return the state after each sequence.
         reverse: run each sequence from its last token to its first.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
-        Everything that is a tensor of floats gets a gradient, through o and through the final state.
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. Every float tensor gets a gradient, through o and through the final state.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
+    These cases work here and fail in fla: the backward pass, any K, checked shapes and cu_seqlens, and CPU
+    tensors.
     """
     inputs = Inputs(q, k, v, gk=gk, a=a, b=b, h0=initial_state, bounds=cu_seqlens)
     return run_recurrent("fused_recurrent_dplr_delta_rule", inputs, flags_of(reverse=reverse), scale,

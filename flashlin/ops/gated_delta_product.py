@@ -1,11 +1,13 @@
-"""Gated DeltaProduct, several steps of the gated delta rule for each token; mirrors
-``fla.ops.gated_delta_product``.
+"""Gated DeltaProduct: several steps of the gated delta rule for each token.
+
+Mirrors ``fla.ops.gated_delta_product``. The recurrence with n steps for each token is
 
     S_{t,0} = e^{g_t} S_{t-1}
     S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
     S_t = S_{t,n}        o_t = scale S_t^T q_t
+
 Source: Siems et al. 2025 (arXiv 2502.10297). Composed: n rows of the gated delta rule (gated_delta_rule.py)
-for each token, of which the first decays and the last is read.
+for each token. Only the first row of a token decays the state, and only the last row is read.
 """
 from __future__ import annotations
 
@@ -47,41 +49,49 @@ def chunk_gated_delta_product(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaProduct, chunk by chunk. Drop-in for
-    ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: n rows of the gated delta rule for
-    each token.
+    """Compute Gated DeltaProduct chunk by chunk.
+
+    Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: n rows of the gated delta
+    rule for each token. The recurrence is
+
+        S_{t,0} = e^{g_t} S_{t-1}
+        S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
+        S_t = S_{t,n}        o_t = scale S_t^T q_t
 
     Args:
-        q: [B, T, H, K]; k: [B, T n, H, K]; v: [B, T n, HV, V], HV a multiple of H: value head j reads q and k
-            of head j // (HV / H). Rows t n .. t n + n - 1 of k, v and beta are the steps of token t.
-            bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as torch
-            promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV] natural-log decays, normally <= 0, as strong as you like, one for each token; None for
-            none (DeltaProduct).
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T n, H, K], like q. Rows t n to t n + n - 1 of k, v and beta are the n steps of token t.
+        v: [B, T n, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV], natural-log decays, normally <= 0, of any strength, one for each token. None means no
+            decay (DeltaProduct).
         beta: [B, T n, HV].
         num_householder: n, at least 1.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: divide q and k by their lengths first, ``x rsqrt(sum x^2 + 1e-6)``.
-        cu_seqlens: [N + 1] int32 or int64 on q's device, in tokens: sequence n is rows cu_seqlens[n] ..
-            cu_seqlens[n + 1] of q. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``: each has
-            its tokens, with all their steps.
+        use_qk_l2norm_in_kernel: first normalize q and k: ``x rsqrt(sum x^2 + 1e-6)``.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q, in tokens. Sequence n has the rows
+            cu_seqlens[n] to cu_seqlens[n + 1] (exclusive) of q. Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. Each rank has some
+            tokens with all their steps.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
+        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: float32 (there an assertion), several value heads to a head, K above
-    256, any B * H, checked shapes and cu_seqlens, CPU tensors, torch.compile. It costs what the gated delta
-    rule costs for T n tokens; fla's own forward kernels read each token once.
+    These cases work here and fail in fla: float32 (an assertion there), HV above H, K above 256, any B * H,
+    checked shapes and cu_seqlens, CPU tensors and torch.compile. A call costs as much as the gated delta rule
+    for T n tokens, while the forward kernels of fla read each token once.
     """
     n, size = _checked(q, k, v, g, beta, num_householder), 1
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
@@ -110,12 +120,11 @@ def fused_recurrent_gated_delta_product(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaProduct, token by token: for decoding and short inputs. fla has no function of this name:
-    its layer calls ``fused_recurrent_gated_delta_rule`` with rows spread as here. Composed: n rows of the
-    gated delta rule for each token.
+    """Compute Gated DeltaProduct token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``chunk_gated_delta_product``. Everything that is a tensor of floats gets
-    a gradient.
+    Composed: n rows of the gated delta rule for each token. fla has no function of this name; its layer
+    spreads the rows in the same manner and calls ``fused_recurrent_gated_delta_rule``. The arguments, results
+    and errors are the same as in ``chunk_gated_delta_product``. Every float tensor gets a gradient.
     """
     op = "fused_recurrent_gated_delta_product"
     n = _checked(q, k, v, g, beta, num_householder)
@@ -128,7 +137,10 @@ def fused_recurrent_gated_delta_product(
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int) -> int:
-    """n. What belongs together has T or T n rows; the delta rule looks at the rest."""
+    """Return n; raise an error if the numbers of rows or heads of the tensors do not fit together.
+
+    q and g need T rows, and k, v and beta need T n rows. The delta rule checks everything else.
+    """
     n = scalars.integer("num_householder", num_householder, 1, "an integer of at least 1")
     check_floats("q", q, "[B, T, H, K]", 4)
     B, T, H, K = q.shape
@@ -144,7 +156,12 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, nu
 
 def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor, n: int,
           ranks: int) -> tuple[Tensor | None, Tensor | None]:
-    """Both, checked as edges of all ranks' tokens, as edges of rows."""
+    """Return cu_seqlens and cu_seqlens_cpu multiplied by n, so that they count rows instead of tokens.
+
+    Before that, cu_seqlens is checked against the number of tokens of all ranks.
+    n: the number of rows for each token.
+    ranks: the number of ranks that share the sequences.
+    """
     if cu_seqlens is None:
         return None, cu_seqlens_cpu
     bounds = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, torch.Size((q.shape[0], q.shape[1] * ranks)),
@@ -154,7 +171,7 @@ def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor, n
 
 
 def _spread(x: Tensor, n: int, at: int) -> Tensor:
-    """[B, T n, ...]: row ``at`` of each token's n is x's, the others are zeros."""
+    """Return [B, T n, ...], in which row ``at`` of each token's n rows comes from x and all others are zero."""
     if n == 1:
         return x
     nothing = x.new_zeros(()).expand(x.shape)

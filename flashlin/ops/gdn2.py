@@ -1,11 +1,15 @@
-"""Gated DeltaNet 2: Kimi Delta Attention that erases at a rate for each key channel and writes at one for
-each value channel; mirrors ``fla.ops.gdn2``.
+"""Gated DeltaNet 2: Kimi Delta Attention with separate rates for erasing and writing.
+
+Mirrors ``fla.ops.gdn2``. b erases at one rate for each key channel, and w writes at one rate for each value
+channel:
 
     S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
-With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791). Chunk by
-chunk it runs Kimi Delta Attention's kernels, of w v and with b in the place of beta. Token by token it is one
-launch, or, where gradients are wanted, composed: the DPLR delta rule (dplr_delta_rule.py), which reads the
-state before it decays, so with -b k e^g there.
+
+With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791).
+
+The chunked op runs the kernels of Kimi Delta Attention with w v as v and b in place of beta. The recurrent op
+is one launch. With gradients it is composed: it runs the DPLR delta rule (dplr_delta_rule.py) with a = -b k
+e^g, because DPLR reads the state before the decay.
 """
 from __future__ import annotations
 
@@ -43,52 +47,65 @@ def chunk_gdn2(
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
-    """Gated DeltaNet 2, chunk by chunk. Drop-in for ``fla.ops.gdn2.chunk_gdn2``. Runs Kimi Delta Attention's
-    kernels on w v, with b in the place of beta.
+    """Compute Gated DeltaNet 2 chunk by chunk.
+
+    Drop-in for ``fla.ops.gdn2.chunk_gdn2``. It runs the kernels of Kimi Delta Attention with w v as v and b
+    in place of beta. The recurrence is
+
+        S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the
-            raw gate instead.
-        b: [B, T, HV, K], how much of what k reads is erased, normally in 0 .. 2; w: [B, T, HV, V], how much
-            of v is written, normally in 0 .. 1. Any float dtype.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV, K], natural-log decays, normally <= 0, of any strength. With use_gate_in_kernel it is
+            the raw gate.
+        b: [B, T, HV, K], any float dtype: the rates at which the values read with k are erased, normally from
+            0 to 2.
+        w: [B, T, HV, V], any float dtype: the rates at which v is written, normally from 0 to 1.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
-            a gradient.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
+            is [N, HV, V, K].
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
-            sigmoid(exp(A_log) (g + dt_bias)). A_log: HV elements, or with a lower_bound None for a factor of
-            1; dt_bias: HV * K elements or None. Both get gradients.
-        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in
-            fla; nothing here depends on it.
-        return_intermediate_states: also return the states that enter each chunk of 64 tokens. Only under
-            torch.inference_mode(); it then goes chunk by chunk on the host, and with cu_seqlens waits for its
-            values.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
-        chunk_size: only 64, as in fla; the launch table chooses the chunk, which never changes the result
-            beyond rounding. disable_recompute: accepted for compatibility: backward always recomputes.
-        transpose_state_layout: old name of state_v_first.
+        use_qk_l2norm_in_kernel: first normalize q and k: x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay. With a lower_bound it is
+            lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        safe_gate: with use_gate_in_kernel it requires a lower_bound of -5 or more, as in fla. It has no other
+            effect.
+        lower_bound: the lowest log decay of the gate, below 0, or None.
+        disable_recompute: accepted for compatibility; backward always recomputes.
+        return_intermediate_states: also return the states that enter each chunk of 64 tokens. Only allowed
+            under torch.inference_mode(). The host then loops over the chunks, and with cu_seqlens it waits
+            for the values.
+        state_v_first: store the initial and final states as [N, HV, V, K].
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        A_log: HV elements, for use_gate_in_kernel; gets a gradient. With a lower_bound it may be None, for a
+            factor of 1.
+        dt_bias: HV * K elements or None, for use_gate_in_kernel; gets a gradient.
+        chunk_size: only 64, as in fla. The launch table chooses the chunk size, which changes the result only
+            by rounding.
+        transpose_state_layout: the old name of state_v_first.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
-        dtype, as ``chunk_kda``. cu_seqlens has to cover all rows, else ValueError. Where its values are not
-        read (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their
-        gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
+        the layout of initial_state, or None. With return_intermediate_states also h [B, chunks, HV, K, V] in
+        the dtype of k, as in ``chunk_kda``. cu_seqlens must cover all rows, else ValueError. The values are
+        not read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
+        gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: strong decays are exact without safe_gate, several value heads to a
-    head, K above 256, any B * H, states of any float dtype, checked cu_seqlens, CPU tensors, torch.compile,
-    and an unknown keyword is an error, as is A_log or dt_bias that nothing would read.
+    These cases work here and fail in fla: strong decays (exact without safe_gate), HV above H, K above 256,
+    any B * H, states of any float dtype, checked cu_seqlens, CPU tensors and torch.compile. An unknown
+    keyword is an error, and so is A_log or dt_bias if the call does not use it.
     """
     op = "chunk_gdn2"
     scalars.flags(safe_gate=safe_gate, return_intermediate_states=return_intermediate_states)
@@ -103,8 +120,8 @@ def chunk_gdn2(
         need_tensor(name, y, (B, T, HV, K), "[B, T, HV, K]", q.device)
     need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
     gate = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
-    # weighted in at least float32 (torch multiplies 16 bits so), then rounded like v; a float32 b must not
-    # make q, k and v float32
+    # torch multiplies 16-bit tensors in float32, and the product is rounded to the dtype of v. A float32 b must
+    # not make q, k and v float32.
     v, b = (w * v).to(v.dtype), b.to(common_dtype(q, k, v))
     return run_kda(request, q, k, v, g, gate, b=b, l2=use_qk_l2norm_in_kernel,
                    chunk=chunk_size if return_intermediate_states else None)
@@ -124,18 +141,19 @@ def fused_recurrent_gdn2(
     transpose_state_layout: bool | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet 2, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.gdn2.fused_recurrent_gdn2``.
+    """Compute Gated DeltaNet 2 token by token, for decoding and short inputs.
 
-    Arguments, returns and errors as ``chunk_gdn2``. Without gradients all of it is one launch, the gate
-    included; with gradients gates, norms and rates come first, in torch.
+    Drop-in for ``fla.ops.gdn2.fused_recurrent_gdn2``. The arguments, results and errors are the same as in
+    ``chunk_gdn2``. A call without gradients is one launch, which includes the gate. With gradients, torch
+    first computes gates, norms and rates.
 
-    Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does,
-    through o and through the final state. A gate without A_log and without a lower_bound is an error (fla
-    takes e for exp(A_log) there, and refuses it chunk by chunk), and so is an unknown keyword.
+    Differences from fla: every float tensor gets a gradient, through o and through the final state. In fla no
+    tensor gets one, and no error says so. A gate without A_log and without lower_bound is an error. fla uses
+    e in place of exp(A_log) in that case, and its chunked op refuses it. An unknown keyword is an error.
     """
     op = "fused_recurrent_gdn2"
-    if use_gate_in_kernel is True:  # whose parameters go by g's shape; what is no bool is refused below
+    # The shapes of the gate's parameters depend on the shape of g. A value that is not a bool is refused below.
+    if use_gate_in_kernel is True:
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
     A_log, dt_bias, bound = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
@@ -148,7 +166,7 @@ def fused_recurrent_gdn2(
 
 def _gate_of(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
              bound: float | None, safe: bool = False) -> Gate:
-    """Return the gate as KDA has it, which needs an A_log or a bound here."""
+    """Return the gate parameters in the form of KDA; raise an error if A_log and bound are both missing."""
     check_gates(op, inside, A_log, dt_bias, False, False)
     if inside and A_log is None and bound is None:
         raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "

@@ -1,6 +1,7 @@
-"""HGRN's gated recurrence, each channel on its own; mirrors ``fla.ops.hgrn``.
+"""The gated recurrence of HGRN, which computes each channel separately; mirrors ``fla.ops.hgrn``.
 
     h_t = e^{g_t} h_{t-1} + x_t        o_t = h_t
+
 Source: Qin et al. 2023 (arXiv 2311.04823).
 """
 from __future__ import annotations
@@ -27,32 +28,36 @@ Found = tuple[Tensor, "Tensor | None"]
 @entry
 def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False,
                cu_seqlens: Tensor | None = None) -> Found:
-    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.chunk_hgrn``; the kernels are those of
-    ``fused_recurrent_hgrn``.
+    """Compute the gated recurrence of HGRN.
+
+    Drop-in for ``fla.ops.hgrn.chunk_hgrn``. It runs the kernels of ``fused_recurrent_hgrn``. The recurrence
+    is
+
+        h_t = e^{g_t} h_{t-1} + x_t        o_t = h_t
 
     Args:
-        x, g: [B, T, D], bfloat16, float16 or float32, not necessarily of one dtype (float64 runs in plain
-            torch). Any strides. g are natural-log decays, normally <= 0, as strong as you like (-inf forgets
-            everything). With cu_seqlens B is 1 and the sequences are packed along T.
-        initial_state: [N, D] (N sequences) of any float dtype and strides.
+        x: [B, T, D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. With cu_seqlens
+            B is 1 and sequences are packed along T.
+        g: [B, T, D], natural-log decays, normally <= 0, of any strength (-inf forgets everything). Its dtype
+            may differ from the dtype of x.
+        initial_state: [N, D] for N sequences, any float dtype and strides.
         output_final_state: also return the state after each sequence.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
+        cu_seqlens: [N + 1] int32 or int64 on the device of x. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
 
     Returns:
-        o [B, T, D] in x's dtype, and the final state [N, D] in float32 (float64 for float64 tensors), or
-        None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU
-        outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients. x, g and
-        initial_state get gradients, through o and through the final state; they repeat to the bit. In 16 bits
-        g's gradient is computed from o as it was returned.
+        o [B, T, D] in the dtype of x, and the final state [N, D] in float32 (float64 for float64 tensors), or
+        None. x, g and initial_state get gradients, through o and through the final state. Repeated runs give
+        bitwise identical gradients. For 16-bit tensors, the gradient of g is computed from the rounded o.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: there initial_state gets no gradient and that of the final state is
-    dropped, without a word; here both are right, packed sequences are taken, and shapes and cu_seqlens are
-    checked.
+    Differences from fla: initial_state gets a gradient, and the gradient of the final state is used. fla
+    silently drops both. Packed sequences work, and shapes and cu_seqlens are checked.
     """
     return _scan("chunk_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
@@ -60,8 +65,11 @@ def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output
 @entry
 def fused_recurrent_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None,
                          output_final_state: bool = False, cu_seqlens: Tensor | None = None) -> Found:
-    """HGRN's recurrence. Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. All as ``chunk_hgrn``: one token
-    is one launch there, too."""
+    """Compute the gated recurrence of HGRN with the same kernels as ``chunk_hgrn``.
+
+    Drop-in for ``fla.ops.hgrn.fused_recurrent_hgrn``. The arguments, results and errors are the same as in
+    ``chunk_hgrn``. A call with one token is one launch in both.
+    """
     return _scan("fused_recurrent_hgrn", x, g, initial_state, output_final_state, cu_seqlens)
 
 
@@ -79,6 +87,14 @@ def _scan(op: str, x: Tensor, g: Tensor, h0: Tensor | None, has_ht: bool, cu_seq
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one HGRN call.
+
+    x: [B, T, D].
+    g: [B, T, D], natural-log decays.
+    h0: the initial state, [N, D].
+    bounds: the checked cu_seqlens, [N + 1].
+    """
+
     x: Tensor
     g: Tensor
     h0: Tensor | None
@@ -86,18 +102,27 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
+    """The other arguments of one HGRN call.
+
+    has_ht: return the final state.
+    needs_grad: some tensor needs a gradient.
+    call: the name of the op.
+    """
+
     has_ht: bool
     needs_grad: bool
     call: str
 
 
 class Outputs(NamedTuple):
+    """The results of one HGRN call: o [B, T, D], and the final state ht [N, D] or None."""
+
     o: Tensor
     ht: Tensor | None
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
-    """K and V are both the number of channels."""
+    """Return the problem of one HGRN call for planning; K and V are both the number of channels."""
     B, T, D = x.x.shape
     return Problem(how.call, "hgrn", "", B=B, T=T, H=1, K=D, V=D, N=count_of(x.x, x.bounds),
                    dtype=name_of(x.x.dtype), varlen=x.bounds is not None, needs_grad=how.needs_grad)
@@ -117,7 +142,7 @@ def _empty(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
 
 
 def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    """Backward reads o and not x, in whose place it is kept."""
+    """Return the tensors that forward stores for backward, with o in place of x, because backward reads o."""
     return (y.o, x.g, x.h0, x.bounds), (None, None)
 
 
