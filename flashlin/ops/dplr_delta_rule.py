@@ -28,8 +28,8 @@ from flashlin.ops._common.context_parallel import run_over_ranks
 from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 
-# Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet 2
-# (gdn2.py) passes only a.
+# Two other ops use this family. Kimi Delta Attention (kda.py) passes beta instead of a and b. Gated DeltaNet
+# 2 (gdn2.py) passes only a.
 FAMILY = Chunked("dplr", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "HV", "K"), wide=True),
     "a": Argument(("B", "T", "HV", "K"), optional=True), "b": Argument(("B", "T", "HV", "K"), optional=True),

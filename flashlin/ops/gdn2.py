@@ -52,7 +52,8 @@ def chunk_gdn2(
     Drop-in for ``fla.ops.gdn2.chunk_gdn2``. It runs the kernels of Kimi Delta Attention with w v as v and b
     in place of beta. The recurrence is
 
-        S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T        o_t = scale S_t^T q_t
+        S' = Diag(e^{g_t}) S_{t-1}        S_t = S' + k_t (w_t v_t - S'^T (b_t k_t))^T
+        o_t = scale S_t^T q_t
 
     Args:
         q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
@@ -120,8 +121,8 @@ def chunk_gdn2(
         need_tensor(name, y, (B, T, HV, K), "[B, T, HV, K]", q.device)
     need_tensor("w", w, (B, T, HV, V), "[B, T, HV, V]", q.device)
     gate = _gate_of(op, g, use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate)
-    # torch multiplies 16-bit tensors in float32, and the product is rounded to the dtype of v. A float32 b must
-    # not make q, k and v float32.
+    # torch multiplies 16-bit tensors in float32, and the product is rounded to the dtype of v. A float32 b
+    # must not make q, k and v float32.
     v, b = (w * v).to(v.dtype), b.to(common_dtype(q, k, v))
     return run_kda(request, q, k, v, g, gate, b=b, l2=use_qk_l2norm_in_kernel,
                    chunk=chunk_size if return_intermediate_states else None)
@@ -152,7 +153,8 @@ def fused_recurrent_gdn2(
     e in place of exp(A_log) in that case, and its chunked op refuses it. An unknown keyword is an error.
     """
     op = "fused_recurrent_gdn2"
-    # The shapes of the gate's parameters depend on the shape of g. A value that is not a bool is refused below.
+    # The shapes of the gate's parameters depend on the shape of g. A value that is not a bool is refused
+    # below.
     if use_gate_in_kernel is True:
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)

@@ -1,6 +1,8 @@
 """Kimi Delta Attention: the gated delta rule with a decay for each key channel; mirrors ``fla.ops.kda``.
 
-    S' = Diag(e^{g_t}) S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T        o_t = scale S_t^T q_t
+    S' = Diag(e^{g_t}) S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T
+    o_t = scale S_t^T q_t
+
 Source: Kimi Team 2025 (arXiv 2510.26692).
 """
 from __future__ import annotations
@@ -48,53 +50,66 @@ def chunk_kda(
     process_group: Any = None,
     **unknown: Any,
 ) -> Any:
-    """Kimi Delta Attention, chunk by chunk. Drop-in for ``fla.ops.kda.chunk_kda``.
+    """Compute Kimi Delta Attention chunk by chunk.
+
+    Drop-in for ``fla.ops.kda.chunk_kda``. The recurrence is
+
+        S' = Diag(e^{g_t}) S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T
+        o_t = scale S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV, K] natural-log decays, normally <= 0, as strong as you like; with use_gate_in_kernel the
-            raw gate instead.
-        beta: [B, T, HV]; with use_beta_sigmoid_in_kernel its logits.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV, K], natural-log decays, normally <= 0, of any strength. With use_gate_in_kernel it is
+            the raw gate.
+        beta: [B, T, HV], or its logits with use_beta_sigmoid_in_kernel.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype, [N, HV, V, K] with state_v_first; gets
-            a gradient.
+        initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
+            is [N, HV, V, K].
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
-            sigmoid(exp(A_log) (g + dt_bias)). A_log: HV elements, None for a factor of 1; dt_bias: HV * K
-            elements or None. Both get gradients.
-        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        lower_bound: below 0. safe_gate: with use_gate_in_kernel it wants a lower_bound of -5 or more, as in
-            fla; nothing here depends on it.
+        use_qk_l2norm_in_kernel: first normalize q and k: x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay. With a lower_bound it is
+            lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) in place of beta.
+        allow_neg_eigval: use 2 sigmoid(beta) in place of sigmoid(beta).
+        safe_gate: with use_gate_in_kernel it requires a lower_bound of -5 or more, as in fla. It has no other
+            effect.
+        lower_bound: the lowest log decay of the gate, below 0, or None.
+        disable_recompute: accepted for compatibility; backward always recomputes.
         return_intermediate_states: also return the states that enter each chunk of chunk_size tokens. Only
-            under torch.inference_mode(); it then goes chunk by chunk on the host, and with cu_seqlens waits
-            for its values.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        cu_seqlens_cpu: the same on the host, so that its values can be checked without waiting for the GPU.
-        chunk_size: 32 or 64, as in fla. It decides which states return_intermediate_states returns, and
-            nothing else: the launch table chooses the chunk, which never changes the result beyond rounding.
-        disable_recompute, use_graph, max_num_seqs: accepted for compatibility: backward always recomputes,
-            and any call can be captured.
-        transpose_state_layout: old name of state_v_first.
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+            allowed under torch.inference_mode(). The host then loops over the chunks, and with cu_seqlens it
+            waits for the values.
+        state_v_first: store the initial and final states as [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
+        A_log: HV elements, for use_gate_in_kernel, or None for a factor of 1; gets a gradient.
+        dt_bias: HV * K elements or None, for use_gate_in_kernel; gets a gradient.
+        chunk_size: 32 or 64, as in fla. It only selects the states for return_intermediate_states. The launch
+            table chooses the chunk size of the kernels, which changes the result only by rounding.
+        use_graph: accepted for compatibility; any call can be captured in a CUDA graph.
+        max_num_seqs: accepted for compatibility, like use_graph.
+        transpose_state_layout: the old name of state_v_first.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with return_intermediate_states also h [B, chunks, HV, K, V] in k's
-        dtype, laid out like initial_state, the chunks of packed sequences one after the other. cu_seqlens has
-        to cover all rows, else ValueError. Where its values are not read (on a GPU outside debug mode, or
-        compiled), rows that it leaves out are zero, as are their gradients.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
+        the layout of initial_state, or None. With return_intermediate_states also h [B, chunks, HV, K, V] in
+        the dtype of k, in the layout of initial_state; the chunks of packed sequences follow each other.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: strong decays are exact without safe_gate, K above 256 (in plain torch
-    where the card has too little shared memory), any B * H, states of any float dtype, checked shapes and
-    cu_seqlens, CPU tensors, and an unknown keyword is an error.
+    These cases work here and fail in fla: strong decays (exact without safe_gate), K above 256 (in plain
+    torch if the GPU has too little shared memory), any B * H, states of any float dtype, checked shapes and
+    cu_seqlens, and CPU tensors. An unknown keyword is an error.
     """
     op = "chunk_kda"
     scalars.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, safe_gate=safe_gate,
@@ -118,8 +133,15 @@ def chunk_kda(
 
 def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: Gate, *,
             b: Tensor | None = None, beta: Tensor | None = None, l2: bool, chunk: int | None) -> Any:
-    """The chunked ops whose state decays by channel. gate: what makes a raw g a decay. chunk: also return the
-    states that enter each chunk of so many tokens."""
+    """Run a chunked op whose state decays by channel: Kimi Delta Attention or Gated DeltaNet 2.
+
+    g: [B, T, HV, K], natural-log decays, or the raw gate if gate has an A_log.
+    gate: the gate parameters of gate_of, which turn a raw g into a decay.
+    b: [B, T, HV, K], the erase rates of Gated DeltaNet 2.
+    beta: [B, T, HV], for Kimi Delta Attention.
+    l2: first normalize q and k.
+    chunk: also return the states that enter each chunk of this number of tokens; None does not return them.
+    """
     if chunk is not None and not torch.is_inference_mode_enabled():
         raise ValueError("return_intermediate_states: got True, need torch.inference_mode() around it")
     if gate[0] is not None:
@@ -135,12 +157,15 @@ def run_kda(request: Request, q: Tensor, k: Tensor, v: Tensor, g: Tensor, gate: 
 
 def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
                  size: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A call for all first chunks of ``size`` tokens, packed, then one for all second chunks, and so on, each
-    beginning with the states that the one before it left."""
+    """Return the outputs, the final state and the states that enter each chunk of ``size`` tokens.
+
+    One call computes the outputs. Then call c packs chunk c of all sequences, and starts with the states
+    after call c - 1.
+    """
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
-    # what a whole call would refuse, this one refuses too
+    # This call also checks the arguments.
     o, _ = run_chunked(FAMILY, request._replace(has_ht=False), tensors, grouped=True)
     packed = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
     edges = range(0, B * T + 1, max(T, 1)) if packed is None else numbers(packed)
@@ -185,47 +210,53 @@ def fused_recurrent_kda(
     inplace_state: bool = False,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.kda.fused_recurrent_kda``.
+    """Compute Kimi Delta Attention token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.kda.fused_recurrent_kda``. ``chunk_kda`` documents the recurrence.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads q and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        g: [B, T, HV, K] natural-log decays, normally <= 0; with use_gate_in_kernel the raw gate instead.
-        beta: [B, T, HV], or headwise [B, T, HV, V]; with use_beta_sigmoid_in_kernel its logits.
-        A_log: HV elements, None for a factor of 1; dt_bias: HV * K elements or None. For use_gate_in_kernel
-            only.
+        q: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of q, k and v follow torch's promotion. With cu_seqlens B is 1 and sequences are packed along T.
+        k: [B, T, H, K], like q.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of q and k.
+        g: [B, T, HV, K], natural-log decays, normally <= 0. With use_gate_in_kernel it is the raw gate.
+        beta: [B, T, HV], or [B, T, HV, V] with one value per value channel. With use_beta_sigmoid_in_kernel
+            it contains the logits.
+        A_log: HV elements, or None for a factor of 1; only for use_gate_in_kernel.
+        dt_bias: HV * K elements or None; only for use_gate_in_kernel.
         scale: factor on the output; None means K ** -0.5.
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides, [N, HV, V, K] with
+        initial_state: [N, HV, K, V] for N sequences, any float dtype and strides; [N, HV, V, K] with
             state_v_first.
         output_final_state: also return the state after each sequence.
-        use_qk_l2norm_in_kernel: q and k become x / sqrt(sum x^2 + 1e-6).
-        use_gate_in_kernel: the decay is -exp(A_log) softplus(g + dt_bias), or with a lower_bound lower_bound
-            sigmoid(exp(A_log) (g + dt_bias)).
-        use_beta_sigmoid_in_kernel: beta is sigmoid(beta); allow_neg_eigval: twice that.
-        lower_bound: below 0. Without use_gate_in_kernel it promises something about g that nothing here
-            needs.
-        cu_seqlens: [N + 1] int32 or int64 on q's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        transpose_state_layout: old name of state_v_first.
-        inplace_state, state_indices: states that are overwritten and pools of states, as in
-            ``fused_recurrent_gated_delta_rule``.
+        use_qk_l2norm_in_kernel: first normalize q and k: x / sqrt(sum x^2 + 1e-6).
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay. With a lower_bound it is
+            lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) in place of beta.
+        allow_neg_eigval: use 2 sigmoid(beta) in place of sigmoid(beta).
+        lower_bound: the lowest log decay of the gate, below 0, or None. Without use_gate_in_kernel it has no
+            effect; in fla it is a promise about g.
+        state_v_first: store the initial and final states as [N, HV, V, K].
+        cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        transpose_state_layout: the old name of state_v_first.
+        state_indices: [N] integers that select states of a pool, as in ``fused_recurrent_gated_delta_rule``.
+        inplace_state: write the final states to initial_state, as in ``fused_recurrent_gated_delta_rule``.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state in float32 (float64 for float64 tensors), laid out
-        like initial_state, or None; with inplace_state or state_indices it is initial_state itself.
-        cu_seqlens has to cover all rows, else ValueError. Where its values are not read (on a GPU outside
-        debug mode, or compiled), rows that it leaves out are zero, as are their gradients. Without gradients
-        all of it is one launch, the gate included.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
+        the layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero. A call without
+        gradients is one launch, which includes the gate.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: there nothing gets a gradient, without a word; here q, k, v, g, beta,
-    A_log, dt_bias and initial_state do, through o and through the final state. An unknown keyword is an
-    error, and so is A_log or dt_bias that nothing would read.
+    Differences from fla: q, k, v, g, beta, A_log, dt_bias and initial_state get gradients, through o and
+    through the final state. In fla no tensor gets one, and no error says so. An unknown keyword is an error,
+    and so is A_log or dt_bias if the call does not use it.
     """
     op = "fused_recurrent_kda"
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -240,9 +271,15 @@ def fused_recurrent_kda(
 
 def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
             safe: bool = False) -> Gate:
-    """Return the checked parameters of a gate that is applied ``inside``: A_log [HV], zeros for None, dt_bias
-    [HV, K] or None, and the lower bound or None. Return three times None if g has decays. safe: the option
-    safe_gate."""
+    """Check the gate parameters and return (A_log [HV], dt_bias [HV, K] or None, lower bound or None).
+
+    g: [B, T, HV, K].
+    inside: the op applies the gate to a raw g. If False, g contains decays and the result is three times
+    None.
+    A_log: HV elements; None gives zeros, for a factor of 1.
+    dt_bias: HV * K elements or None.
+    safe: the option safe_gate, which requires a lower_bound of -5 or more.
+    """
     bound = None if lower_bound is None else checked_bound(lower_bound)
     if not inside:
         return None, None, None
@@ -270,11 +307,11 @@ def kda(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention in the mode that suits the call: ``auto`` decides from T, gradients and the GPU,
-    and ``flashlin.explain`` says why.
+    """Compute Kimi Delta Attention in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest as ``chunk_kda``; a beta per value channel, [B,
-    T, HV, V], runs token by token.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. A beta per value channel, [B, T, HV, V], runs token by token.
+    All other arguments are the same as in ``chunk_kda``.
     """
     check_qkv(q, k, v, grouped=True)
     shared: dict[str, Any] = dict(

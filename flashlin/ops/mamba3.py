@@ -1,15 +1,20 @@
-"""Mamba-3 with one input and one output a head (SISO), chunk by chunk; mirrors
-``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined``.
+"""Mamba-3 with one input and one output for each head (SISO), computed chunk by chunk.
+
+Mirrors ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined``. The recurrence is
 
     theta_t = theta_{t-1} + pi tanh(Angles_t) DT_t
-    q_t, k_t = Q_t + Q_bias, K_t + K_bias, turned by theta_t        r_t = sigmoid(Trap_t)
+    q_t, k_t = Q_t + Q_bias, K_t + K_bias, rotated by theta_t        r_t = sigmoid(Trap_t)
     S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
     y_t = (S_t q_t + D v_t) silu(Z_t)
-Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: all later tokens read k_j and v_j with one weight,
-r_j DT_j + (1 - r_{j+1}) DT_{j+1}, times the decays since, so one scan of simple GLA (simple_gla.py) does, in
-which every q comes a token earlier and finds what the token before has left; what it finds decays once more,
-and its own k and v are read with r_t DT_t, where D and Z are read, too (kernels/pointwise). Angles are summed
-and q and k turned by kernels/rotation.
+
+Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: a rotation, one scan of simple GLA (simple_gla.py)
+and an elementwise kernel.
+
+Why one scan suffices: every later token reads k_j and v_j with the same weight, r_j DT_j + (1 - r_{j+1})
+DT_{j+1}, times the decays since token j. The scan uses this weight, and shifts each q to the previous token,
+so that q_t reads the state after token t - 1. The elementwise kernel (kernels/pointwise) decays that result
+once more. It also adds the product of q with the token's own k and v, weighted by r_t DT_t, and applies D and
+Z. kernels/rotation sums the angles and rotates q and k.
 """
 from __future__ import annotations
 
@@ -44,8 +49,14 @@ from flashlin.ops._common.pointwise import read
 
 
 class States(NamedTuple):
-    """What a sequence leaves to its next token. angle [n, H, R]; ssm [n, H, P, N]; k [n, H, N], turned and
-    with its bias, and v [n, H, P] of the last token."""
+    """The states after a sequence, from which its next token continues.
+
+    angle: [n, H, R], the summed angles.
+    ssm: [n, H, P, N], the state of the scan.
+    k: [n, H, N], the k of the last token, after bias and rotation.
+    v: [n, H, P], the v of the last token.
+    """
+
     angle: Tensor
     ssm: Tensor
     k: Tensor
@@ -62,43 +73,57 @@ def mamba3_siso_combined(
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mamba-3's scan. Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``.
-    Composed: a scan of simple GLA, in which every q comes a token earlier, and a rotation.
+    """Compute the scan of Mamba-3, with one input and one output for each head, chunk by chunk.
+
+    Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``. Composed: a
+    rotation, and a scan of simple GLA with each q shifted to the previous token. The recurrence is
+
+        theta_t = theta_{t-1} + pi tanh(Angles_t) DT_t
+        q_t, k_t = Q_t + Q_bias, K_t + K_bias, rotated by theta_t        r_t = sigmoid(Trap_t)
+        S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
+        y_t = (S_t q_t + D v_t) silu(Z_t)
 
     Args:
-        Q, K: [b, T, G, N], N even, G a divisor of H: head h reads group h // (H / G). V: [b, T, H, P].
-            bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as torch
-            promotes them. With cu_seqlens b is 1 and the sequences are packed along T.
-        ADT: [b, H, T] log decays A dt, normally <= 0. DT: [b, H, T], the steps, after softplus. Trap: [b, H,
-            T], of whose sigmoid r a token's own side gets r and the side of the token before it 1 - r.
-        Q_bias, K_bias: [H, N], added before the rotation.
-        Angles: [b, T, H, R], R at most N / 2: pair (2 i, 2 i + 1) of q and k is turned by the running sum of
-            pi tanh(Angles) DT; the other channels are not.
-        D: [H], a skip connection. Z: [b, T, H, P], a gate: y is multiplied by silu(Z).
-        Input_States: angles [n, H, R], states [n, H, P, N], the last k [n, H, N] (after bias and rotation)
-            and the last v [n, H, P] of each of n sequences, as return_final_states gives them. All four get
-            gradients.
-        chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes
-            nothing beyond rounding.
+        Q: [b, T, G, N], bfloat16, float16 or float32 (float64 runs in plain torch), N even, G a divisor of H.
+            Head h reads group h // (H / G). Mixed dtypes of Q, K and V follow torch's promotion. With
+            cu_seqlens b is 1 and sequences are packed along T.
+        K: [b, T, G, N], like Q.
+        V: [b, T, H, P].
+        ADT: [b, H, T], the log decays A dt, normally <= 0.
+        DT: [b, H, T], the step sizes, after softplus.
+        Trap: [b, H, T], the logits of r. A token's own product v k^T has the weight r, and the previous
+            token's product has the weight 1 - r.
+        Q_bias: [H, N], added to Q before the rotation.
+        K_bias: [H, N], added to K before the rotation.
+        Angles: [b, T, H, R], R at most N / 2. Channels (2 i, 2 i + 1) of q and k are rotated by the running
+            sum of pi tanh(Angles) DT. Channels from 2 R on are not rotated.
+        D: [H] or None, a skip connection.
+        Z: [b, T, H, P] or None, a gate: y is multiplied by silu(Z).
+        Input_States: the states of n sequences, as return_final_states returns them: the angles [n, H, R],
+            the states [n, H, P, N], the last k [n, H, N] (after bias and rotation) and the last v [n, H, P].
+            All four get gradients.
+        chunk_size: at least 1, accepted for compatibility. The launch table chooses the chunk size, which
+            changes the result only by rounding.
         return_final_states: also return the states after each sequence.
-        cu_seqlens: [n + 1] int32 or int64 on Q's device: sequence i is rows cu_seqlens[i] .. cu_seqlens[i +
-            1]. Empty ones are fine.
+        cu_seqlens: [n + 1] int32 or int64 on the device of Q. Sequence i has the rows cu_seqlens[i] to
+            cu_seqlens[i + 1] (exclusive). Empty sequences are allowed.
 
     Returns:
-        y [b, T, H, P] in V's dtype; with return_final_states (y, angles in 0 .. 2 pi, states, k, v), angles
-        and states in float32 (float64 for float64 tensors). cu_seqlens has to cover all rows, else
-        ValueError. Where its values are not read (on a GPU outside debug mode, or compiled), rows that it
-        leaves out are zero, as are their gradients. Gradients reach every floating-point argument through
-        each of them.
+        y [b, T, H, P] in the dtype of V. With return_final_states it is (y, angles, states, k, v), where the
+        angles lie in 0 .. 2 pi, and angles and states are in float32 (float64 for float64 tensors). Every
+        float argument gets gradients through each result. cu_seqlens must cover all rows, else ValueError.
+        The values are not read on a GPU outside debug mode, or in compiled code. There, rows outside all
+        sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: float32 stays float32 (there everything becomes bfloat16), and so do Angles and
-    Trap; tanh, cos and sin are exact; angles are summed so that long sequences lose no digits; N and P need
-    not be powers of two, R not be even; no tensor descriptors, so cards before Hopper and Triton before 3.4
-    will do, and CPU tensors; no autotuning, and gradients repeat to the bit.
+    Differences from mamba_ssm: float32 tensors, Angles and Trap stay in float32, while mamba_ssm converts
+    them to bfloat16. tanh, cos and sin are exact, and the sum of the angles stays accurate in long sequences.
+    N and P need not be powers of two, and R may be odd. The kernels use no tensor descriptors, so they run on
+    GPUs before Hopper and on Triton before 3.4. CPU tensors work. There is no autotuning, and repeated runs
+    give bitwise identical gradients.
     """
     op = "mamba3_siso_combined"
     return_final_states = scalars.flag("return_final_states", return_final_states)
@@ -115,7 +140,7 @@ def mamba3_siso_combined(
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     own = step * trap.sigmoid()
     past = step - own
-    # what is not finite in a token's step stays out of the token before it, which has a chunk of its own
+    # A step that is not finite must not reach the previous token, which may be in another chunk.
     weight = own + torch_path.after(past.nan_to_num(0, 0, 0), packed)
     inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, None if states is None else states.angle,
                     bounds=bounds)
@@ -135,7 +160,7 @@ def mamba3_siso_combined(
     if ssm is None:
         return y
     last_angle, last_v = (torch_path.last(x, packed) for x in (angle, V))
-    if states is not None:  # what a sequence without tokens began with
+    if states is not None:  # a sequence without tokens returns its initial states
         began = states.angle.double().remainder(torch_path.TURN).to(wide)
         last_angle, last_k, last_v = (
             torch_path.where_any(packed, T, x, start.to(x.dtype))
@@ -144,15 +169,25 @@ def mamba3_siso_combined(
 
 
 def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state [n, H, P, N] that first tokens find, of which their own side of the token before them, past
-    [n, H], is a part."""
+    """Return the state [n, H, P, N] that the first token of each sequence reads, in the dtype of states.ssm.
+
+    It is the initial state plus past v k^T of the token before the sequence.
+    past: [n, H], the weight (1 - r) DT of the first token.
+    """
     k, v = states.k.to(dtype), states.v.to(dtype)
     return states.ssm + (past[..., None] * v)[..., None] * k[:, :, None]
 
 
 def _with_first(y: Tensor, q: Tensor, found: Tensor, kept: Tensor, z: Tensor | None,
                 packed: torch_path.Packed | None) -> Tensor:
-    """y with what first tokens read of that state. q [n, H, N], kept [n, H], z [n, H, P]: of first tokens."""
+    """Return y plus the values that the first token of each sequence reads from its initial state.
+
+    q: [n, H, N], the rotated q of the first tokens.
+    found: [n, H, P, N], the result of _found.
+    kept: [n, H], the decay e^{ADT} of the first tokens.
+    z: [n, H, P], the gate of the first tokens, or None.
+    packed: the rows of packed sequences, or None for a dense batch.
+    """
     more = kept[..., None] * (found * q[:, :, None]).sum(-1)
     if z is not None:
         more = more * F.silu(z.to(more.dtype))
@@ -164,7 +199,7 @@ def _with_first(y: Tensor, q: Tensor, found: Tensor, kept: Tensor, z: Tensor | N
 
 def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor,
            K_bias: Tensor) -> None:
-    """Check the tensors that every call has, but for Angles."""
+    """Raise an error unless the required tensors other than Angles have valid shapes and devices."""
     check_rows("V", V, "[b, T, H, P]", 4)
     b, T, H, _ = V.shape
     need_tensor("Q", Q, (b, T, None, None), "[b, T, G, N]", V.device, "V")
@@ -181,7 +216,7 @@ def _check(Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tenso
 
 def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Tensor | None, given: Any,
                   n: int) -> States | None:
-    """Input_States, of n sequences."""
+    """Check Angles, D, Z and Input_States, and return Input_States as States of n sequences, or None."""
     (b, T, H, P), N = V.shape, Q.shape[3]
     need_tensor("Angles", Angles, (b, T, H, None), "[b, T, H, R]", V.device, "V")
     R = Angles.shape[3]
@@ -201,16 +236,27 @@ def _check_others(Q: Tensor, V: Tensor, Angles: Tensor, D: Tensor | None, Z: Ten
     return States(*given)
 
 
-# --- the rotation, which is plain torch under torch.compile ---
+# --- The rotation, which runs in plain torch under torch.compile. ---
 
 class Scalars(NamedTuple):
+    """The other arguments of one rotation.
+
+    dtype: the dtype of the rotated q and k.
+    needs_grad: some tensor needs a gradient.
+    call: the name of the op.
+    """
+
     dtype: torch.dtype
     needs_grad: bool
     call: str
 
 
 def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
-    """q, k, q_first and k_last of that dtype; the others in float32, or float64 if a tensor has that."""
+    """Run the rotation: add the biases, sum the angles, and rotate q and k.
+
+    The first four results (q, k, q_first, k_last) are in ``dtype``. The others are in float32, or in float64
+    if a tensor of x is.
+    """
     if not x.angles.shape[3]:
         return torch_path.compute(x, dtype)
     y = OPERATOR.run_planned(x, Scalars(dtype, wants_grad(*x), op))
@@ -218,6 +264,7 @@ def turned(op: str, x: Inputs, dtype: torch.dtype) -> Outputs:
 
 
 def problem_of(x: Inputs, how: Scalars) -> Problem:
+    """Return the problem of one rotation for planning, with N as K and R as V."""
     (B, T, _, K), (H, R) = x.q.shape, x.angles.shape[2:]
     return Problem(how.call, FAMILY, "", B=B, T=T, H=H, K=K, V=R, N=x.sequences,
                    dtype=strictest(dtypes_of(x[:-1])), varlen=x.bounds is not None,

@@ -1,9 +1,12 @@
-"""A Mamba layer between its input projection and its output, composed of its ops; mirrors
-``mamba_ssm.ops.selective_scan_interface``.
+"""A Mamba layer from the output of its input projection to its own output; mirrors mamba_ssm.
+
+The mirrored module is ``mamba_ssm.ops.selective_scan_interface``. The layer is composed of other ops. P,
+X_dt, X_B and X_C are projections, O is the output projection, and y is the scan of ``selective_scan_fn``:
 
     u = silu(conv(x))        dt, B, C = norm(P X_dt u), norm(X_B u), norm(X_C u)
-    out = O y(u, dt, A, B, C, D, z), y as in ``selective_scan_fn``
-Source: Gu and Dao 2023 (arXiv 2312.00752); the norms of dt, B and C: Zuo et al. 2024 (Falcon Mamba).
+    out = O y(u, dt, A, B, C, D, z)
+
+Source: Gu and Dao 2023 (arXiv 2312.00752); Zuo et al. 2024 (Falcon Mamba) for the norms of dt, B and C.
 """
 from __future__ import annotations
 
@@ -37,38 +40,54 @@ def mamba_inner_fn(
     dt_rms_weight: Tensor | None = None,
     b_c_dt_rms_eps: float = 1e-6,
 ) -> Tensor:
-    """Convolution with silu, projections to dt, B and C, selective scan with its gate, output projection.
+    """Compute a Mamba layer after its input projection: convolution, selective scan and output projection.
+
     Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``. Composed: ``causal_conv1d_fn``,
-    ``selective_scan_fn`` and products of torch.
+    ``selective_scan_fn`` and matrix products of torch. P, X_dt, X_B and X_C are projections, O is the output
+    projection, y is the scan, and norm applies only if its weight is passed:
+
+        u = silu(conv(x))        dt, B, C = norm(P X_dt u), norm(X_B u), norm(X_C u)
+        out = O y(u, dt, A, B, C, D, z)
 
     Args:
-        xz: [b, 2 D, T], x and then the gate z, as the input projection gives them: bfloat16, float16 or
-            float32 (float64 runs in plain torch), any strides.
-        conv1d_weight: [D, 1, W]; conv1d_bias: [D] or None.
-        x_proj_weight: [R + 2 N, D], to the R columns of dt, then N of B and N of C; what B or C replaces may
-            be left out. delta_proj_weight: [D, R].
-        out_proj_weight: [out, D]; out_proj_bias: [out] or None. These three weights have xz's dtype. Under
-            autocast they may have any: the three products are computed in the autocast dtype, as those of
-            ``torch.nn.Linear``, and nothing else is affected.
-        A: [D, N], real. D, delta_bias: [D] or None. delta_softplus: the step is softplus(dt + delta_bias).
-        B, C: None, where they depend on the input; or what ``selective_scan_fn`` takes: [b, N, T], [b, G, N,
-            T] or, for all tokens, [D, N]. With G > 1 groups both are given, and have the same G.
-        B_proj_bias, C_proj_bias: [N] or None, added to what is projected; without a meaning beside B or C.
-        checkpoint_lvl: 0 or 1, what mamba_ssm computes anew in backward; accepted, and nothing is here.
-        b_rms_weight, c_rms_weight: [N], dt_rms_weight: [D]: RMS norms with these weights of B, C and dt,
-            after their projections and biases and before delta_bias. b_c_dt_rms_eps is added to the mean of
-            the squares.
+        xz: [b, 2 D, T], bfloat16, float16 or float32 (float64 runs in plain torch), any strides: the result
+            of the input projection, x and then the gate z.
+        conv1d_weight: [D, 1, W].
+        conv1d_bias: [D] or None.
+        x_proj_weight: [R + 2 N, D]: R rows for dt, then N for B and N for C. The rows for B or C may be
+            omitted if that tensor is passed.
+        delta_proj_weight: [D, R], the projection of dt from R columns to D channels.
+        out_proj_weight: [out, D]. x_proj_weight, delta_proj_weight and out_proj_weight must have the dtype of
+            xz. Under autocast they may have any dtype: the three products run in the autocast dtype, as in
+            ``torch.nn.Linear``, and nothing else changes.
+        out_proj_bias: [out] or None.
+        A: [D, N], real.
+        B: None if B depends on the input. Else [b, N, T], [b, G, N, T] or, the same for all tokens, [D, N],
+            as in ``selective_scan_fn``.
+        C: like B. With G > 1 groups both are passed and have the same G.
+        D: [D] or None.
+        delta_bias: [D] or None, added to dt.
+        B_proj_bias: [N] or None, added to the projected B; no effect if B is passed.
+        C_proj_bias: [N] or None, added to the projected C; no effect if C is passed.
+        delta_softplus: the step is softplus(dt + delta_bias).
+        checkpoint_lvl: 0 or 1, accepted for compatibility. In mamba_ssm it selects the tensors that backward
+            computes again.
+        b_rms_weight: [N] or None: the weight of an RMS norm of B, after its projection and bias.
+        c_rms_weight: [N] or None: the weight of an RMS norm of C, after its projection and bias.
+        dt_rms_weight: [D] or None: the weight of an RMS norm of dt, after its projection and before
+            delta_bias.
+        b_c_dt_rms_eps: added to the mean of the squares in these norms.
 
     Returns:
         [b, T, out] in the dtype of the products. Gradients reach every tensor.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: the weights of the norms have gradients, where there they are left out, and
-    out_proj_bias has one, an error there; complex A is an error; and as ``causal_conv1d_fn`` and
-    ``selective_scan_fn``.
+    Differences from mamba_ssm: the weights of the norms get gradients, which are missing there. out_proj_bias
+    gets a gradient, which is an error there. Complex A is an error. All other differences are the same as in
+    ``causal_conv1d_fn`` and ``selective_scan_fn``.
     """
     scalars.flags(delta_softplus=delta_softplus)
     scalars.choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
@@ -112,7 +131,11 @@ def mamba_inner_fn(
 
 def _states(given: Tensor | None, projected: Tensor, bias: Tensor | None, weight: Tensor | None,
             eps: float) -> Tensor:
-    """B or C as the scan takes it, its norm over the N states. projected: [b, T, N], if it is not given."""
+    """Return B or C in the layout of the scan, normalized over its N states if weight is not None.
+
+    given: the tensor that the caller passed, or None.
+    projected: [b, T, N], used if given is None.
+    """
     if given is None:
         projected = projected if bias is None else projected + bias.to(projected.dtype)
         return _normed(projected, weight, eps).transpose(1, 2)
