@@ -1,1 +1,1 @@
-"""The short convolution: causal, one filter per channel."""
+"""Kernels of the short convolution, which is causal and has one filter per channel."""

@@ -1,11 +1,18 @@
-"""Backward of the short convolution. Deterministic: no atomics, one order of summation for one plan.
+"""Backward of the short convolution.
 
-With z the sum before the activation, which is computed again, and dz = dy act'(z):
-    dW_w = sum_t dz_t x_{t - W + 1 + w}          db = sum_t dz_t          dx_s = sum_w W_w dz_{s + W - 1 - w}
-and the same for what came from the initial state; the gradient of the final state goes to the tokens that it
-holds. Two passes over the rows, because dx of a row needs dz of the rows after it: the first makes dz, and on
-the way shares of dW and db, of which every program keeps one for all its rows; torch adds the shares up.
-Without an activation dz is dy.
+Let z be the sum before the activation act, and dz = dy act'(z). Then:
+
+    dW_w = sum_t dz_t x_{t - W + 1 + w}
+    db = sum_t dz_t
+    dx_s = sum_w W_w dz_{s + W - 1 - w}
+
+The same formulas give the gradient of the initial state, which precedes the first token. The gradient of the
+final state is added to dx of the tokens that this state contains.
+
+There are two passes over the rows, because dx of a row needs dz of later rows. The first pass recomputes z
+and stores dz. It also sums partial gradients of W and b: each program stores one partial sum over all its
+rows, and torch adds the partial sums. Without an activation, dz is dy. The kernels use no atomics, and a plan
+fixes the order of summation, so the results are deterministic.
 """
 
 import torch
@@ -34,20 +41,22 @@ def conv_backward_weights(
     weight,  # [D, W]
     bias,  # [D]
     h0,  # [N, W, D]
-    before,  # [R] of packed sequences: how many begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin up to each row
     bounds,  # [N + 1] or None
     dy, dz,  # [R, D]
     dweight,  # [programs, W, D], fp32
     dbias,  # [programs, D], fp32
     T, N,
-    R,  # rows in all
+    R,  # number of rows in the batch
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """dz [R, D] with an activation, and shares of dweight and dbias. A program: BD channels of every so
-    many-th BT rows."""
+    """Store dz [R, D] if there is an activation, and this program's partial sums of dweight and dbias.
+
+    A program computes BD channels for several blocks of BT rows, in a grid-stride loop.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     share = (tl.program_id(0) // STRIPS).to(tl.int64)
     step = (tl.num_programs(0) // STRIPS).to(tl.int64) * BT
@@ -92,15 +101,18 @@ def conv_backward_x(
     dz,  # [R, D]
     weight,  # [D, W]
     dht,  # [N, W, D]
-    before,  # [R] of packed sequences: how many begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin up to each row
     bounds,  # [N + 1] or None
     dx,  # [R, D]
     T, N,
-    R,  # rows in all
+    R,  # number of rows in the batch
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """dx [R, D]; dht comes as rows of channels, [N, W, D]. A program: BT rows and BD channels."""
+    """Compute dx [R, D]; a program computes BT rows and BD channels.
+
+    dht is [N, W, D], so that its channels are contiguous like those of dx.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -133,8 +145,11 @@ def conv_backward_state(
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_DHT: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """dh0 [N, D, W]. Token t reads slot t + 1 + w of the state through tap w; a sequence shorter than W also
-    hands slots on to the final state. A program: a sequence and BD channels."""
+    """Compute dh0 [N, D, W], the gradient of the initial state; a program computes BD channels of a sequence.
+
+    Tap w of token t reads slot t + 1 + w of the state. The final state of a sequence shorter than W also
+    contains slots of the initial state.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -162,8 +177,12 @@ def launch_backward(
     dht: Tensor | None,
     silu: bool, needs_dx: bool, needs_dweight: bool, needs_dbias: bool, needs_dh0: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias, dh0), or None for those that are not needed; dweight and dbias in fp32, the others
-    as their tensors. What launch_forward got, and the contiguous gradients of what it gave."""
+    """Launch the backward kernels of the convolution and return (dx, dweight, dbias, dh0).
+
+    A gradient that is not needed is None. dweight and dbias are in fp32; dx and dh0 have the dtypes of x and
+    h0. x, weight, bias, h0 and bounds are the arguments of launch_forward. dy and dht are the contiguous
+    gradients of y and of the final state.
+    """
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
     rows, packed = B * T, bounds is not None

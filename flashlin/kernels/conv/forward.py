@@ -1,10 +1,12 @@
-"""Forward of the short convolution, its final state, and one step of it. Tensors in, tensors out.
+"""Forward of the short convolution, its final state, and its step for decoding.
 
-    y_t = act(b + sum_w W_w x_{t - W + 1 + w}) + residual_t          act is silu or nothing
-for each channel on its own. Rows are tokens of any sequence, counted through the whole batch. A program owns
-BT rows and BD channels; the W taps are as many loads of that tile, of which all but the first come out of the
-cache. What lies before a sequence comes from its state [D, W], whose slot w holds token w - W. Filters are
-[D, W] too.
+For each channel separately, with silu or no activation as act:
+
+    y_t = act(b + sum_w W_w x_{t - W + 1 + w}) + residual_t
+
+A row is one token, and rows are counted through the whole batch. A program computes BT rows and BD channels.
+It loads its tile W times, once for each tap; all loads but the first hit the cache. Tokens before a sequence
+come from its state [D, W]; slot w contains token w - W. The filters are also [D, W].
 """
 
 import torch
@@ -19,8 +21,14 @@ from flashlin.kernels.batch import row_stride
 
 @triton.jit
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
-    """For rows start .. start + BT: (the number of their sequence, how many of its rows come before each, how
-    many are left with the row itself, which is 0 for rows of no sequence), each [BT]."""
+    """Locate the rows start .. start + BT in their sequences; return (n, behind, left), each [BT].
+
+    n: number of the row's sequence.
+    behind: number of the sequence's rows before this row.
+    left: number of the sequence's rows from this row to its end, or 0 for a row of no sequence.
+
+    before: [R] if packed: number of sequences that begin up to each row. N, R: number of sequences and rows.
+    """
     ahead = tl.arange(0, BT)
     inside = start + ahead < R
     if VARLEN:
@@ -43,15 +51,18 @@ def tap(
     x,  # [R, D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: the row's sequence
-    behind,  # [BT]: its rows before the row
-    left,  # [BT]: its rows from the row on
+    n,  # [BT]: number of the row's sequence
+    behind,  # [BT]: number of the sequence's rows before the row
+    left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns
     stride,  # elements from one row of x to the next
     w: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, HAS_H0: tl.constexpr,
 ):
-    """[BT, BD] in fp32: what tap w of W reads for each row. h0 is [N, W, D], so that its channels are
-    contiguous like those of x."""
+    """Load the input of tap w, one of W, for each row: [BT, BD] in fp32.
+
+    The input is a row of x, or of h0 if it precedes the sequence. h0 is [N, W, D], so that its channels are
+    contiguous like those of x.
+    """
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
     channels = (cols < D)[None, :]
@@ -67,8 +78,11 @@ def tap(
 
 @triton.jit
 def filters_of(weight, cols, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
-    """[BD, BW] in fp32: the channels' filters, whose taps lie side by side. A tap at a time they would be as
-    many loads as channels, each of a few bytes from a line of its own."""
+    """Load the filters of BD channels from weight [D, W]: [BD, BW] in fp32, zeros outside.
+
+    All taps of a channel are loaded at once, because they are adjacent in memory. A load of a single tap
+    would read a few bytes from a different cache line for each channel.
+    """
     slots = tl.arange(0, BW)[None, :]
     return tl.load(weight + (cols[:, None] * W + slots), mask=(cols < D)[:, None] & (slots < W), other=0.0,
                    eviction_policy="evict_last").to(tl.float32)
@@ -76,7 +90,7 @@ def filters_of(weight, cols, D: tl.constexpr, W: tl.constexpr, BW: tl.constexpr)
 
 @triton.jit
 def of_tap(filters, w: tl.constexpr, BW: tl.constexpr):
-    """[1, BD]: tap w of each channel."""
+    """Return the weights of tap w, [1, BD], from filters [BD, BW]."""
     return tl.sum(tl.where(tl.arange(0, BW)[None, :] == w, filters, 0.0), 1)[None, :]
 
 
@@ -87,15 +101,15 @@ def convolved(
     bias,  # [D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: the row's sequence
-    behind,  # [BT]: its rows before the row
-    left,  # [BT]: its rows from the row on
+    n,  # [BT]: number of the row's sequence
+    behind,  # [BT]: number of the sequence's rows before the row
+    left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr,
 ):
-    """z [BT, BD], fp32: the sum of a bias and W taps, before the activation."""
+    """Return z [BT, BD] in fp32, the sum of the bias and W taps before the activation."""
     z = tl.zeros([BT, BD], dtype=tl.float32)
     if HAS_BIAS:
         z += tl.load(bias + cols, mask=cols < D, other=0.0,
@@ -114,17 +128,17 @@ def conv_forward(
     bias,  # [D]
     residual,  # [R, D]
     h0,  # [N, W, D]
-    before,  # [R] of packed sequences: how many begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin up to each row
     bounds,  # [N + 1] or None
     y,  # [R, D]
     T, N,
-    R,  # rows in all
+    R,  # number of rows in the batch
     stride,  # elements from one row of x to the next
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_H0: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """y [R, D]. A program: BT rows and BD channels."""
+    """Compute y [R, D], the output of the convolution; a program computes BT rows and BD channels."""
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     start = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -136,7 +150,7 @@ def conv_forward(
     if SILU:
         z *= tl.sigmoid(z)
     ahead = tl.arange(0, BT)
-    if VARLEN:  # a bias reaches rows that belong to nobody
+    if VARLEN:  # the bias was also added to rows of no sequence
         z = tl.where((left > 0)[:, None], z, 0.0)
     offsets = ahead[:, None] * D + cols[None, :]
     mask = (start + ahead < R)[:, None] & (cols < D)[None, :]
@@ -147,7 +161,7 @@ def conv_forward(
 
 @triton.jit
 def span_of(bounds, n, T, VARLEN: tl.constexpr):
-    """(first row, length) of sequence n."""
+    """Return the first row and the number of rows of sequence n, in int64."""
     if VARLEN:
         first = tl.load(bounds + n).to(tl.int64)
         length = tl.load(bounds + n + 1).to(tl.int64) - first
@@ -168,7 +182,11 @@ def conv_state(
     D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HAS_H0: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """The last W tokens of a sequence and, where it is shorter, of the state it began with."""
+    """Store each sequence's last W tokens as its final state ht [N, D, W].
+
+    A sequence shorter than W also keeps the last tokens of its initial state h0, or zeros without h0. A
+    program computes BD channels of one sequence.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = tl.program_id(0) // STRIPS
     cols = (tl.program_id(0) % STRIPS * BD + tl.arange(0, BD))[:, None]
@@ -192,15 +210,17 @@ def conv_update(
     residual,  # [N, D]
     cache,  # [N, D, W]
     y,  # [N, D]
-    along_n,  # strides of the cache: by sequence
-    along_w,  # by slot
+    along_n,  # stride of the cache by sequence, in elements
+    along_w,  # stride of the cache by slot
     ALONG_D: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):
-    """Shift a sequence's cache by one token, put x into its last slot, and convolve it. ALONG_D: the cache's
-    stride by channel; where it is known to be W, the slots of a channel are stored as one.
+    """Shift each sequence's cache by one token, put x into its last slot, and convolve the cache.
 
-    Everything is loaded before anything is stored, since what a decoding step waits for is memory."""
+    A program updates BD channels of one sequence. ALONG_D is the cache's stride by channel, in elements. It
+    is a constexpr, so that Triton can store the slots of a channel together if the stride is W. All loads
+    precede all stores, because a decoding step is limited by memory latency.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
     cols = tl.program_id(0) % STRIPS * BD + tl.arange(0, BD)
@@ -218,18 +238,22 @@ def conv_update(
         z *= tl.sigmoid(z)
     if HAS_RESIDUAL:
         z += tl.load(residual + n * D + cols, mask=channels, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # other threads load what this one is about to overwrite
+    tl.debug_barrier()  # other threads load the slots that this thread overwrites
     tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
     tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
 
 
 def rows_first(state: Tensor | None) -> Tensor | None:
-    """A state [N, D, W] as rows of channels [N, W, D], which are read like those of x."""
+    """Return a state [N, D, W] as contiguous rows of channels [N, W, D], as tap() reads it."""
     return None if state is None else state.mT.contiguous()
 
 
 def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
-    """[T] int32: how many sequences begin up to each row; one more than the number of the row's own."""
+    """Return the number of sequences that begin up to each of T packed rows, [T] int32.
+
+    The number minus 1 is the number of the row's own sequence. Return None if the batch is not packed (bounds
+    is None).
+    """
     if bounds is None:
         return None
     return torch.searchsorted(bounds, torch.arange(T, dtype=bounds.dtype, device=bounds.device), right=True,
@@ -243,9 +267,13 @@ def launch_forward(
     silu: bool, has_ht: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [B, T, D], final state [N, D, W] or None), both of that dtype. x [B, T, D] with evenly spaced rows
-    of contiguous channels; weight [D, W], bias [D], residual [B, T, D], h0 [N, D, W], contiguous; of any
-    dtypes. bounds: [N + 1] within 0 .. T and rising, or None.
+    """Launch the forward kernels; return y [B, T, D] and the final state [N, D, W] or None, in ``dtype``.
+
+    x: [B, T, D] with contiguous channels and one stride between all rows.
+    weight [D, W], bias [D], residual [B, T, D], h0 [N, D, W]: contiguous. All tensors may have any dtypes.
+    bounds: [N + 1], the boundaries of packed sequences, ascending within 0 .. T; or None.
+    silu: True for silu as activation, False for none.
+    has_ht: True if the final state is needed.
     """
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]
@@ -266,8 +294,10 @@ def launch_forward(
 
 def update(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
            cache: Tensor, silu: bool, dtype: torch.dtype) -> Tensor:
-    """y [N, D] of that dtype, after putting x [N, D] into cache [N, D, W], which may have any strides; the
-    others contiguous."""
+    """Put one token x [N, D] into the cache [N, D, W], and return the convolution y [N, D] in ``dtype``.
+
+    The cache may have any strides. x, weight [D, W], bias [D] and residual [N, D] must be contiguous.
+    """
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         start_planned(plan, conv_update, dict(

@@ -1,8 +1,7 @@
-"""Which launches a short convolution makes, and with which tiles. Plain Python: no tensor, no torch, no
-triton.
+"""Recipe of the short convolution: its launches and their tiles.
 
-A Problem's K is the number of channels D, its V the width W of the filters. Rows are tokens of any sequence
-of the batch.
+In a Problem, K is the number of channels D, and V is the width W of the filters. A row is one token of any
+sequence of the batch. This module is plain Python: it needs no tensors, torch or triton.
 """
 from __future__ import annotations
 
@@ -13,16 +12,18 @@ from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, having, moving
 
-FAR = 2**20  # elements from one row of x to the next; rows that lie farther apart are copied
-CHANNELS = 128  # of a program, at most, but where a Config says more
+FAR = 2**20  # largest stride between rows of x, in elements; rows that are farther apart are copied
+CHANNELS = 128  # most channels of a program, unless its Config allows more
 
 
 class Config(NamedTuple):
-    """Programs of ``elements`` (tokens times channels), and so many per multiprocessor if rows are shared
-    out.
+    """The configuration of a kernel of the short convolution.
 
-    elements: of filters with up to 4 taps. All taps' loads are under way at once, so wider filters get
-    smaller tiles for their registers.
+    elements: tokens times channels of a program, for filters with up to 4 taps. The loads of all taps are in
+        flight at once, so wider filters get smaller tiles to save registers.
+    channels: most channels of a program.
+    num_warps: warps of a program.
+    per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
     """
     elements: int
     channels: int = CHANNELS
@@ -30,12 +31,13 @@ class Config(NamedTuple):
     per_sm: int = 0
 
 
-# The weights' programs sum over their rows, for which several warps would wait for each other each time.
+# Programs for the gradient of the weights have one warp, because several warps would have to synchronise for
+# each sum over rows.
 ROWS, WEIGHTS = Config(4096), Config(1024, channels=256, num_warps=1, per_sm=10)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches, then backward's; fixed filters get no gradient."""
+    """Return the launches of forward and then of backward; fixed filters get no gradient."""
     made = [_rows("conv_forward", ROWS, problem, target)]
     if "final_state" in problem.options:
         made.append(_states("conv_state", problem))
@@ -49,26 +51,28 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
-    """Programs of BT tokens and BD channels; the weights' are so few that each takes every so many-th block
-    of tokens."""
+    """Return a launch with programs of BT tokens and BD channels.
+
+    If the Config has ``per_sm``, the number of programs is limited, and each takes several blocks of tokens.
+    """
     BD, BW = block(problem.K, 16, config.channels), block(problem.V)
     BT = max(1, config.elements // max(1, BW // 4) // BD)
     strips, blocks = cdiv(problem.K, BD), cdiv(problem.B * problem.T, BT)
     if config.per_sm:
         blocks = min(blocks, cdiv(config.per_sm * target.sms, strips))
-    # shared: what is measured is one exchange of a tile between warps, and the sums of each warp
+    # Measured shared memory: one exchange of a tile between warps, and the sums of each warp.
     return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD, BW=BW), shared=4 * BT * BD + 4096,
                   span=BT * FAR, num_warps=config.num_warps)
 
 
 def _states(kernel: str, problem: Problem) -> Launch:
-    """Programs of one sequence and BD channels, all W slots of each."""
+    """Return a launch with programs of one sequence, BD channels and all W slots of their state."""
     BD, BW = block(problem.K, 16, CHANNELS), block(problem.V)
     return moving(kernel, problem, problem.N * cdiv(problem.K, BD), dict(BD=BD, BW=BW),
                   shared=4 * BD * BW + 4096, span=problem.K * problem.V)
 
 
-MAX_WIDTH = 16  # taps of a filter, which are unrolled
+MAX_WIDTH = 16  # most taps of a filter; loops over taps are unrolled
 AXES, LIMITS = {"K": "channels", "V": "taps of a filter"}, (Limit("V", MAX_WIDTH, "filters of {} taps"),)
 _TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4),
             "packed": Sizes(1, 32768, K=4096, V=4, N=16, packed=True)}

@@ -1,4 +1,4 @@
-"""The short convolution in float64, written from the mathematics. Everything else is checked against it."""
+"""Reference of the short convolution, token by token in float64; all tests compare with it."""
 from __future__ import annotations
 
 import torch
@@ -12,11 +12,12 @@ def convolve(
     bias: Tensor | None = None, residual: Tensor | None = None, initial_state: Tensor | None = None,
     activation: str | None = None, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [B, T, D], final state [N, D, W]), differentiable. x, residual [B, T, D], weight [D, W], bias
-    [D], initial_state [N, D, W]. Tokens of no sequence are zero.
+    """Return the short convolution y [B, T, D] and its final state [N, D, W]; both are differentiable.
 
-    y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t, where the state's slot w holds token
-    w - W of its sequence.
+    y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w}) + residual_t
+
+    Slot w of a state contains token w - W of its sequence. The shapes are: x, residual [B, T, D], weight [D,
+    W], bias [D], initial_state [N, D, W]. Rows of y that belong to no sequence are zero.
     """
     def step(window: Tensor, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat([window[:, 1:], x[:, None]], 1)
@@ -28,8 +29,10 @@ def convolve(
 
 
 def shift(x: Tensor, cache: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (x_{t - 1} - x_t [B, T, D], last tokens [N, D]), differentiable; before a sequence's first token
-    comes its cache [N, D], or 0."""
+    """Return x_{t - 1} - x_t [B, T, D] and the last tokens [N, D]; both are differentiable.
+
+    cache: [N, D], the token before the first token of each sequence; None for zeros.
+    """
     def step(last: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, last - x
     return token_by_token(step, {"x": x.double()}, before(cache, x, cu_seqlens, *x.shape[2:]), cu_seqlens)

@@ -1,8 +1,7 @@
-"""The short convolution in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles
-for.
+"""Torch path of the short convolution, for CPUs, float64 and GPUs that no Triton release supports.
 
-Every sequence gets its state's W tokens in front, so a row is a sum of W shifts of one tensor, and the last W
-rows are the final state.
+The W tokens of its state are put in front of each sequence. Then the output is a sum of W shifted copies of
+one tensor, and the last W rows are the final state. All of it is differentiable.
 """
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ from flashlin.kernels.sequences import sequences_of, widest
 
 def compute(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
         bounds: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
-    """(y [B, T, D], final state [N, D, W]), both in fp32, or in float64 if any tensor is. Arguments as
-    launch_forward."""
+    """Return y [B, T, D] and the final state [N, D, W], in float64 if any tensor has it, else in fp32.
+
+    The function takes the arguments of ``launch_forward`` in forward.py.
+    """
     compute = widest(x, weight, bias, residual, h0)
     B, T, _ = x.shape
     D, W = weight.shape
@@ -31,13 +32,13 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
         ht = rows[0, ends].mT
     y = y if bias is None else y + bias
     y = F.silu(y) if silu else y
-    if bounds is not None:  # a bias reaches rows that belong to no sequence
+    if bounds is not None:  # the bias was also added to rows of no sequence
         y = torch.where(covered, y, 0)
     return y if residual is None else y + residual, ht
 
 
 def _taps(rows: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Row t of the result is the sum over w of rows[t + 1 + w] weight[:, w]."""
+    """Return ``count`` rows; row t is the sum over w of rows[t + 1 + w] weight[:, w]."""
     y = rows[:, 1:1 + count] * weight[:, 0]
     for w in range(1, weight.shape[1]):
         y = y + rows[:, 1 + w:1 + w + count] * weight[:, w]
@@ -45,13 +46,18 @@ def _taps(rows: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _with_states(x: Tensor, state: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packed x [T, D] with each sequence's state [N, W, D] in front of it, as a batch of one; where the rows
-    of x went [T]; which of them belong to a sequence [T, 1]; and the places [N, W] of each sequence's last W
-    rows."""
+    """Insert each sequence's state [N, W, D] in front of its rows of the packed x [T, D].
+
+    Returns:
+        The rows and states, [1, T + (N + 1) W, D].
+        The index of each row of x among them, [T].
+        True for each row of x that belongs to a sequence, [T, 1].
+        The indices of the last W rows of each sequence, [N, W].
+    """
     T, (N, W, D) = x.shape[0], state.shape
     bounds = bounds.long()
     n, covered = sequences_of(bounds, T)
-    places = torch.arange(T, device=x.device) + (n + 1) * W  # so many states come before each row
+    places = torch.arange(T, device=x.device) + (n + 1) * W  # n + 1 states precede each row
     slots = torch.arange(N, device=x.device)[:, None] * W + torch.arange(W, device=x.device)
     rows = x.new_zeros(T + (N + 1) * W, D).index_copy(0, places, x)
     rows = rows.index_copy(0, (bounds[:-1, None] + slots).flatten(), state.reshape(N * W, D))

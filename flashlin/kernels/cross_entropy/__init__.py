@@ -1,1 +1,1 @@
-"""Cross entropy over a vocabulary."""
+"""Kernels of the cross entropy over a vocabulary."""

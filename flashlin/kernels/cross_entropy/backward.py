@@ -1,8 +1,13 @@
-"""Backward of the cross entropy, in forward's names, p = e^(x - L) and 1[target] the row with a one at the
-target:
+"""Backward of the cross entropy.
+
+The symbols x, L, s, c, e, a and V are defined in forward.py. Let p = e^(x - L), and 1[target] be a row with 1
+at the target and 0 elsewhere. Then:
+
     dlogits = dloss (p (1 + 2 a L) - (1 - e) 1[target] - e / V) (1 - tanh^2(s logits / c)) s
-and zero for rows that do not count. A program owns BT rows and BV columns. It reads before it writes and
-nobody else reads what it writes, so dlogits may be the logits themselves.
+
+The gradient is zero for rows that do not count. Without a softcap c, the factor with tanh is 1. A program
+computes BT rows and BV columns. It reads its elements before it writes them, and no other program reads them,
+so dlogits may share the memory of logits.
 """
 
 import torch
@@ -21,16 +26,16 @@ def cross_entropy_backward(
     target, lse, dloss,  # [rows]
     dlogits,  # [rows, V]
     stride,  # elements from one row of logits to the next
-    dstride,  # of dlogits
+    dstride,  # elements from one row of dlogits to the next
     rows,
     scale,  # s
-    cap,  # c
-    smoothing,  # e
-    squares,  # a
-    ignore_index,  # the target that does not count
+    cap,  # c, softcap
+    smoothing,  # e, label smoothing
+    squares,  # a, weight of L^2
+    ignore_index,  # target of rows that do not count
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr,
 ):
-    """dlogits [rows, V]. A program: BT rows and BV columns."""
+    """Compute dlogits [rows, V], the gradient of the logits; a program computes BT rows and BV columns."""
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     first = (tl.program_id(0) // STRIPS).to(tl.int64) * BT
     row = tl.arange(0, BT)
@@ -63,8 +68,13 @@ def launch_backward(
     ignore_index: int,
     in_place: bool,
 ) -> Tensor:
-    """dlogits [N, V] in logits' dtype, which are logits themselves if in_place. lse, dloss: [N] in fp32,
-    contiguous; the rest as launch_forward."""
+    """Launch the backward kernel of the cross entropy; return dlogits [N, V] in the dtype of logits.
+
+    lse, dloss: [N] in fp32, contiguous: the log-sum-exp of each row, and the gradient of its loss.
+    in_place: True to overwrite logits with dlogits.
+
+    The other arguments are described in launch_forward.
+    """
     N, V = logits.shape
     dlogits = logits if in_place else torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     if N:

@@ -1,11 +1,14 @@
-"""Forward of the cross entropy. Tensors in, tensors out.
+"""Forward of the cross entropy.
 
-With x = c tanh(s logits / c), or x = s logits without a softcap c, and L = log sum e^x over the V columns of
-a row:
-    loss = L - (1 - e) x_target - e mean(x) + a L^2        z_loss = a L^2
-s is the scale, e the label smoothing, a the weight of the squares. Rows whose target is ignore_index, or no
-column at all, have loss 0. A program owns BT rows and walks their columns in blocks of BV, with a running
-maximum and a running sum (Milakov and Gimelshein 2018).
+Let x = c tanh(s logits / c), or x = s logits without a softcap c. Let L be log sum e^x over the V columns of
+a row. Then:
+
+    loss = L - (1 - e) x_target - e mean(x) + a L^2
+    z_loss = a L^2
+
+Here s is the scale, e the label smoothing, and a the weight of L^2. The loss is 0 for rows that do not count:
+their target is ignore_index, or is not a column. A program computes BT rows. It reads their columns in blocks
+of BV, with a running maximum and a running sum (Milakov and Gimelshein 2018).
 """
 
 import torch
@@ -19,8 +22,11 @@ from flashlin.guards.plan_types import Plan
 
 @triton.jit
 def targets_of(target, first, rows, ignore_index, V: tl.constexpr, BT: tl.constexpr):
-    """(targets of BT rows, which of the rows count). A target that does not count may be no column: nothing
-    may be looked up by it."""
+    """Return the targets of BT rows, and True for each row that counts; both are [BT].
+
+    A row counts if its target is one of the V columns and not ignore_index. Other targets must not be used as
+    an index, because they may be out of range.
+    """
     row = tl.arange(0, BT)
     t = tl.load(target + first + row, mask=first + row < rows, other=-1).to(tl.int64)
     return t, (t >= 0) & (t < V) & (t != ignore_index)
@@ -28,12 +34,13 @@ def targets_of(target, first, rows, ignore_index, V: tl.constexpr, BT: tl.conste
 
 @triton.jit
 def tanh(x):
+    """Return the hyperbolic tangent of x, computed from a sigmoid."""
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
 def shaped(logits, scale, cap, CAPPED: tl.constexpr):
-    """x of logits, in fp32: scaled and capped."""
+    """Return the scaled logits in fp32, limited to +-cap by tanh if CAPPED."""
     x = logits.to(tl.float32) * scale
     if CAPPED:
         x = cap * tanh(x / cap)
@@ -47,13 +54,16 @@ def cross_entropy_forward(
     stride,  # elements from one row of logits to the next
     rows,
     scale,  # s
-    cap,  # c
-    smoothing,  # e
-    squares,  # a
-    ignore_index,  # the target that does not count
+    cap,  # c, softcap
+    smoothing,  # e, label smoothing
+    squares,  # a, weight of L^2
+    ignore_index,  # target of rows that do not count
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
 ):
-    """loss, z_loss and L (lse), [rows] in fp32. A program: BT rows, BV columns at a time."""
+    """Compute loss, z_loss and lse (the log-sum-exp L), each [rows] in fp32.
+
+    A program computes BT rows, and reads BV columns of them at a time.
+    """
     first = tl.program_id(0).to(tl.int64) * BT
     row = tl.arange(0, BT)
     inside = first + row < rows
@@ -70,7 +80,7 @@ def cross_entropy_forward(
             plain += tl.sum(tl.where(there, x, 0.0), 1)
         x = tl.where(there, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf is no NaN
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # avoids NaN if all are -inf
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(x - level[:, None]), 1)
         highest = higher
     found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(tl.where(inside, total, 1.0))
@@ -87,8 +97,16 @@ def cross_entropy_forward(
 
 def launch_forward(plan: Plan, logits: Tensor, target: Tensor, scale: float, cap: float | None,
                    smoothing: float, squares: float, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, z_loss, L), each [N] in fp32. logits [N, V] of any dtype with contiguous rows; target [N] int32
-    or int64, contiguous, of any values."""
+    """Launch the forward kernel; return the loss, z_loss and log-sum-exp of each row, each [N] in fp32.
+
+    logits: [N, V] of any dtype; the V elements of a row are contiguous.
+    target: [N], int32 or int64, contiguous. Rows whose target is not a column do not count.
+    scale: factor of the logits.
+    cap: softcap of the scaled logits, or None.
+    smoothing: label smoothing.
+    squares: weight of the squared log-sum-exp, which is added to the loss.
+    ignore_index: target of rows that do not count.
+    """
     N, V = logits.shape
     loss, z_loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     if N:

@@ -1,7 +1,7 @@
-"""Which launches a cross entropy makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Recipe of the cross entropy: its launches and their tiles.
 
-A Problem has T rows of K logits. Like a norm, this only moves memory: forward reads the logits once, backward
-reads and writes them once.
+A Problem has T rows of K logits. The kernels are limited by memory bandwidth: forward reads the logits once,
+and backward reads and writes them once. This module is plain Python: it needs no tensors, torch or triton.
 """
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, heads_as_rows, moving
 
-FAR = 2**20  # elements from one row of logits to the next; rows that lie farther apart are copied
+FAR = 2**20  # largest stride between rows of logits, in elements; rows that are farther apart are copied
 
 
-# Logits of a program. Forward walks a row in blocks of BV; each block ends in a sum over all warps, so blocks
-# are large.
+# Number of logits that a program loads at a time. Forward reads a row in blocks of BV. Each block ends in a
+# sum over all warps, so blocks are large.
 FORWARD, BACKWARD = 8192, 4096
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, a program for BT rows; backward's, a program for BT rows and BV columns."""
+    """Return the launch of forward and, if gradients are needed, that of backward.
+
+    A program of forward computes BT rows. A program of backward computes BT rows and BV columns.
+    """
     def launch(kernel: str, elements: int, by_column: bool) -> Launch:
         BV = block(problem.K, 16, elements)
         BT = elements // BV
-        # shared: what is measured is an exchange of a tile between warps and the sums of each warp
+        # Measured shared memory: an exchange of a tile between warps, and the sums of each warp.
         return moving(kernel, problem, cdiv(problem.T, BT) * (cdiv(problem.K, BV) if by_column else 1),
                       dict(BT=BT, BV=BV), shared=4 * elements + 4096, span=BT * FAR, num_warps=8)
     forward = launch("cross_entropy_forward", FORWARD, False)

@@ -1,5 +1,4 @@
-"""The cross entropy in float64, row by row, written from the mathematics. Everything else is checked against
-it."""
+"""Reference of the cross entropy, row by row in float64; all tests compare with it."""
 from __future__ import annotations
 
 import torch
@@ -9,8 +8,12 @@ from torch import Tensor
 def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, logit_scale: float = 1.0,
                   lse_square_scale: float = 0.0, logit_softcapping: float | None = None,
                   ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """(loss, z_loss), each [N] in float64: what the softmax of the logits says of a target that is smoothed
-    towards all V columns, plus z_loss, which has no gradient of its own."""
+    """Return the loss and z_loss of each row, both [N] in float64.
+
+    The loss is the cross entropy between the softmax of the logits and the smoothed target, plus z_loss.
+    Label smoothing spreads the target over all V columns. z_loss is lse_square_scale times the squared
+    log-sum-exp; the returned z_loss is detached. Rows whose target is ignore_index have zeros.
+    """
     V = logits.shape[1]
     losses, z_losses = [], []
     for x, t in zip(logits.double(), target.tolist(), strict=True):

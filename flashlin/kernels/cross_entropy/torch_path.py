@@ -1,5 +1,7 @@
-"""The cross entropy in plain torch, for CPUs, float64 and cards that no Triton compiles for. Names and
-arguments as in forward.py."""
+"""Torch path of the cross entropy, for CPUs, float64 and GPUs that no Triton release supports.
+
+Names and arguments have the same meaning as in forward.py.
+"""
 from __future__ import annotations
 
 import torch
@@ -10,9 +12,12 @@ from flashlin.kernels.sequences import widest
 
 def compute(logits: Tensor, target: Tensor, scale: float, cap: float | None, smoothing: float, squares: float,
         ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, z_loss, L), each [N] in fp32, or in float64 if logits are; differentiable."""
+    """Return the loss, z_loss and log-sum-exp of each row, each [N], in float64 if logits are, else in fp32.
+
+    All results are differentiable. The arguments are described in ``launch_forward`` of forward.py.
+    """
     t, counts = _targets(target, logits.shape[1], ignore_index)
-    # else NaN in a row that does not count reaches its gradient
+    # Rows that do not count become 0 here, because their NaN would reach their gradient.
     x, _ = _shaped(torch.where(counts[:, None], logits.to(widest(logits)), 0), scale, cap)
     lse = x.logsumexp(1)
     z = squares * lse.square()
@@ -29,7 +34,10 @@ def gradients(
     smoothing: float, squares: float,
     ignore_index: int,
 ) -> Tensor:
-    """dlogits in logits' dtype, by the formula in backward.py: for where there is no autograd."""
+    """Return dlogits in the dtype of logits, by the formula in backward.py, where autograd is not available.
+
+    lse, dloss: [N], the log-sum-exp of each row, and the gradient of its loss.
+    """
     t, counts = _targets(target, logits.shape[1], ignore_index)
     x, slope = _shaped(logits.to(widest(logits)), scale, cap)
     d = (x - lse[:, None]).exp() * (1 + 2 * squares * lse)[:, None] - smoothing / logits.shape[1]
@@ -38,13 +46,16 @@ def gradients(
 
 
 def _targets(target: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Targets as columns that exist, and which rows count."""
+    """Return the target column of each row, and True for each row that counts; both are [N].
+
+    The column is 0 for a row that does not count, so that it is always a valid index.
+    """
     counts = (target >= 0) & (target < V) & (target != ignore_index)
     return torch.where(counts, target, 0).long(), counts
 
 
 def _shaped(logits: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor | float]:
-    """x, and its derivative but for the scale."""
+    """Return x, the scaled and capped logits, and dx/dlogits without the factor ``scale``."""
     if cap is None:
         return logits * scale, 1.0
     th = (logits * (scale / cap)).tanh()

@@ -1,1 +1,1 @@
-"""The short convolution: causal, one filter per channel."""
+"""Kernels of the recurrence of HGRN, in which each channel has its own decay per token."""

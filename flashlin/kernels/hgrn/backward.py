@@ -1,8 +1,13 @@
-"""HGRN's recurrence, backward: the same walk from the last token to the first.
+"""Backward of HGRN's recurrence, from the last token to the first.
 
-    dx_t = do_t + e^{g_{t+1}} dx_{t+1}     dg_t = dx_t e^{g_t} h_{t-1}
-The final state's gradient is dx after the last token. h is what forward returned as o: rounded to 16 bits it
-makes dg as precise as any tensor of 16 bits, where o_t - x_t would cancel.
+The gradients of the inputs are:
+
+    dx_t = do_t + e^{g_{t+1}} dx_{t+1}
+    dg_t = dx_t e^{g_t} h_{t-1}
+
+For the last token, the gradient of the final state replaces e^{g_{t+1}} dx_{t+1}. The states h are
+the output o of forward. If o is rounded to 16 bits, dg is as precise as a 16-bit tensor can be. The
+alternative, e^{g_t} h_{t-1} = o_t - x_t, would suffer from cancellation.
 """
 
 import torch
@@ -26,10 +31,14 @@ def hgrn_backward(
     dh0,  # [N, D], fp32, or None
     bounds,  # [N + 1] or None
     T, N,
-    S,  # segments of a sequence
+    S,  # number of segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
-    """dx, dg [rows, D] and dh0. A program: BD channels of a segment of a sequence, walked from its end."""
+    """Compute dx and dg [rows, D], and dh0 [N, D] unless it is None.
+
+    A program computes BD channels of one segment of a sequence, from its last token to its first. decays and
+    ends, [N, S - 1, D], are the transfers of all segments but the last, which hgrn_ends computes.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
     d0 = program % STRIPS * BD
@@ -74,8 +83,14 @@ def hgrn_backward(
 
 def launch_backward(plan: Plan, g: Tensor, o: Tensor, h0: Tensor | None, bounds: Tensor | None, do: Tensor,
         dht: Tensor | None, needs_dh0: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx in o's dtype, dg in g's, dh0 in fp32 or None). o: what forward returned; do like o, dht like the
-    final state; contiguous."""
+    """Launch the backward kernels of HGRN's recurrence; return dx, dg and dh0.
+
+    dx has the dtype of o, dg that of g. dh0 is in fp32, or None if it is not needed.
+
+    o: [B, T, D], the output of forward. do: its gradient.
+    dht: [N, D], the gradient of the final state, or None.
+    bounds: [N + 1], the boundaries of packed sequences, or None. All tensors must be contiguous.
+    """
     N = o.shape[0] if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
     new = torch.empty_like if fills_gaps(split, bounds) else torch.zeros_like

@@ -1,11 +1,16 @@
-"""HGRN's recurrence h_t = e^{g_t} h_{t-1} + x_t, forward, and what both directions share. Tensors in, tensors
-out.
+"""Forward of HGRN's recurrence h_t = e^{g_t} h_{t-1} + x_t, and functions that backward shares.
 
-A program is one warp with a strip of channels of one segment of a sequence, and walks it in blocks of BT
-tokens, of which the next is always being loaded. Within a block the tokens are scanned as pairs (a, x), each
-of which turns h into a h + x: products of decays are all there is, so nothing is divided by one, and e^-inf
-is 0. Segments start from what those before leave behind, which is a scan of pairs like any other. Backward
-walks from the last token to the first; a walk's i-th token is row ``origin + STEP * i``.
+A program is one warp. It computes some channels of one segment of a sequence in blocks of BT tokens, and
+loads the next block during the computation of the current one. Within a block it scans the tokens as pairs
+(a, x); a pair maps h to a h + x. The scan only multiplies decays and never divides by one, so g may be -inf
+(decay 0).
+
+A sequence may be split into S segments. A first kernel, hgrn_ends, computes the transfer of each segment,
+which is also a pair (a, x). A program of the main kernel scans these pairs for the state at its segment's
+first token.
+
+Forward visits tokens from the first to the last (STEP = 1), backward from the last to the first (STEP = -1).
+The i-th token in this order is row ``origin + STEP * i``.
 """
 
 from typing import Any
@@ -24,29 +29,35 @@ from flashlin.kernels.tile_ops import sequence_of, zero_gaps
 
 @triton.jit
 def both(a1, x1, a2, x2):
-    """The pair (a, x), which turns h into a h + x, that does what the first one and then the second one
-    do."""
+    """Combine two pairs into the pair that has the effect of the first and then the second.
+
+    A pair (a, x) maps a state h to a h + x.
+    """
     return a1 * a2, a2 * x1 + x2
 
 
 @triton.jit
 def last(x, BT: tl.constexpr):
-    """The last row of [BT, BD]."""
+    """Return the last row of x [BT, BD]."""
     return tl.sum(tl.where((tl.arange(0, BT) == BT - 1)[:, None], x, 0.0), 0)
 
 
 @triton.jit
 def walked(
     x,  # [rows, D]
-    origin,  # row of the walk's 0-th token
-    i0,  # number of the first token here
-    low,  # begin of the tokens that count
-    high,  # end of the tokens that count
+    origin,  # row of token 0
+    i0,  # number of the first token of the tile
+    low,  # first token to load
+    high,  # end of the tokens to load
     cols,  # [BD]
-    other,  # for the others
+    other,  # value of other elements
     D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
-    """[BT, BD]: tokens i0 .. i0 + BT of a walk, ``other`` for those outside low .. high."""
+    """Load a tile [BT, BD] of x [rows, D]: the tokens i0 .. i0 + BT in the order of the recurrence.
+
+    Token i is row origin + STEP * i, so STEP = -1 reads backward. Tokens outside low .. high have the value
+    ``other``.
+    """
     i = tl.arange(0, BT)
     mask = ((i0 + i >= low) & (i0 + i < high))[:, None] & (cols < D)[None, :]
     return tl.load(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]), mask=mask,
@@ -57,13 +68,16 @@ def walked(
 def put_walked(
     x,  # [rows, D]
     value,  # [BT, BD]
-    origin,  # row of the walk's 0-th token
-    i0,  # number of the first token here
-    high,  # end of the tokens that count
+    origin,  # row of token 0
+    i0,  # number of the first token of the tile
+    high,  # end of the tokens to store
     cols,  # [BD]
     D: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr,
 ):
-    """Store a walk's results [BT, BD] for its tokens i0 .. i0 + BT."""
+    """Store a tile [BT, BD] in x [rows, D], for the tokens i0 .. i0 + BT in the order of the recurrence.
+
+    Token i is row origin + STEP * i. Tokens from ``high`` are not stored.
+    """
     i = tl.arange(0, BT)
     mask = (i0 + i < high)[:, None] & (cols < D)[None, :]
     tl.store(x + (origin + STEP * i0) * D + (STEP * D * i[:, None] + cols[None, :]),
@@ -72,13 +86,16 @@ def put_walked(
 
 @triton.jit
 def decay(g):
+    """Return the decays e^g of log decays g, in fp32."""
     return tl.exp(g.to(tl.float32))
 
 
 @triton.jit
 def segment_of(s, S, length, BT: tl.constexpr):
-    """(begin, end) of segment s of S. A segment is whole blocks of BT tokens, so the last ones may be
-    empty."""
+    """Return the first token and the end of segment s, one of S segments of a sequence of ``length`` tokens.
+
+    A segment consists of whole blocks of BT tokens, so the last segments may be empty.
+    """
     size = ((length + S - 1) // S + BT - 1) // BT * BT
     begin = tl.minimum(s * size, length)
     return begin, tl.minimum(begin + size, length)
@@ -90,11 +107,15 @@ def hgrn_ends(
     decays, ends,  # [N, S - 1, D], fp32
     bounds,  # [N + 1] or None
     T,
-    S,  # segments of a sequence
+    S,  # number of segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """decays, ends [N, S - 1, D] fp32: each segment but the last as a pair. STEP -1: segments of the backward
-    walk, x being the gradient of o. A program: BD channels of a segment."""
+    """Compute the transfer of each segment but the last: decays and ends, both [N, S - 1, D] in fp32.
+
+    A segment turns a state h into decays * h + ends. ``ends`` is the state from zero. STEP = -1 is for
+    backward: it numbers segments from the end of the sequence, and x is the gradient of o. A program computes
+    BD channels of one segment.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
     program = tl.program_id(0)
@@ -126,11 +147,14 @@ def carried(
     decays, ends,  # [N, S - 1, D], fp32
     n,  # this sequence
     s,  # this segment
-    S,  # segments of a sequence
+    S,  # number of segments of a sequence
     cols,  # [BD]: columns
     D: tl.constexpr, BT: tl.constexpr,
 ):
-    """h after the first s segments of sequence n."""
+    """Return the state of BD channels after the first s segments of sequence n, given its initial state h.
+
+    decays, ends: [N, S - 1, D], the transfers of the segments, as hgrn_ends computes them.
+    """
     origin = n.to(tl.int64) * (S - 1)
     for i0 in range(0, s, BT):
         a, sums = tl.associative_scan((
@@ -149,10 +173,14 @@ def hgrn_forward(
     ht,  # [N, D], fp32, or None
     bounds,  # [N + 1] or None
     T, N,
-    S,  # segments of a sequence
+    S,  # number of segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
-    """o [rows, D] and ht. A program: BD channels of a segment of a sequence."""
+    """Compute o [rows, D], and the final state ht [N, D] unless it is None.
+
+    A program computes BD channels of one segment of a sequence. decays and ends, [N, S - 1, D], are the
+    transfers of all segments but the last, which hgrn_ends computes.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)
     d0 = program % STRIPS * BD
@@ -186,30 +214,44 @@ def hgrn_forward(
 
 def launch_forward(plan: Plan, x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None,
         has_ht: bool) -> tuple[Tensor, Tensor | None]:
-    """(o [B, T, D] in x's dtype, final state [N, D] in fp32 or None). x, g [B, T, D], h0 [N, D],
-    contiguous."""
+    """Launch the forward kernels; return o [B, T, D] in x's dtype and the final state [N, D] in fp32.
+
+    The final state is None unless has_ht.
+
+    x, g: [B, T, D], contiguous.
+    h0: [N, D], the initial state, contiguous; or None for zeros.
+    bounds: [N + 1], the boundaries of packed sequences, or None.
+    """
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     split = parts(plan, N)
     o = torch.empty_like(x) if fills_gaps(split, bounds) else torch.zeros_like(x)
     ht = x.new_empty((N, x.shape[2]), dtype=torch.float32) if has_ht else None
-    if N == 0:  # no program would run to write them
+    if N == 0:  # no program would write o
         return o.zero_(), ht
     walk(plan, hgrn_forward, 1, split, "x", x=x, g=g, o=o, bounds=bounds, h0=h0, ht=ht)
     return o, ht
 
 
 def fills_gaps(split: list[slice], bounds: Tensor | None) -> bool:
-    """Whether the kernels write every row. One launch of packed sequences zeroes the rows outside them
-    itself; a part of several cannot, since to it the other parts' rows are outside."""
+    """Return True if the kernels write every row of the output.
+
+    split: the slices of the batch that run in separate launches.
+
+    A single launch of packed sequences also stores zeros in the rows of no sequence. One of several launches
+    cannot do so, because it would also overwrite the rows of the other launches.
+    """
     return bounds is None or len(split) == 1
 
 
 def walk(plan: Plan, kernel: Any, step: int, split: list[slice], walked: str, **tensors: Any) -> None:
-    """Start a kernel that walks all segments, for each part of the batch, after ``hgrn_ends`` where sequences
-    have more than one.
+    """Launch hgrn_forward or hgrn_backward for each slice of the batch, after ``hgrn_ends`` if necessary.
 
-    step: 1 or -1, as of hgrn_ends. walked: the name of what states are made of. tensors: the kernel's, by
-    name.
+    ``hgrn_ends`` is necessary if sequences have more than one segment.
+
+    step: STEP of hgrn_ends: 1 for forward, -1 for backward.
+    split: the slices of the batch.
+    walked: name of the tensor from which states are computed: "x" in forward, "do" in backward.
+    tensors: tensor arguments of the kernel, by name.
     """
     _, T, D = tensors["g"].shape
     S, packed = segments(plan.problem, plan.target), tensors["bounds"] is not None
@@ -218,7 +260,7 @@ def walk(plan: Plan, kernel: Any, step: int, split: list[slice], walked: str, **
     for part in split:
         n = part.stop - part.start
         own = cut(tensors, part) if len(split) > 1 else tensors
-        # what each segment but the last leaves behind; of whole sequences nothing, which nobody reads
+        # The transfers of all segments but the last. They are empty if sequences are not split.
         decays, ends = torch.empty(2, n, S - 1, D, dtype=torch.float32, device=tensors["g"].device)
         sizes = dict(decays=decays, ends=ends, T=T, S=S, D=D)
         if S > 1:

@@ -1,8 +1,9 @@
-"""Which launches HGRN's recurrence makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Recipe of HGRN's recurrence: its launches and their tiles.
 
-A Problem's K is the number of channels D, each of which is a recurrence of its own; V is the same. The op
-only moves memory: what counts is how much of it is under way, so where sequences and channels are few,
-sequences are split into segments.
+In a Problem, K and V are both the number of channels D. Each channel is an independent recurrence. The
+kernels are limited by memory bandwidth, so many loads must be in flight at once. If there are few sequences
+and channels, sequences are therefore split into segments. This module is plain Python: it needs no tensors,
+torch or triton.
 """
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, moving
 
-# tokens and channels of a block; a program is one warp, so that a scan over tokens needs no barriers
+# Tokens and channels of a block. A program is one warp, so that a scan over tokens needs no barriers.
 BT, BD = 16, 64
-# programs for each multiprocessor: with fewer than the one, sequences are split until there are the other
+# Programs per multiprocessor: with fewer than ENOUGH, sequences are split until there are about WANTED.
 ENOUGH, WANTED = 3, 8
-SHORTEST = 8 * BT  # tokens of a segment
+SHORTEST = 8 * BT  # fewest tokens of a segment
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launches and backward's. Both share the kernel that computes what each segment leaves
-    behind."""
+    """Return the launches of forward and then of backward.
+
+    Both directions use ``hgrn_ends``, which computes the transfers of segments, so it is listed once.
+    """
     S = segments(problem, target)
     made = [_launch("hgrn_ends", problem, S - 1)] if S > 1 else []
     made.append(_launch("hgrn_forward", problem, S))
@@ -30,8 +33,11 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def segments(problem: Problem, target: Target) -> int:
-    """Into how many segments each sequence is split. The second reading of the inputs that this costs has to
-    pay."""
+    """Return the number of segments of each sequence.
+
+    Segments read the inputs a second time. Sequences are therefore split only if the GPU has too few programs
+    otherwise.
+    """
     programs = max(1, problem.N * strips(problem.K))
     if problem.invariant or programs >= ENOUGH * target.sms:
         return 1
@@ -39,18 +45,19 @@ def segments(problem: Problem, target: Target) -> int:
 
 
 def strips(D: int) -> int:
-    """Programs that D channels take."""
+    """Return the number of programs for D channels of a segment."""
     return cdiv(D, block(D, 16, BD))
 
 
 def _launch(kernel: str, problem: Problem, segments: int) -> Launch:
     width = block(problem.K, 16, BD)
-    # shared: tiles that change their layout
+    # Shared memory is for tiles that change their layout.
     return moving(kernel, problem, (problem.batch_part or problem.N) * segments * strips(problem.K),
                   dict(BT=BT, BD=width), shared=8 * BT * width + 1024, span=BT * problem.K, num_warps=1)
 
 
 def counted(sizes: Sizes) -> Sizes:
+    """Return the sizes of a Problem of HGRN: one head, and V equal to K."""
     return sizes._replace(H=1, V=sizes.K)
 
 
