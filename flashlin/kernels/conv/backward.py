@@ -41,7 +41,7 @@ def conv_backward_weights(
     weight,  # [D, W]
     bias,  # [D]
     h0,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin at or before each row
     bounds,  # [N + 1] or None
     dy, dz,  # [R, D]
     dweight,  # [programs, W, D], fp32
@@ -53,9 +53,11 @@ def conv_backward_weights(
     SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Store dz [R, D] if there is an activation, and this program's partial sums of dweight and dbias.
+    """Compute dz [R, D] and partial sums of dweight and dbias, the gradients of the filters and the bias.
 
-    A program computes BD channels for several blocks of BT rows, in a grid-stride loop.
+    dz is the gradient of the sum before the activation. It is stored only if there is an activation. A
+    program computes BD channels for several blocks of BT rows, in a grid-stride loop, and stores one partial
+    sum.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     share = (tl.program_id(0) // STRIPS).to(tl.int64)
@@ -101,7 +103,7 @@ def conv_backward_x(
     dz,  # [R, D]
     weight,  # [D, W]
     dht,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin at or before each row
     bounds,  # [N + 1] or None
     dx,  # [R, D]
     T, N,
@@ -109,9 +111,10 @@ def conv_backward_x(
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr,
     HAS_DHT: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Compute dx [R, D]; a program computes BT rows and BD channels.
+    """Compute dx [R, D], the gradient of the input; a program computes BT rows and BD channels.
 
-    dht is [N, W, D], so that its channels are contiguous like those of dx.
+    dz is the gradient of the sum before the activation. dht, the gradient of the final state, is [N, W, D],
+    so that its channels are contiguous like those of dx.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     begin = (tl.program_id(0) // STRIPS).to(tl.int64) * BT

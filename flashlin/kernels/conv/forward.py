@@ -27,7 +27,8 @@ def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.co
     behind: number of the sequence's rows before this row.
     left: number of the sequence's rows from this row to its end, or 0 for a row of no sequence.
 
-    before: [R] if packed: number of sequences that begin up to each row. N, R: number of sequences and rows.
+    before: [R] if packed: number of sequences that begin at or before each row. N, R: number of sequences and
+        rows.
     """
     ahead = tl.arange(0, BT)
     inside = start + ahead < R
@@ -60,8 +61,8 @@ def tap(
 ):
     """Load the input of tap w, one of W, for each row: [BT, BD] in fp32.
 
-    The input is a row of x, or of h0 if it precedes the sequence. h0 is [N, W, D], so that its channels are
-    contiguous like those of x.
+    The input is a row of x, or a slot of the state h0 if the input precedes the sequence. h0 is [N, W, D], so
+    that its channels are contiguous like those of x.
     """
     BACK: tl.constexpr = W - 1 - w
     ahead = tl.arange(0, BT) - BACK
@@ -128,7 +129,7 @@ def conv_forward(
     bias,  # [D]
     residual,  # [R, D]
     h0,  # [N, W, D]
-    before,  # [R] if packed, else None: number of sequences that begin up to each row
+    before,  # [R] if packed, else None: number of sequences that begin at or before each row
     bounds,  # [N + 1] or None
     y,  # [R, D]
     T, N,
@@ -249,7 +250,7 @@ def rows_first(state: Tensor | None) -> Tensor | None:
 
 
 def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
-    """Return the number of sequences that begin up to each of T packed rows, [T] int32.
+    """Return the number of sequences that begin at or before each of T packed rows, [T] int32.
 
     The number minus 1 is the number of the row's own sequence. Return None if the batch is not packed (bounds
     is None).

@@ -34,7 +34,7 @@ def hgrn_backward(
     S,  # number of segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
-    """Compute dx and dg [rows, D], and dh0 [N, D] unless it is None.
+    """Compute dx and dg [rows, D], the gradients of x and g, and dh0 [N, D] unless it is None.
 
     A program computes BD channels of one segment of a sequence, from its last token to its first. decays and
     ends, [N, S - 1, D], are the transfers of all segments but the last, which hgrn_ends computes.

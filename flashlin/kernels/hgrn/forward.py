@@ -112,7 +112,8 @@ def hgrn_ends(
 ):
     """Compute the transfer of each segment but the last: decays and ends, both [N, S - 1, D] in fp32.
 
-    A segment turns a state h into decays * h + ends. ``ends`` is the state from zero. STEP = -1 is for
+    A segment turns a state h into decays * h + ends, so ``ends`` is its final state if it starts from zero.
+    STEP = -1 is for
     backward: it numbers segments from the end of the sequence, and x is the gradient of o. A program computes
     BD channels of one segment.
     """
@@ -176,7 +177,7 @@ def hgrn_forward(
     S,  # number of segments of a sequence
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
 ):
-    """Compute o [rows, D], and the final state ht [N, D] unless it is None.
+    """Compute the states of all tokens as o [rows, D], and the final state ht [N, D] unless it is None.
 
     A program computes BD channels of one segment of a sequence. decays and ends, [N, S - 1, D], are the
     transfers of all segments but the last, which hgrn_ends computes.

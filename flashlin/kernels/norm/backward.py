@@ -1,18 +1,26 @@
-"""Backward of the row-wise normalisations. Deterministic: no atomics, one order of summation for one plan.
+"""Backward of the row-wise normalisations.
 
-With n = (s - m) r, the normalised row, and u = w dy:
+The symbols s, m, r, w, b, z and a are defined in forward.py. Let n = (s - m) r be the normalised row, and
+u = w dy. Then:
+
     ds = r (u - mean(u) - n mean(u n)) + dtotal
-    dw = sum over rows of dy n          db = sum over rows of dy
-where an RMS norm has no mean(u), nor an l2 norm, which has the sum of u n instead of its mean.
-With a gate z, dz = dy (n w + b) a'(z), and dy a(z) takes the place of dy everywhere else. dx and dresidual
-are both ds.
+    dw = sum over rows of dy n
+    db = sum over rows of dy
 
-The sums over rows: a program takes every so many-th BT rows and keeps its share in registers; the shares are
-[programs, D] in fp32, and torch adds them up. The rows of a group norm belong to G lines of w; there the step
-from one BT rows to the next is a multiple of G, so each row of the registers is a share of one line, and the
-shares are [programs * BT / G, G, D]. While a program works on its rows those of its next steps are on their
-way to shared memory, because one row at a time leaves most of the memory's bandwidth idle. Rows too long for
-the registers take two kernels: one walks along rows for ds, one down columns for dw and db.
+For an RMS norm or an l2 norm, mean(u) is absent. For an l2 norm, mean(u n) is the sum of u n instead. With a
+gate z, dz = dy (n w + b) a'(z), and dy a(z) replaces dy in all other formulas. dx and dresidual are both
+equal to ds.
+
+A program processes several blocks of BT rows, in a grid-stride loop, and keeps its partial sums of dw and db
+in registers. The partial sums of all programs are [programs, D] in fp32, and torch adds them. The weight of a
+group norm has G rows. In that case the stride of the loop is a multiple of G. Each row of the registers then
+belongs to one row of the weight, and the partial sums are [programs * BT / G, G, D]. During the computation
+of one block, loads of the next blocks to shared memory are in flight, because one row at a time leaves most
+of the memory bandwidth idle.
+
+Rows that are too long for the registers need two kernels: norm_backward_rows reads along rows for ds, and
+norm_backward_columns reads down columns for dw and db. The kernels use no atomics, and a plan fixes the order
+of summation, so the results are deterministic.
 """
 
 import torch
@@ -27,7 +35,10 @@ from flashlin.kernels.norm.forward import lines, opened, put, scaled, tile
 
 @triton.jit
 def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
-    """(m, r) of BT rows, fp32; m is zeros unless this is a layer norm."""
+    """Load the statistics of BT rows: the mean m and the factor r = rstd, both [BT] in fp32.
+
+    m is zeros unless KIND is a layer norm.
+    """
     row = tl.arange(0, BT)
     r = tl.load(rstd + first + row, mask=first + row < rows, other=0.0)
     if KIND == 0:
@@ -39,7 +50,10 @@ def stats_of(mean, rstd, first, rows, BT: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def normalised(b_s, m, r, KIND: tl.constexpr, NORMED: tl.constexpr):
-    """n [BT, BD]. NORMED: forward kept n, not s."""
+    """Return the normalised rows n [BT, BD] in fp32, from a tile b_s of the tensor that forward saved.
+
+    m, r: [BT], the mean and the factor of each row. NORMED is True if forward saved normalised rows.
+    """
     n = b_s.to(tl.float32)
     if KIND == 0:
         n -= m[:, None]
@@ -57,7 +71,10 @@ def before_gate(
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVICT: tl.constexpr,
 ):
-    """The gradient [BT, BD] of what the gate multiplied; stores the gate's own gradient."""
+    """Return the gradient [BT, BD] of the value before the gate, and store the gradient of the gate in dgate.
+
+    u is the gradient dy of the output; n, w and b are the normalised rows, the weight and the bias.
+    """
     factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, EVICT), GATE)
     put(dgate, u * slope * scaled(n, w, b, HAS_WEIGHT, HAS_BIAS), first, rows, d0, D, BT, BD)
     return u * factor
@@ -66,7 +83,11 @@ def before_gate(
 @triton.jit
 def put_share(x, share, number, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
               GROUPS: tl.constexpr):
-    """Store a program's share of dw or db, from [BT, BD] registers: one line, or with groups BT lines."""
+    """Store a program's partial sum of dw or db, given as ``share`` [BT, BD].
+
+    number: index of the partial sum. d0: first column. The BT rows are summed to one row of D columns. With
+    groups they are stored as BT separate rows.
+    """
     col = d0 + tl.arange(0, BD)
     if GROUPS == 1:
         tl.store(x + number.to(tl.int64) * D + col, tl.sum(share, 0), mask=col < D)
@@ -83,7 +104,8 @@ def norm_backward(
     gate,  # [rows, D]
     mean, rstd,  # [rows], fp32
     dy, dtotal, dx, dresidual, dgate,  # [rows, D]
-    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    # Partial sums, fp32: [programs, D]; of a group norm [programs * BT / GROUPS, GROUPS, D].
+    dweight,
     dbias,  # like dweight
     rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
@@ -91,8 +113,11 @@ def norm_backward(
     HAS_BIAS: tl.constexpr, HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
 ):
-    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows that fit into registers; shares of
-    dw and db. A program: every so many-th BT rows."""
+    """Compute dx, dresidual and dgate [rows, D], and partial sums of dweight and dbias.
+
+    This kernel is for rows that fit into registers. A program processes several blocks of BT rows, in a
+    grid-stride loop. dx and dresidual have the same values, but may have different dtypes.
+    """
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     program = tl.program_id(0)
     step = tl.num_programs(0) * BT
@@ -146,8 +171,10 @@ def norm_backward_rows(
     GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
 ):
-    """ds [rows, D], as dx and as dresidual, and dgate [rows, D], of rows of any length. A program: BT
-    rows."""
+    """Compute dx, dresidual and dgate [rows, D] for rows of any length; a program computes BT rows.
+
+    dx and dresidual have the same values, but may have different dtypes.
+    """
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     m, r = stats_of(mean, rstd, first, rows, BT, KIND)
@@ -195,13 +222,17 @@ def norm_backward_columns(
     s, gate,  # [rows, D]
     mean, rstd,  # [rows], fp32
     dy,  # [rows, D]
-    dweight,  # shares, fp32: [programs, D], of groups [programs * BT / GROUPS, GROUPS, D]
+    # Partial sums, fp32: [programs, D]; of a group norm [programs * BT / GROUPS, GROUPS, D].
+    dweight,
     dbias,  # like dweight
     rows,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     GATE: tl.constexpr, GROUPS: tl.constexpr, HAS_DWEIGHT: tl.constexpr, HAS_DBIAS: tl.constexpr,
 ):
-    """Shares of dw and db. A program: BD columns of every so many-th BT rows."""
+    """Compute partial sums of dweight and dbias, for rows that are too long for the registers.
+
+    A program sums BD columns over several blocks of BT rows, in a grid-stride loop.
+    """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     group = tl.program_id(0) // STRIPS
     d0 = tl.program_id(0) % STRIPS * BD
@@ -212,7 +243,7 @@ def norm_backward_columns(
     for _ in range((rows - first + step - 1) // step):
         u = tile(dy, first, rows, d0, D, BT, BD, "evict_first").to(tl.float32)
         if GATE != 0:
-            # not "_", which counts the loop
+            # The second result is not named "_", because "_" is the loop variable.
             factor, slope = opened(tile(gate, first, rows, d0, D, BT, BD, "evict_first"), GATE)
             u *= factor
         db += u
@@ -238,11 +269,17 @@ def launch_backward(
     dresidual_dtype: torch.dtype | None,
     needs_dweight: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dresidual, dgate, dweight, dbias) or None for those that are not there, the last two [D] in fp32,
-    for what launch_forward kept.
+    """Launch the backward kernels of a norm; return (dx, dresidual, dgate, dweight, dbias).
 
-    s: the summed rows, or with normed the normalised ones; all contiguous. dresidual_dtype: None if it is not
-    wanted, or is dx's.
+    A gradient that is not needed is None. dweight and dbias are [D] in fp32, for a group norm [G * D].
+
+    s: the rows x + residual that forward saved, or the normalised rows if normed.
+    mean, rstd: the statistics that launch_forward returned.
+    dy: gradient of the output. dtotal: gradient of x + residual, or None.
+    kind, activation: constants of norm/recipe.py: the norm, and the activation of the gate.
+    dresidual_dtype: dtype of dresidual, or None if no dresidual is needed apart from dx.
+
+    All tensors are contiguous.
     """
     D, groups = s.shape[-1], plan.problem.H
     rows = s.numel() // D
@@ -261,7 +298,7 @@ def launch_backward(
                   HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, HAS_DTOTAL=dtotal is not None,
                   HAS_DRESIDUAL=dresidual is not None)
     sums = dict(dweight=dweight, dbias=dbias, HAS_DWEIGHT=needs_dweight, HAS_DBIAS=needs_dbias)
-    # Rows of fp32 have as many bytes under way without the next ones.
+    # Rows in fp32 keep enough bytes in flight without a prefetch of the next rows.
     narrow = all(t is None or t.element_size() < 4 for t in (s, dy, gate, dtotal))
     if rows and not wide:
         start(for_rows, norm_backward, for_rows.grid[0], dict(

@@ -1,13 +1,16 @@
-"""Forward of the row-wise normalisations: layer norm, RMS norm, l2 norm, each after an optional residual.
-Tensors in, tensors out.
+"""Forward of the row-wise normalisations: layer norm, RMS norm and l2 norm, each after an optional residual.
 
-A row of D elements is s = x + residual in fp32, and with m = mean(s) for a layer norm, else 0:
-    y = ((s - m) r w + b) a(z)      r = rsqrt(mean((s - m)^2) + eps)
-where an l2 norm has the sum instead of the mean.
-a(z), of a gate z of x's shape, is z sigmoid(z) or sigmoid(z), and 1 without a gate. A group norm of G groups
-has G rows to a token, so w and b are [G, D] and row n takes line n % G of them.
-A program holds BT whole rows in registers, so everything is read once. Rows longer than BD are walked in
-blocks of BD, twice: once for the statistics, and once, mostly out of the cache, for y.
+A row has D elements and is s = x + residual in fp32. Let m = mean(s) for a layer norm, and 0 otherwise. Then:
+
+    y = ((s - m) r w + b) a(z)
+    r = rsqrt(mean((s - m)^2) + eps)
+
+An l2 norm has the sum instead of the mean. The gate z has the shape of x. Its activation a(z) is z sigmoid(z)
+or sigmoid(z); without a gate, a(z) is 1. A group norm with G groups has G rows per token, so w and b are [G,
+D], and row n uses row n % G of them.
+
+A program keeps BT whole rows in registers, so it reads each element once. It reads rows that are longer than
+BD twice, in blocks of BD: first for the statistics and then, mostly from the cache, for y.
 """
 
 import torch
@@ -22,7 +25,7 @@ from flashlin.kernels.norm.recipe import LAYER
 
 @triton.jit
 def tile(x, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, EVICT: tl.constexpr):
-    """[BT, BD] of a [rows, D] tensor from row first and column d0 on, zeros outside."""
+    """Load a tile [BT, BD] of x [rows, D], starting at row ``first`` and column d0; zeros outside."""
     row = tl.arange(0, BT)
     col = d0 + tl.arange(0, BD)
     return tl.load(x + first * D + (row[:, None] * D + col[None, :]),
@@ -31,7 +34,7 @@ def tile(x, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 
 @triton.jit
 def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Store [BT, BD] into a [rows, D] tensor."""
+    """Store a tile ``value`` [BT, BD] in x [rows, D], starting at row ``first`` and column d0."""
     row = tl.arange(0, BT)
     col = d0 + tl.arange(0, BD)
     tl.store(x + first * D + (row[:, None] * D + col[None, :]), value.to(x.dtype.element_ty),
@@ -40,9 +43,13 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
-    """What BT rows take of a [GROUPS, D] tensor, [BT, BD] in fp32, zeros outside. Every program reads it, so
-    it should stay in the cache. Rows that share a line have it each: one [1, BD] would be loaded by other
-    threads than the rows are, and whole tiles would go through shared memory to meet it."""
+    """Load the weight or bias x [GROUPS, D] for BT rows of the input: [BT, BD] in fp32, zeros outside.
+
+    Every program reads it, so it should stay in the cache. Each of the BT rows gets its own copy,
+    even if they all use the same row of x. A tile [1, BD] would be distributed over other threads than the
+    rows. To combine the two, whole tiles
+    would have to pass through shared memory.
+    """
     row = (first + tl.arange(0, BT)) % GROUPS
     col = d0 + tl.arange(0, BD)
     offsets = row[:, None] * D + col[None, :]
@@ -57,7 +64,7 @@ def summed(
     rows, d0,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICT: tl.constexpr,
 ):
-    """s = x + residual [BT, BD], fp32."""
+    """Load a tile [BT, BD] of s = x + residual in fp32; s = x if HAS_RESIDUAL is False."""
     s = tile(x, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
     if HAS_RESIDUAL:
         s += tile(residual, first, rows, d0, D, BT, BD, EVICT).to(tl.float32)
@@ -72,7 +79,7 @@ def lines(
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """(w, b), each a ``line``; a number stands for one that there is not."""
+    """Load the weight and bias of BT rows as tiles; one that is absent becomes a placeholder scalar."""
     w = d0
     b = d0
     if HAS_WEIGHT:
@@ -84,7 +91,7 @@ def lines(
 
 @triton.jit
 def scaled(y, w, b, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """y w + b, [BT, BD]."""
+    """Return y w + b [BT, BD]; w and b apply only if HAS_WEIGHT and HAS_BIAS."""
     if HAS_WEIGHT:
         y *= w
     if HAS_BIAS:
@@ -94,7 +101,10 @@ def scaled(y, w, b, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def opened(gate, GATE: tl.constexpr):
-    """(a(z), a'(z)) [BT, BD] of a gate z: what it multiplies by, and the derivative."""
+    """Return the activation of a gate tile and its derivative, both [BT, BD] in fp32.
+
+    GATE selects the activation: 1 is z sigmoid(z), 2 is sigmoid(z).
+    """
     z = gate.to(tl.float32)
     sigmoid = tl.sigmoid(z)
     if GATE == 1:
@@ -118,16 +128,19 @@ def norm_forward(
     GROUPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_TOTAL: tl.constexpr, HAS_STATS: tl.constexpr,
 ):
-    """y [rows, D], and where asked for total = s [rows, D] and the statistics mean and rstd [rows]. A
-    program: BT rows."""
+    """Compute the normalised rows y [rows, D]; a program computes BT rows.
+
+    The kernel can also store total = x + residual [rows, D] (HAS_TOTAL), and the statistics mean and rstd
+    [rows] (HAS_STATS). KIND is 0 for a layer norm, 1 for an RMS norm and 2 for an l2 norm.
+    """
     COUNT: tl.constexpr = 1 if KIND == 2 else D
     first = tl.program_id(0).to(tl.int64) * BT
     inside = tl.arange(0, BD) < D
     if BD >= D:
-        # loads that the cache is told to let go of first are 3 to 5 % slower (benchmarks/results/norms-*)
+        # Loads with "evict_first" are 3 to 5 % slower here (benchmarks/results/norms-*).
         s = summed(x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="")
-        # before the sums, for which the threads wait for each other; two lines would take registers that as
-        # many rows under way need
+        # The weight is loaded before the sums, because threads wait for each other there. With a bias both
+        # are loaded later, because otherwise they would use registers that the rows in flight need.
         if not HAS_BIAS:
             w, b = lines(
                 weight, bias, first, 0,
@@ -156,7 +169,7 @@ def norm_forward(
                 D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="evict_last")
             if HAS_TOTAL:
                 put(total, s, first, rows, d0, D, BT, BD)
-            # means and squares of blocks combine without cancellation (Chan, Golub and LeVeque 1979)
+            # Combine means and squares of blocks without cancellation (Chan, Golub and LeVeque 1979).
             if KIND == 0:
                 here = tl.minimum(D - d0, BD) * 1.0
                 block = tl.sum(s, 1) / here
@@ -194,12 +207,16 @@ def launch_forward(
     total_dtype: torch.dtype | None,
     stats: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(y, s or None, mean or None, rstd or None). x, residual, gate [..., D] and weight, bias [D],
-    contiguous, of any dtypes; for a group norm x [..., G, D] and weight, bias [G * D], where G is the plan's
-    number of heads.
+    """Launch the forward kernel of a norm; return (y, x + residual, mean, rstd).
 
-    activation: of the gate. total_dtype: of s, None if it is not wanted. stats: whether backward will want
-    mean (of a layer norm) and rstd, [...] in fp32.
+    A result that is not needed is None.
+
+    x, residual, gate: [..., D]; for a group norm [..., G, D], where G is the plan's number of heads.
+    weight, bias: [D]; for a group norm [G * D]. All tensors are contiguous and may have any dtypes.
+    kind: LAYER, RMS or L2 of norm/recipe.py.
+    activation: activation of the gate: NO_GATE, SWISH or SIGMOID of norm/recipe.py.
+    total_dtype: dtype of the returned x + residual, or None if it is not needed.
+    stats: True if backward needs rstd and, for a layer norm, the mean; both are [...] in fp32.
     """
     D = x.shape[-1]
     y = torch.empty_like(x, dtype=y_dtype)

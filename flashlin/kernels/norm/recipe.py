@@ -1,7 +1,8 @@
-"""Which launches a norm makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Recipe of the norms: their launches and tiles.
 
-A norm only moves memory, so the choice is how much of it is under way: enough bytes per program, enough
-programs per multiprocessor.
+A norm is limited by memory bandwidth. The tiles are chosen so that enough loads are in flight: enough bytes
+per program, and enough programs per multiprocessor. This module is plain Python: it needs no tensors, torch
+or triton.
 """
 from __future__ import annotations
 
@@ -13,16 +14,19 @@ from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, heads_as_rows, moving, rows_of_heads
 
-LAYER, RMS, L2 = 0, 1, 2           # what a kernel does to a row, as a constexpr
-NO_GATE, SWISH, SIGMOID = 0, 1, 2  # and what to a gate
+LAYER, RMS, L2 = 0, 1, 2           # kind of the norm, a constexpr of the kernels
+NO_GATE, SWISH, SIGMOID = 0, 1, 2  # activation of the gate, a constexpr of the kernels
 
 
 class Config(NamedTuple):
-    """For rows of up to D elements: programs of ``elements`` (as many whole rows as that is, at least one)
-    and ``num_warps``.
+    """The configuration of a norm kernel for rows of up to D elements.
 
-    per_sm: programs per multiprocessor of a kernel whose programs share out the rows. num_stages: how many
-    steps' rows such a program has in hand, at most; those of all but one are on their way.
+    D: largest number of elements of a row; 0 if rows may have any length.
+    elements: elements of a tile. A program takes that many as whole rows, but at least one row.
+    num_warps: warps of a program.
+    per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
+    num_stages: most blocks of rows that such a program has at once; it computes one, and the others are being
+        loaded.
     """
     D: int
     elements: int
@@ -31,8 +35,8 @@ class Config(NamedTuple):
     num_stages: int = 1
 
 
-# The first entry whose D is large enough. Longer rows go in blocks of BLOCK, and their sums over rows in
-# strips of COLUMNS.D columns.
+# The first entry whose D is large enough is used. Longer rows are read in blocks of BLOCK.elements, and their
+# sums over rows are computed in strips of COLUMNS.D columns.
 FORWARD = (Config(1024, 1024, 4), Config(2048, 2048, 4), Config(4096, 4096, 8), Config(8192, 8192, 8),
            Config(16384, 16384, 16))
 BACKWARD = (Config(2048, 2048, 4, 4, 3), Config(4096, 4096, 8, 2, 3), Config(8192, 8192, 16, 1, 3))
@@ -40,8 +44,10 @@ BLOCK, COLUMNS = Config(0, 4096, 8), Config(512, 4096, 4, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch, then backward's one, or two where rows are too long for the registers. T tokens of H
-    groups of K elements."""
+    """Return the launch of forward, then that of backward; rows too long for the registers need two.
+
+    The Problem has T tokens of H groups of K elements.
+    """
     made = [_rows("norm_forward", _of(FORWARD, problem.K) or BLOCK, problem, target)]
     if problem.needs_grad:
         config = _of(BACKWARD, problem.K)
@@ -61,13 +67,13 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     BT = config.elements // BD
     programs = cdiv(problem.T * problem.H, BT)
     shared = _bytes(BT, BD, 1)
-    # no more than run at once, or the last ones run alone: a bias's gradient or a gate takes the registers of
-    # every fourth
+    # Start no more programs than the GPU runs at once, because the last ones would run alone. A bias
+    # gradient and a gate each use the registers of one in four programs.
     if config.per_sm:
         more = sum(name in problem.options for name in ("bias", "gate"))
         per_sm = config.per_sm - config.per_sm * more // 4
         programs = _aligned(min(programs, per_sm * target.sms), BT, problem)
-        # x and dy, and with a residual the gradient of the sum
+        # The tensors that are loaded ahead: x, dy, the gate, and with a residual the gradient of the sum.
         ahead = 2 + sum(name in problem.options for name in ("gate", "residual"))
         stages = next(stages for stages in range(config.num_stages, 0, -1)
                       if stages == 1 or per_sm * _bytes(BT, BD, ahead * (stages - 1)) <= target.shared)
@@ -76,13 +82,19 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
 
 
 def _bytes(BT: int, BD: int, tiles: int) -> int:
-    """Of shared memory: so many tiles of 16 bits, since rows of fp32 are not fetched ahead (and more than one
-    such tile is not exchanged between warps); the sums of each warp, and what is known of rows."""
+    """Return the bytes of shared memory for the given number of tiles with 16-bit elements.
+
+    Tiles have 16 bits, because rows in fp32 are not loaded ahead, and warps exchange no more than one such
+    tile. The result includes the sums of each warp and the statistics of the rows.
+    """
     return 2 * BT * BD * tiles + 16 * BT + 4096
 
 
 def _columns(problem: Problem, target: Target) -> Launch:
-    """Strips of D columns, each shared by enough groups of rows to fill the card."""
+    """Return the launch of ``norm_backward_columns``.
+
+    Programs sum strips of COLUMNS.D columns. Each strip is divided among enough programs to fill the GPU.
+    """
     BD, BT = COLUMNS.D, COLUMNS.elements // COLUMNS.D
     strips = cdiv(problem.K, BD)
     groups = _aligned(min(cdiv(problem.T * problem.H, BT), cdiv(COLUMNS.per_sm * target.sms, strips)), BT,
@@ -91,8 +103,10 @@ def _columns(problem: Problem, target: Target) -> Launch:
 
 
 def _aligned(programs: int, BT: int, problem: Problem) -> int:
-    """So many more that the step between a program's rows is a multiple of the groups (H), which then keep to
-    their registers."""
+    """Round the number of programs up, so that the stride between a program's rows is a multiple of H.
+
+    H is the number of groups. Each group then stays in the same registers of the program.
+    """
     unit = problem.H // gcd(problem.H, BT)
     return cdiv(programs, unit) * unit
 

@@ -1,4 +1,4 @@
-"""The norms in float64, written from the mathematics. Everything else is checked against it."""
+"""Reference of the norms in float64; all tests compare with it."""
 from __future__ import annotations
 
 import torch
@@ -12,11 +12,13 @@ def normalise(
     eps: float = 1e-5, groups: int = 1,
     gate: Tensor | None = None, activation: str = "swish",
 ) -> tuple[Tensor, Tensor]:
-    """(y, x + residual) in float64, differentiable. kind: ``layer``, ``rms`` or ``l2``. x and gate [..., D],
-    weight and bias [D].
+    """Return the normalised rows y and x + residual, both in float64 and differentiable.
 
-    groups: slices of each row that are normalised on their own. activation: of the gate, ``swish`` or
-    ``sigmoid``.
+    kind: ``layer``, ``rms`` or ``l2``.
+    x, residual, gate: [..., D].
+    weight, bias: [D].
+    groups: number of equal slices of each row that are normalised separately.
+    activation: activation of the gate, ``swish`` or ``sigmoid``.
     """
     s = x.double() if residual is None else x.double() + residual.double()
     slices = []

@@ -1,4 +1,4 @@
-"""The norms in plain, differentiable torch, for CPUs, float64 and cards that no Triton compiles for."""
+"""Differentiable torch path of the norms, for CPUs, float64 and GPUs that no Triton release supports."""
 from __future__ import annotations
 
 import torch
@@ -14,7 +14,12 @@ def compute(
     eps: float,
     kind: int, activation: int = NO_GATE, groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(y, x + residual), both in fp32, or in float64 if any tensor is. Arguments as launch_forward."""
+    """Return the normalised rows y and x + residual, both in float64 if any tensor has it, else in fp32.
+
+    The arguments are described in ``launch_forward`` of forward.py.
+
+    groups: number of groups of a group norm, whose x is [..., groups, D].
+    """
     compute = widest(x, residual, weight, bias, gate)
     s = x.to(compute) if residual is None else x.to(compute) + residual
     centred, _, rstd = statistics(s, eps, kind)
@@ -30,8 +35,10 @@ def compute(
 
 
 def statistics(s: Tensor, eps: float, kind: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """For each row: s less its mean, that mean, and what the row is multiplied by. Only a layer norm takes a
-    mean off."""
+    """Return, for each row: s minus its mean, the mean, and the factor that normalises the row.
+
+    Only a layer norm subtracts the mean. For other norms the first result is s, and the second is None.
+    """
     mean = s.mean(-1, keepdim=True) if kind == LAYER else None
     centred = s if mean is None else s - mean
     reduce = torch.sum if kind == L2 else torch.mean
