@@ -1,1 +1,1 @@
-"""Elementwise ops whose parameters belong to columns: gates, and the small steps of RWKV-7."""
+"""Kernels of elementwise ops: gates, small steps of RWKV-7, and steps before and after scans of Mamba."""

@@ -1,6 +1,8 @@
-"""Backward of the elementwise ops. Deterministic: no atomics, one order of summation for one plan.
+"""Backward of the elementwise ops, whose definitions and symbols are in forward.py.
 
-With ' for the gradient of a parameter before its sum over rows (and for A over its head's columns):
+In these formulas, ' marks the gradient of a parameter before its sum over rows. The gradients of A, and of a
+D with one element per head, are also summed over the columns of a head.
+
     gate         dg = -e^A sigmoid(z) dy,  A' = dy y,          b' = dg     where z = g + b
       bounded    dg = L s (1 - s) e^A dy,  A' = z dg,          b' = dg     where s = sigmoid(e^A z)
     mix          dh = sum_i dy_i,  ddelta = sum_i x_i dy_i,    x_i' = delta dy_i
@@ -11,10 +13,14 @@ With ' for the gradient of a parameter before its sum over rows (and for A over 
     skip         do = p,  dx = D p,  dz = dy (o + D x) silu'(z),  D' = x p     where p = silu(z) dy
     read         do_{t-1} = d_t p_t,  dx = c p,  dz = dy (d_t o_{t-1} + c x) silu'(z),
                  dc, dd = sums over a head's columns of x p, o_{t-1} p
-With marks a scale adds their gradient to dx and ds; a skip's do has 0 for what is not finite, and the
-gradient of its marks a mark. A program takes every so many-th BT rows of its strip and keeps its share of the
-parameters' gradients in registers; the shares are [parameters, programs of a strip, D] in fp32, and torch
-adds them up.
+
+With marks (see nonfinite.py), a scale adds the gradient of the marks to dx and to the products x dy. A skip
+stores 0 for elements of do that are not finite, and NaN in the gradient of the marks of their rows.
+
+A program with parameters processes several blocks of BT rows of its strip, in a grid-stride loop. It keeps
+its partial sums of the gradients of the parameters in registers. The partial sums are
+[parameters, programs of a strip, D] in fp32, and torch adds them. The kernels use no atomics, and a plan
+fixes the order of summation, so the results are deterministic.
 """
 
 from itertools import zip_longest
@@ -47,7 +53,10 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
-    """Store a program's share of a parameter's gradient: total [BT, BD], summed over its rows."""
+    """Store a program's partial sum of the gradient of a parameter: ``total`` [BT, BD], summed over its rows.
+
+    parameter: index of the parameter. share: number of the program among the ``count`` programs of its strip.
+    """
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
 
@@ -57,13 +66,16 @@ def pointwise_gate_backward(
     A_log,  # [D // K]
     dt_bias,  # [D]
     dy, dg,  # [rows, D]
-    shares,  # [parameters, programs, D], fp32, or None
+    shares,  # partial sums [parameters, programs, D], fp32, or None
     bound,
     rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BOUNDED: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """dg [rows, D], and with SUMS shares of the gradients of A and b."""
+    """Compute dg [rows, D], the gradient of the input of a gate; a head of K columns has one A_log.
+
+    If SUMS, the kernel also stores the partial sums of the gradients of A_log and dt_bias in ``shares``.
+    """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -94,10 +106,15 @@ def unmixed(
     first,  # the program's first row
     rows,
     cols,  # [BD]: columns
-    there,  # [BD]: which of them there are
+    there,  # [BD]: True for columns that exist
     D: tl.constexpr, BT: tl.constexpr,
 ):
-    """(dh, ddelta, gradient of x), each with what one output adds to it."""
+    """Add the contributions of one output of a mix to the gradients of h, delta and its x.
+
+    Returns the three sums, each [BT, BD].
+
+    total: gradient of x [BT, BD], before its sum over rows.
+    """
     b_dy = tile(dy, first, rows, cols, there, D, BT)
     return dh + b_dy, ddelta + b_dy * line(x, cols, there), total + b_dy * delta
 
@@ -107,11 +124,14 @@ def pointwise_mix_backward(
     delta,  # [rows, D]
     xr, xw, xk, xv, xa, xg,  # [D]
     dyr, dyw, dyk, dyv, dya, dyg, dh, ddelta,  # [rows, D]
-    shares,  # [parameters, programs, D], fp32, or None
+    shares,  # partial sums [parameters, programs, D], fp32, or None
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """dh and ddelta [rows, D], and with SUMS shares of the gradients of the five or six x."""
+    """Compute dh and ddelta [rows, D] of a mix, whose outputs are y_i = h + delta x_i for five or six x_i.
+
+    If SUMS, the kernel also stores the partial sums of the gradients of all x_i in ``shares``.
+    """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -162,11 +182,14 @@ def pointwise_key_backward(
     k, a,  # [rows, D]
     c,  # [D]
     dy, dk, da,  # [rows, D]
-    shares,  # [parameters, programs, D], fp32, or None
+    shares,  # partial sums [parameters, programs, D], fp32, or None
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """dk and da [rows, D], and with SUMS a share of the gradient of c."""
+    """Compute dk and da [rows, D], the gradients of y = k (1 + (a - 1) c).
+
+    If SUMS, the kernel also stores the partial sums of the gradient of c in ``shares``.
+    """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -189,11 +212,15 @@ def pointwise_correction_backward(
     o, r, k,  # [rows, D]
     u,  # [D]
     v, g, dy, do, dr, dk, dv, dg,  # [rows, D]
-    shares,  # [parameters, programs, D], fp32, or None
+    shares,  # partial sums [parameters, programs, D], fp32, or None
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """do, dr, dk, dv and dg [rows, D], and with SUMS a share of the gradient of u."""
+    """Compute do, dr, dk, dv and dg [rows, D], the gradients of y = (o + s v) g.
+
+    s is the sum of r k u over the columns of a head. If SUMS, the kernel also stores the partial sums of the
+    gradient of u in ``shares``.
+    """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -230,7 +257,11 @@ def pointwise_scale_backward(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """dx [rows, D] and ds [rows, D // W]. A program: BT rows of one head, a strip of W columns."""
+    """Compute dx [rows, D] and ds [rows, D // W], the gradients of y = x s.
+
+    A program computes BT rows of one head, which is a strip of W columns. dmarks, the gradient of the marks,
+    is added to dx, and to each product x dy that ds sums.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -254,14 +285,18 @@ def pointwise_skip_backward(
     marks,  # [rows], fp32, or None
     do, dx, dz,  # [rows, D]
     dmarks,  # [rows], fp32, or None
-    shares,  # [parameters, programs, D], fp32, or None
+    shares,  # partial sums [parameters, programs, D], fp32, or None
     x_n,  # elements from one row of x to the next
     z_n,  # elements from one row of z to the next
     rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """do (unless without z and marks, where it is dy), dx and dz [rows, D], NaN in dmarks, which comes as
-    zeros, and with SUMS a share of the gradient of D."""
+    """Compute do, dx and dz [rows, D], the gradients of y = (o + marks + skip x) silu(z).
+
+    If SUMS, the kernel also stores the partial sums of the gradient of ``skip`` in ``shares``. Without z and
+    marks, do is equal to dy and is not stored. With marks, elements of do that are not finite become 0, and
+    dmarks of their rows becomes NaN; the caller initialises dmarks with zeros.
+    """
     share, count, cols, there = strip_of(D, W, BD)
     first = share.to(tl.int64) * BT
     step = count.to(tl.int64) * BT
@@ -299,7 +334,7 @@ def pointwise_read_backward(
     c,  # [rows, D // W]
     z,  # [rows, D] or None
     d,  # [rows, D // W]
-    do,  # [1 + rows, D]: of what each row reads
+    do,  # [1 + rows, D]: row t is the gradient of the o that row t reads, o_{t-1}
     dx,  # [rows, D]
     dc,  # [rows, D // W]
     dz,  # [rows, D] or None
@@ -309,8 +344,13 @@ def pointwise_read_backward(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """do [1 + rows, D], dx and dz [rows, D], dc and dd [rows, D // W]. A program: BT rows of one head, a
-    strip of W columns."""
+    """Compute the gradients of y_t = (d_t o_{t-1} + c_t x_t) silu(z_t).
+
+    They are do [1 + rows, D], dx and dz [rows, D], and dc and dd [rows, D // W].
+
+    Row t of do is the gradient of o_{t-1}, so do has one more row than o. A program computes BT rows of one
+    head, which is a strip of W columns.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -334,17 +374,23 @@ def pointwise_read_backward(
 KERNELS = {GATE: pointwise_gate_backward, MIX: pointwise_mix_backward, KEY: pointwise_key_backward,
            CORRECTION: pointwise_correction_backward, SCALE: pointwise_scale_backward,
            SKIP: pointwise_skip_backward, READ: pointwise_read_backward}
-# Which tensors are parameters, in the order of their shares.
+# Indices of the inputs that are parameters, in the order of their partial sums.
 PARAMETERS = {GATE: (1, 2), MIX: (2, 3, 4, 5, 6, 7), KEY: (2,), CORRECTION: (3,), SCALE: (), SKIP: (2,),
               READ: ()}
-UNREAD = {MIX: "h", SCALE: "marks"}  # which backward's kernel does not take
+UNREAD = {MIX: "h", SCALE: "marks"}  # inputs that backward does not need
 
 
 def launch_backward(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[Tensor, ...],
                     bound: float | None, sums: bool) -> list[Tensor | None]:
-    """A gradient for each of tensors, in its dtype and shape; those of parameters only with sums. tensors:
-    what launch_forward got, though of a mix h may be None, and of a skip without z a float32 o. dys: the
-    contiguous gradients of what it gave."""
+    """Launch the backward kernel of an elementwise op; return the gradient of each input, or None.
+
+    A gradient has the dtype and shape of its input. Gradients of parameters are None unless sums is True.
+
+    tensors: the inputs of launch_forward. The h of a mix may be None, and so may a float32 o of a skip
+        without z.
+    dys: the contiguous gradients of the outputs.
+    bound: lower bound of a gate, or None.
+    """
     family, launch, dy = plan.problem.family, plan.launches[-1], dys[0]
     D, parameters = plan.problem.H * plan.problem.K, PARAMETERS[family]
     grads = [None if x is None or at in parameters else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -357,7 +403,7 @@ def launch_backward(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[T
         grads[0] = torch.empty_like(dy, dtype=torch.float32) if tensors[0] is None else grads[0]
         grads[4] = torch.zeros_like(tensors[4])
     of_above = None
-    if family == READ:  # nobody reads the last row
+    if family == READ:  # the last row of o is never read, so its gradient is 0
         assert tensors[0] is not None
         of_above = tensors[0].new_empty((1 + plan.problem.T, D))
         of_above[-1:] = 0

@@ -1,4 +1,6 @@
-"""Forward of the elementwise ops, in fp32 whatever the tensors are. Tensors in, tensors out.
+"""Forward of the elementwise ops, which compute in fp32 for tensors of any dtype.
+
+The ops are:
 
     gate         y = -e^A softplus(g + b), or with a lower bound L: y = L sigmoid(e^A (g + b))
     mix          y_i = h + delta x_i, for five or six x
@@ -7,11 +9,16 @@
     scale        y = x s
     skip         y = (o + D x) silu(z)
     read         y_t = (d_t o_{t-1} + c_t x_t) silu(z_t)
-Parameters belong to columns: b, x_i, c and u have an element for each, A one for each head, D either; s of a
-scale, c and d of a read have one for each row and head; where d is 0, the row above is not read at all. With
-marks (nonfinite.py) a scale gives 0 for what is not finite and marks its row, and a skip adds the marks of
-its row to o. A program owns BT rows and a strip of BD columns; for the correction, the scale and the read a
-strip is a head, whose columns they add up.
+
+The parameters b, x_i, u and the c of a key have one element per column. A has one per head, and D has one per
+column or per head. The s of a scale and the c and d of a read have one element per row and head. A read does
+not load the previous row where d is 0.
+
+Some calls have marks, 0 or NaN for each row (see nonfinite.py). Then a scale stores 0 for values that are not
+finite, and marks their rows. A skip adds the mark of a row to o.
+
+A program computes BT rows and a strip of BD columns. For a correction, a scale and a read, a strip is one
+head, because these kernels sum over the columns of a head.
 """
 
 from itertools import zip_longest
@@ -30,8 +37,11 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """(this program's number among those of its strip, how many programs the strip has, its columns [BD],
-    which of those exist [BD]). A strip has W columns."""
+    """Return this program's strip of W columns, and its number among the programs of the strip.
+
+    Returns (number of the program, number of programs of the strip, columns [BD], mask [BD]). The mask is
+    True for columns that exist and belong to the strip.
+    """
     STRIPS: tl.constexpr = (D + W - 1) // W
     ahead = tl.arange(0, BD)
     cols = tl.program_id(0) % STRIPS * W + ahead
@@ -40,8 +50,11 @@ def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
-    """[BT, BD] in fp32 of rows that lie ``apart`` elements from each other, from row first on; zeros
-    outside."""
+    """Load a tile [BT, BD] of x in fp32, starting at row ``first``; zeros outside.
+
+    apart: stride between rows, in elements. cols, there: columns, and the mask of columns that exist, both
+        [BD].
+    """
     row = tl.arange(0, BT)
     known = (first + row < rows)[:, None] & there[None, :]
     return tl.load(x + first * apart + (row[:, None] * apart + cols[None, :]), mask=known,
@@ -50,7 +63,10 @@ def tile(x, first, rows, cols, there, apart, BT: tl.constexpr):
 
 @triton.jit
 def put(x, value, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
-    """Store [BT, BD] into a [rows, D] tensor."""
+    """Store a tile ``value`` [BT, BD] in x [rows, D], starting at row ``first``.
+
+    cols, there: columns, and the mask of columns that exist, both [BD].
+    """
     row = tl.arange(0, BT)
     tl.store(x + first * D + (row[:, None] * D + cols[None, :]), value.to(x.dtype.element_ty),
              mask=(first + row < rows)[:, None] & there[None, :])
@@ -58,8 +74,10 @@ def put(x, value, first, rows, cols, there, D: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def line(x, cols, there):
-    """[1, BD]: a parameter of each column, in fp32. Every program reads it, so it should stay in the
-    cache."""
+    """Load a parameter that has one element per column: [1, BD] in fp32, zeros outside.
+
+    Every program reads it, so it should stay in the cache.
+    """
     return tl.load(x + cols, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
 
 
@@ -71,10 +89,13 @@ def opened(
     first,  # the program's first row
     rows,
     cols,  # [BD]: columns
-    there,  # [BD]: which of them there are
+    there,  # [BD]: True for columns that exist
     D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """g + b [BT, BD] and e^A [1, BD]; a head of K columns has one A."""
+    """Return the inputs of a gate: g + dt_bias [BT, BD], and e^A_log [1, BD].
+
+    A head of K columns has one A_log. dt_bias and A_log may be None, which means 0.
+    """
     z = tile(g, first, rows, cols, there, D, BT)
     if dt_bias is not None:
         z += line(dt_bias, cols, there)
@@ -95,7 +116,10 @@ def pointwise_gate(
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """y [rows, D]; a head of K columns has one A."""
+    """Compute y = -e^A_log softplus(g + dt_bias) [rows, D]; a head of K columns has one A_log.
+
+    If BOUNDED, y is bound sigmoid(e^A_log (g + dt_bias)) instead.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     z, rate = opened(g, A_log, dt_bias, first, rows, cols, there, D=D, K=K, BT=BT, BD=BD)
@@ -114,10 +138,10 @@ def mixed(
     first,  # the program's first row
     rows,
     cols,  # [BD]: columns
-    there,  # [BD]: which of them there are
+    there,  # [BD]: True for columns that exist
     D: tl.constexpr, BT: tl.constexpr,
 ):
-    """Store one output of a mix, h + delta x."""
+    """Store one output of a mix, h + delta x, in y [rows, D]."""
     put(y, h + delta * line(x, cols, there), first, rows, cols, there, D, BT)
 
 
@@ -129,7 +153,7 @@ def pointwise_mix(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """Five or six y [rows, D]."""
+    """Compute the five or six outputs h + delta x_i of a mix, each [rows, D]; xg and yg may be None."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_h = tile(h, first, rows, cols, there, D, BT)
@@ -151,7 +175,7 @@ def pointwise_key(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """y [rows, D]."""
+    """Compute y = k (1 + (a - 1) c) [rows, D], the key of RWKV-7."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     b_a = tile(a, first, rows, cols, there, D, BT)
@@ -167,7 +191,7 @@ def pointwise_correction(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """y [rows, D]. A strip of W columns is a head."""
+    """Compute y = (o + s v) g [rows, D], where s is the sum of r k u over a head of W columns."""
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     s = tl.sum(tile(r, first, rows, cols, there, D, BT) * tile(k, first, rows, cols, there, D, BT)
@@ -178,23 +202,28 @@ def pointwise_correction(
 
 @triton.jit
 def of_head(first, rows, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
-    """(offsets of this program's head, a strip of W columns, in a [rows, heads] tensor, which of the rows
-    exist)."""
+    """Return the offsets of this program's head in a [rows, heads] tensor, and a mask of the existing rows.
+
+    Both are [BT], for BT rows from row ``first``. A head is a strip of W of the D columns.
+    """
     row = first + tl.arange(0, BT)
     return row * (D // W) + tl.program_id(0) % (D // W), row < rows
 
 
 @triton.jit
 def of_rows(marks, first, rows, BT: tl.constexpr):
-    """[BT, 1]: the marks of BT rows from row first on."""
+    """Load the marks of BT rows, starting at row ``first``: [BT, 1]. A mark is 0 or NaN."""
     row = first + tl.arange(0, BT)
     return tl.load(marks + row, mask=row < rows, other=0.0)[:, None]
 
 
 @triton.jit
 def contained(value, marks, stored, first, rows, there, BT: tl.constexpr):
-    """value, with 0 for what is not finite in the dtype of ``stored``, the pointer that it goes to. Rows with
-    such an element are marked: several programs may write the same NaN, so their order does not matter."""
+    """Return ``value`` [BT, BD] with 0 for elements that are not finite, and mark their rows with NaN.
+
+    An element counts as finite if it is finite in the dtype of ``stored``, the pointer to which the caller
+    stores the result. Several programs may mark a row. They all write NaN, so their order does not matter.
+    """
     row = first + tl.arange(0, BT)
     fine = tl.abs(value.to(stored.dtype.element_ty).to(tl.float32)) < float("inf")
     broken = ((row < rows)[:, None] & there[None, :]) & (fine == 0)
@@ -213,7 +242,10 @@ def pointwise_scale(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """y [rows, D]; a strip of W columns is a head. With marks, rows that are not finite are marked."""
+    """Compute y = x s [rows, D], where s has one element for each row and head of W columns.
+
+    With marks, elements that are not finite become 0, and the marks of their rows become NaN.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -236,7 +268,10 @@ def pointwise_skip(
     rows,
     D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """y [rows, D]; K columns share an element of skip."""
+    """Compute y = (o + marks + skip x) silu(z) [rows, D]; K columns share an element of skip.
+
+    Marks are 0 or NaN for each row. If marks, skip or z is None, its term or factor is absent.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     value = tile(o, first, rows, cols, there, D, BT)
@@ -252,7 +287,10 @@ def pointwise_skip(
 
 @triton.jit
 def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
-    """[BT, BD] in fp32 of the rows before those from first on; zeros where d [BT] is."""
+    """Load the rows first - 1 .. first - 1 + BT of x [rows, D]: [BT, BD] in fp32.
+
+    Rows for which d [BT] is zero are not loaded, and are zeros in the result.
+    """
     row = tl.arange(0, BT)
     known = ((first + row > 0) & (d != 0))[:, None] & there[None, :]
     return tl.load(x + first * D + ((row[:, None] - 1) * D + cols[None, :]), mask=known,
@@ -271,7 +309,10 @@ def pointwise_read(
     rows,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):
-    """y [rows, D]; a strip of W columns is a head."""
+    """Compute y_t = (d_t o_{t-1} + c_t x_t) silu(z_t) for all rows t, [rows, D].
+
+    c and d have one element for each row and head of W columns. Without z, the factor silu(z_t) is absent.
+    """
     block, _, cols, there = strip_of(D, W, BD)
     first = block.to(tl.int64) * BT
     places, known = of_head(first, rows, D, W, BT)
@@ -285,13 +326,16 @@ def pointwise_read(
     put(y, value, first, rows, cols, there, D, BT)
 
 
-# from one row to the next, for 32-bit offsets to reach all rows of a tile, however narrow it is
+# Largest stride between rows, in elements, with which 32-bit offsets reach all rows of any tile.
 FARTHEST = 2**31 // 2048
 
 
 def rows_of(x: Tensor | None, D: int) -> tuple[Tensor | None, int]:
-    """x as rows of D columns and how far apart they are; copied only if columns do not lie side by side, or
-    rows too far apart."""
+    """Return x as rows of D columns [rows, D], and the stride between rows in elements.
+
+    x is copied only if the columns are not contiguous, or if the stride is more than FARTHEST. None gives
+    (None, 0).
+    """
     if x is None:
         return None, 0
     rows = x.reshape(-1, D)
@@ -302,7 +346,7 @@ def rows_of(x: Tensor | None, D: int) -> tuple[Tensor | None, int]:
 
 KERNELS = {GATE: pointwise_gate, MIX: pointwise_mix, KEY: pointwise_key, CORRECTION: pointwise_correction,
            SCALE: pointwise_scale, SKIP: pointwise_skip, READ: pointwise_read}
-# What goes in and what comes out, as the kernels name it.
+# Names of the kernels' inputs and outputs.
 NAMES = {
     GATE: ("g", "A_log", "dt_bias"),
     MIX: ("h", "delta", "xr", "xw", "xk", "xv", "xa", "xg"),
@@ -314,13 +358,17 @@ NAMES = {
 }
 OUTPUTS = {GATE: ("y",), MIX: ("yr", "yw", "yk", "yv", "ya", "yg"), KEY: ("y",), CORRECTION: ("y",),
            SCALE: ("y", "marks"), SKIP: ("y",), READ: ("y",)}
-STRIDED = {SCALE: ("x",), SKIP: ("x", "z"), READ: ("x", "z")}  # whose rows may lie at any distance
+STRIDED = {SCALE: ("x",), SKIP: ("x", "z"), READ: ("x", "z")}  # inputs with any row stride
 
 
 def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bound: float | None,
               sums: bool | None = None) -> dict[str, Any]:
-    """What the kernels of both directions take: the tensors by name, D columns in strips of W, rows. sums:
-    backward's, whether it sums for parameters."""
+    """Return the arguments, by name, that the forward and the backward kernel of an op share.
+
+    tensors: the inputs of the op, in the order of NAMES.
+    bound: lower bound of a gate, or None.
+    sums: for backward, True if it computes gradients of parameters; None for kernels without this option.
+    """
     problem, family = plan.problem, plan.problem.family
     D = problem.H * problem.K
     named: dict[str, Any] = dict(zip(NAMES[family], tensors, strict=True), rows=problem.T, D=D,
@@ -331,17 +379,22 @@ def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bo
         named[name], named[f"{name}_n"] = rows_of(named[name], D)
     if family == GATE:
         named.update(bound=bound or 0.0, K=problem.K, BOUNDED=bound is not None)
-    if family == SKIP:  # D is of heads or of columns: columns to each element of it
+    if family == SKIP:  # columns per element of D
         named["K"] = 1 if named["skip"] is None else D // named["skip"].numel()
     return named
 
 
 def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...], bound: float | None,
         dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The outputs, of that dtype. tensors: as named above, in that order, contiguous and of any dtypes; A, b
-    and the sixth x may be None, and so may x and D, z, or the marks [rows] of a skip, and those of a scale,
-    which gives marks if it gets some. What a scale and a skip take of a row need not be contiguous, but
-    marks."""
+    """Launch the forward kernel of an elementwise op, and return its outputs in ``dtype``.
+
+    tensors: the inputs of the op, in the order of NAMES and of any dtypes. They are contiguous, but the
+        inputs in STRIDED may have any strides. A gate accepts None for A_log and dt_bias, a mix for its sixth
+        x, a read for z. A skip accepts None for x and skip (D), for z, or for marks [rows].
+    bound: lower bound of a gate, or None.
+
+    If a scale has marks [rows], its outputs are y and the new marks, in fp32.
+    """
     x, family, launch = tensors[0], plan.problem.family, plan.launches[0]
     assert x is not None
     outputs = tuple(torch.empty(x.shape, dtype=dtype, device=x.device)

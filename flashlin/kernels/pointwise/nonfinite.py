@@ -1,14 +1,19 @@
-"""What is not finite stays in its sequence, where sequences share a state. In plain torch, for any path.
+"""Functions that keep NaN and infinity within their sequence if several sequences share one scan.
 
-A scan that forgets by a decay of zero computes 0 x NaN = NaN: one such element would reach every later
-sequence of its row, and by the gradients every earlier one. So a scan whose sequences share rows (seq_idx of
-Mamba2) never sees it. What goes in is *contained*: 0 stands for what is not finite, and its token gets a
-mark, 0 or NaN. The marks are *spread* over their sequence, and what comes out is *released*: the marks are
-added to it. Backward the gradients of outputs are contained, theirs released, and the marks that connect them
-are spread the other way.
+A row of a batch may contain several sequences (``seq_idx`` of Mamba2). The scan separates them with a decay
+of zero, but 0 x NaN = NaN. So one NaN or infinity would reach all later sequences of its row, and its
+gradient all earlier ones. Three functions in plain torch avoid this for every path:
+
+    contained   replaces values that are not finite with 0 before the scan, and returns a mark (0 or NaN)
+                for each token
+    spread      spreads a mark to the later tokens of its sequence
+    released    adds the marks to the outputs of the scan
+
+Their gradients do the same in the other direction. The gradients of outputs are contained, the marks are
+spread to earlier tokens, and the gradients of inputs are released.
 
 Inside a transform of torch.func and in forward-mode AD, outputs are marked in the same way. Gradients and
-tangents are not marked: a gradient or tangent that is not finite may reach other sequences of its row.
+tangents are not marked. A gradient or tangent that is not finite may then reach other sequences of its row.
 """
 from __future__ import annotations
 
@@ -22,8 +27,12 @@ from flashlin.compat.tracing import transformed
 
 
 def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tuple[list[Tensor], Tensor]:
-    """The tensors with 0 for what is not finite, and marks for it, of the tensors' first dims. endless: -inf
-    in the first one (a log decay) is as good as finite, and stays."""
+    """Return the tensors with 0 for elements that are not finite, and marks for these elements.
+
+    dims: number of leading dimensions that the tensors share, and that the marks have. A mark is NaN if any
+        tensor has such an element at this position, else 0.
+    endless: True to keep -inf in the first tensor, a log decay, and to treat it as finite.
+    """
     if transformed():
         ys = [_finite(x, endless and at == 0) for at, x in enumerate(xs)]
         *_, marks = _contained(dims, endless, *(x.detach() for x in xs))
@@ -33,18 +42,23 @@ def contained(xs: Sequence[Tensor], dims: int = 2, endless: bool = False) -> tup
 
 
 def released(x: Tensor, marks: Tensor) -> Tensor:
-    """x + marks, which are of its first dimensions; a gradient that is not finite does not reach x, but it
-    marks."""
+    """Return x + marks, where marks have the leading dimensions of x and are 0 or NaN.
+
+    In backward, elements of the gradient of x that are not finite become 0, and the gradient of the marks
+    becomes NaN in their positions.
+    """
     y: Tensor = (_plus if transformed() else _Released.apply)(x, marks)
     return y
 
 
 def spread(marks: Tensor, begins: Tensor) -> Tensor:
-    """The marks [b, T] of each sequence up to each token. begins: whether a token begins a sequence, [b, T];
-    the first of a row does.
+    """Return NaN for each token whose sequence has a marked token (NaN) up to it, else 0; [b, T].
 
-    Where a token is marked, so are all gradients of its sequence; where a gradient is, so are those of the
-    tokens up to there."""
+    begins: [b, T], True for the first token of each sequence. The first token of a row must be True.
+
+    In backward, a marked token marks the gradients of all tokens of its sequence. A gradient that is NaN
+    marks the gradients of the earlier tokens of its sequence.
+    """
     if transformed():
         return _nan_where(_reached(marks.isnan(), begins), marks)
     up_to: Tensor = _Spread.apply(marks, begins)
@@ -52,7 +66,10 @@ def spread(marks: Tensor, begins: Tensor) -> Tensor:
 
 
 def _marks(x: Tensor, dims: int, endless: bool = False) -> Tensor:
-    """0, or NaN where the largest absolute value in the dimensions after the first dims is not finite."""
+    """Return, for each position in the first ``dims`` dimensions, NaN if a value of x is not finite, else 0.
+
+    With endless, -inf counts as finite, unless all values of the position are -inf.
+    """
     rest = tuple(range(dims, x.ndim))
     largest = x.amax(rest) if endless else torch.linalg.vector_norm(x, torch.inf, rest)
     return 0 * largest.float()
@@ -102,16 +119,19 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         reached, begins = ctx.saved_tensors
-        # The same from each sequence's end. Where a token is marked the last one of its sequence is reached,
-        # so that from there all are.
+        # The marks are spread from the end of each sequence. If a token is marked, the last token of its
+        # sequence is reached, so all gradients of the sequence are marked.
         ends = begins.roll(-1, 1)
         return _nan_where(_reached((reached | dy.isnan()).flip(1), ends.flip(1)).flip(1), dy), None
 
 
 def _reached(marked: Tensor, begins: Tensor) -> Tensor:
-    """[b, T] bool: whether a sequence has a marked token up to each one. begins: as of spread."""
+    """Return True for each token whose sequence has a marked token up to it; [b, T].
+
+    marked: [b, T], True for marked tokens. begins: [b, T], True for the first token of each sequence.
+    """
     sequence = begins.cumsum(1)
-    first = torch.searchsorted(sequence, sequence)  # each token's sequence's first
+    first = torch.searchsorted(sequence, sequence)  # index of the first token of each token's sequence
     count = marked.cumsum(1)
     return count > (count - marked.long()).gather(1, first)
 

@@ -1,8 +1,9 @@
-"""Which launches an elementwise op makes, and with which tiles. Plain Python: no tensor, no torch, no triton.
+"""Recipe of the elementwise ops: their launches and tiles.
 
-A Problem has T rows of H * K columns: H heads of K, or H = 1 where there are none. Parameters belong to
-columns (or heads), so their gradients are sums over rows. Like a norm, an elementwise op only moves memory:
-the choice is how much of it is under way.
+A Problem has T rows of H * K columns: H heads of K columns, or H = 1 for ops without heads. A parameter has
+one element per column or per head, so its gradient is a sum over rows. Elementwise ops are limited by memory
+bandwidth, and the tiles are chosen so that enough loads are in flight. This module is plain Python: it needs
+no tensors, torch or triton.
 """
 from __future__ import annotations
 
@@ -13,36 +14,40 @@ from flashlin.guards.family import Family, Limit, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, moving, rows_of_heads
 
-# Families, and their kernels.
+# Names of the families, and of their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
 SCALE, SKIP, READ = "pointwise_scale", "pointwise_skip", "pointwise_read"
-APART = (SCALE, SKIP, READ)  # parts of a scan, which take slices of a projection as they lie
-BY_HEAD = (CORRECTION, SCALE, READ)  # add up a head's columns
+APART = (SCALE, SKIP, READ)  # steps of scans; their inputs may be non-contiguous slices
+BY_HEAD = (CORRECTION, SCALE, READ)  # kernels that sum over the columns of a head
 
 
 class Config(NamedTuple):
-    """Programs of ``elements`` (rows times columns) and ``num_warps``, and so many per multiprocessor if they
-    share out the rows."""
+    """The configuration of an elementwise kernel.
+
+    elements: rows times columns of a tile.
+    num_warps: warps of a program.
+    per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
+    """
     elements: int
     num_warps: int
     per_sm: int = 0
 
 
-# backward keeps a sum for each parameter in registers, as many as six
+# Backward keeps a sum for each parameter in registers, up to six.
 FORWARD, BACKWARD = Config(2048, 4), Config(1024, 4, 4)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Forward's launch and backward's."""
+    """Return the launch of forward and, if gradients are needed, that of backward."""
     forward = _launch(problem.family, FORWARD, problem, target)
     if not problem.needs_grad:
         return (forward,)
-    config = FORWARD if problem.family in (SCALE, READ) else BACKWARD  # which have no parameters
+    config = FORWARD if problem.family in (SCALE, READ) else BACKWARD  # SCALE and READ have no parameters
     return forward, _launch(problem.family + "_backward", config, problem, target)
 
 
 def strip_width(problem: Problem, BD: int) -> int:
-    """Columns of a program: BD of them, or a whole head where they are added up."""
+    """Return the number of columns of a strip: K if the kernel sums over the columns of a head, else BD."""
     return problem.K if problem.family in BY_HEAD else BD
 
 
@@ -58,21 +63,23 @@ def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> La
     strips, blocks = cdiv(columns, strip_width(problem, BD)), cdiv(problem.T, BT)
     if config.per_sm:
         blocks = min(blocks, cdiv(config.per_sm * target.sms, max(strips, 1)))
-    # shared: the sums of each warp
+    # Shared memory is for the sums of each warp.
     return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD), shared=4 * elements + 4096,
                   span=BT * columns, num_warps=warps)
 
 
 def gates_of_heads(sizes: Sizes) -> Sizes:
+    """Return sizes with one row for each token; a row has one gate for each of H heads."""
     return rows_of_heads(sizes._replace(K=1))
 
 
 def rows(sizes: Sizes) -> Sizes:
+    """Return sizes with one row for each token; a row has H * K columns without heads."""
     columns = sizes.H * sizes.K
     return Sizes(T=sizes.B * sizes.T, K=columns, V=columns)
 
 
-MAX_COLUMNS = 4096  # of a head that a program adds up
+MAX_COLUMNS = 4096  # most columns of a head over which a program sums
 _AXES = {"T": "rows", "K": "columns of a head"}
 _LIMITS = (Limit("K", MAX_COLUMNS, "heads of {} columns"),)
 _ROWS = {"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)}
@@ -85,7 +92,7 @@ SPECS = (
     Family(KEY, launches, (Op("fused_k_rwkv7", "rwkv7_steps"),), _AXES, _ROWS, rows),
     Family(CORRECTION, launches, (Op("gate_output_correction", "rwkv7_steps"),), _AXES, _HEADS, rows_of_heads,
            limits=_LIMITS),
-    # Parts of Mamba2's and Mamba-3's scans, which plan them.
+    # These kernels belong to the scans of Mamba2 and Mamba-3, whose ops plan them.
     Family(SCALE, launches, axes=_AXES, limits=_LIMITS),
     Family(SKIP, launches, axes=_AXES),
     Family(READ, launches, axes=_AXES, limits=_LIMITS))
