@@ -1,2 +1,1 @@
-"""The version matrix: every public op under every Triton release for every card, and the pages made of what
-is found."""
+"""The version matrix: compile every public op for every Triton release and GPU, and publish the results."""

@@ -1,12 +1,14 @@
-"""What flashlin answers for: every cell (a Triton release) against every card. The cells are made of the
-table of releases, but for two; the cards are listed here."""
+"""Define the cells (Triton releases) and the GPUs of the support matrix.
+
+All cells but two come from the table of releases, `flashlin.compat.releases`. The GPUs are listed here.
+"""
 from __future__ import annotations
 
 from flashlin.compat import releases
 from flashlin.compat.versions import release
 from matrix.results import Card, Cell, Matrix
 
-# gate: nothing may FAIL there. report: told, not promised.
+# gate: no compilation may fail. report: failures are reported, but allowed.
 CARDS = (
     Card(name="sm70", example="V100", kind="gate"),
     Card(name="sm75", example="T4", kind="gate"),
@@ -28,12 +30,12 @@ CARDS = (
 
 
 def whole() -> Matrix:
-    """Every cell, oldest first, and every card."""
+    """Return the matrix with all cells, oldest release first, and all GPUs."""
     oldest = releases.RELEASES[0]
     cells = [
-        # Too old for the kernels: the torch path must serve.
+        # This release is too old for the kernels, so every op must run on the torch path.
         Cell(triton="2.3.1", python="3.7 to 3.12", kind="report", layers=("import", "plan", "torch")),
-        # The oldest torch that we support, which pins that Triton; its launches are those of that release.
+        # The oldest supported torch pins this Triton. The launches are the same as for the release itself.
         Cell(triton=oldest.version, python=oldest.python, torch=oldest.torch[-1], kind="gate",
              layers=("import", "interpret", "torch")),
         *(Cell(triton=one.version, python=one.python, kind="gate") for one in releases.RELEASES if one.gate),

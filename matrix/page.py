@@ -1,5 +1,7 @@
-"""The support matrix as one HTML page that needs nothing else: ``page.html`` with the squares in it as
-JSON."""
+"""Build the support matrix as one self-contained HTML page.
+
+The page is the template ``page.html`` with all results embedded as JSON.
+"""
 from __future__ import annotations
 
 from itertools import product
@@ -12,8 +14,11 @@ from matrix.status import MEANS, STATUSES, Square
 
 
 def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
-    """squares: every op under every Triton on every card, known or not; texts by number, because most come
-    back hundreds of times."""
+    """Return the JSON data of the page.
+
+    The data has one entry for each op, Triton release and GPU. A combination that is missing from `squares`
+    gets the status "not run". Entries refer to texts by number, because most texts occur hundreds of times.
+    """
     known = {(square.op, square.triton, square.card): square for square in squares}
     texts: dict[str, int] = {}
     axes = {"op": [{"name": op, "note": "", "kind": ""} for op in sorted({square.op for square in squares})],
@@ -31,6 +36,6 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
 
 
 def page(matrix: Matrix, squares: list[Square], date: str) -> str:
-    # or a text might end the script
+    # Escape "<", because a text with "</script>" would end the script element.
     embedded = compact(data(matrix, squares, date)).replace("<", "\\u003c")
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("{{data}}", embedded)

@@ -1,5 +1,7 @@
-"""The packages flashlin is compared with: how their modules are loaded, and what matrix/peers.py has found,
-as a table of SUPPORT.md."""
+"""Load the packages that flashlin is compared with, and write their comparison tables for SUPPORT.md.
+
+The script matrix/peers.py makes the records that these tables show.
+"""
 from __future__ import annotations
 
 import importlib
@@ -15,8 +17,10 @@ MARKS = {"right": "yes", "none": "-"}
 
 
 def module_of(home: str) -> ModuleType:
-    """A module of another package; of mamba_ssm without its ``__init__``, which wants a CUDA extension.
-    Raises ImportError where there is none."""
+    """Import a module of another package, or raise ImportError.
+
+    Modules of mamba_ssm are imported without running its ``__init__``, which needs a CUDA extension.
+    """
     if home.startswith("mamba_ssm."):
         package = ModuleType("mamba_ssm")
         package.__path__ = [str(Path(folder) / "mamba_ssm")
@@ -26,7 +30,7 @@ def module_of(home: str) -> ModuleType:
 
 
 def table(folder: Path) -> list[str]:
-    """Lines of markdown; none without a record."""
+    """Return the comparison tables as lines of markdown, or an empty list if there is no record."""
     return [line for path in sorted(folder.glob("peers-*.json"))
             for line in _of_record(json.loads(path.read_text(encoding="utf-8")))]
 

@@ -1,5 +1,8 @@
-"""What the scripts share that try things on this machine's GPU: who made a record, where it lies, and the
-processes in which each thing is tried, since a failure may end one or poison its CUDA context."""
+"""Shared helpers of the scripts that run experiments on the local GPU and record the results.
+
+They describe the GPU and the versions of a record, choose its file name, and run each experiment in a child
+process. A failure may end that process or corrupt its CUDA context, so the script itself stays intact.
+"""
 from __future__ import annotations
 
 import argparse
@@ -16,6 +19,7 @@ from matrix.results import one_a_line
 
 
 def this_card() -> Target:
+    """Return the target of the current CUDA device."""
     import torch
 
     from flashlin.compat import target
@@ -23,12 +27,13 @@ def this_card() -> Target:
 
 
 def made_by(card: Target) -> dict[str, Any]:
-    """The card and the versions that a record holds for."""
+    """Return the GPU and the package versions for which a record is valid."""
     return {"device": card.name, "capability": list(card.capability), "triton": card.triton,
             "ptxas": card.ptxas, "torch": card.torch, **({"arch": card.arch} if card.arch else {})}
 
 
 def version(package: str) -> str:
+    """Return the version of an installed package, or "none" if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -36,12 +41,12 @@ def version(package: str) -> str:
 
 
 def place(folder: Path, kind: str, card: Target) -> Path:
-    """Where a record lies."""
+    """Return the path of a record, made from its kind, the GPU name and the Triton release."""
     return folder / f"{kind}-{card.name.replace(' ', '-')}-triton-{card.triton}.json"
 
 
 def write(folder: Path, kind: str, card: Target, **facts: Any) -> None:
-    """Write a record of what was found on a card today."""
+    """Write the results of a GPU as a record with the date of today."""
     folder.mkdir(parents=True, exist_ok=True)
     today = datetime.date.today().isoformat()
     place(folder, kind, card).write_text(one_a_line({**made_by(card), "date": today, **facts}),
@@ -49,23 +54,30 @@ def write(folder: Path, kind: str, card: Target, **facts: Any) -> None:
 
 
 def told(verdicts: Iterable[Verdict], off: str = " ") -> str:
-    """``right``, or what is off by how much; off: what is between the two."""
+    """Return ``right``, or the names of the wrong tensors with their RMS errors.
+
+    off: the text between a tensor's name and its error.
+    """
     wrong = [f"{verdict.tensor}{off}{verdict.rms:.2g}" for verdict in verdicts if not verdict.ok]
     return f"wrong: {', '.join(wrong)}" if wrong else "right"
 
 
 def raised(error: Exception, most: int = 200) -> str:
-    """An error as an outcome, on one line; most: characters of what it says."""
+    """Return an error as a one-line outcome, with at most `most` characters of its message."""
     return f"error: {type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
 def child(module: str, *arguments: str, seconds: float | None = None, **environment: str) -> Ended:
-    """Run a module in a child process, for so long at most."""
+    """Run a module in a child process for at most `seconds` seconds."""
     return run_to_end(python(module, *arguments), environment, limit=seconds)
 
 
 def parser(about: str | None, **out: Any) -> argparse.ArgumentParser:
-    """The options of a script that writes a record; about: the module's docstring."""
+    """Return an argument parser with ``--out`` for a script that writes a record.
+
+    about: the module's docstring, whose first line becomes the description.
+    out: further settings of the ``--out`` option.
+    """
     options = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     options.add_argument("--out", type=Path, help="folder for the record", **out)
     return options

@@ -1,5 +1,7 @@
-"""The five failures that flashlin began with, as rows of SUPPORT.md: what each looks like raw, what happens
-here, and what shows both."""
+"""List the failures that flashlin was first written to prevent, as a table of SUPPORT.md.
+
+Each row has the failure without flashlin, the behavior with flashlin, and the tests that show both.
+"""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -9,8 +11,14 @@ from matrix import markdown
 
 
 class Seed(NamedTuple):
-    """raw: what users see, where no known issue says it; issues: ids of those that do; here: what happens
-    instead; shown: tests and records that see both."""
+    """One failure that flashlin prevents, as a row of the table.
+
+    failure: short name of the failure.
+    here: behavior with flashlin.
+    shown: tests and records that show both behaviors.
+    issues: ids of the known issues that describe the failure without flashlin.
+    raw: the failure without flashlin, if no known issue describes it.
+    """
     failure: str
     here: str
     shown: tuple[str, ...]
@@ -44,7 +52,7 @@ SEEDS = (
 
 
 def table() -> list[str]:
-    """Lines of markdown."""
+    """Return the table of these failures as lines of markdown."""
     known = {issue.id: issue for issue in KNOWN_ISSUES}
     rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({known[name].releases})"
                                                  for name in seed.issues),

@@ -1,4 +1,4 @@
-"""matrix/github-workflow.yml: the releases in it and the Python it sets up come of the table of releases."""
+"""Update the Triton releases and the Python version in matrix/github-workflow.yml."""
 from __future__ import annotations
 
 import json
@@ -11,8 +11,11 @@ WORKFLOW = Path(__file__).with_name("github-workflow.yml")
 
 
 def current(text: str, whole: Matrix) -> str:
-    """The workflow with the releases of today: the values of ``triton:`` and of every ``python-version:`` are
-    put in anew, all else stays. Raises ValueError where there is no such line."""
+    """Return the workflow text with the current Triton releases and Python version.
+
+    Only the values of ``triton:`` and of every ``python-version:`` change. Raise ValueError if the text has
+    no such line.
+    """
     gates = [cell for cell in whole.tritons if cell.kind == "gate"]
     values = {"triton": [cell.triton for cell in gates], "python-version": python_of(gates)}
     for name, value in values.items():
@@ -24,10 +27,9 @@ def current(text: str, whole: Matrix) -> str:
 
 
 def python_of(cells: list[Cell]) -> str:
-    """The oldest Python, from flashlin's own 3.10 on, for which all their releases have wheels: one for all
-    jobs.
+    """Return the oldest Python, 3.10 or newer, for which the releases of all cells have wheels.
 
-    Raises ValueError where there is none.
+    All jobs of the workflow use this version. Raise ValueError if no Python version fits.
     """
     shared = [minor for minor in range(10, 100) if all(cell.runs_on((3, minor)) for cell in cells)]
     if not shared:
@@ -36,7 +38,10 @@ def python_of(cells: list[Cell]) -> str:
 
 
 def write(whole: Matrix, path: Path = WORKFLOW, check: bool = False) -> int:
-    """Write it; with check only compare. 1 if it was not what it should be."""
+    """Write the current workflow file and return 0.
+
+    With `check`, only compare the file and return 1 if it is stale.
+    """
     old = path.read_text(encoding="utf-8")
     new = current(old, whole)
     if check:

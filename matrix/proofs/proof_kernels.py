@@ -1,7 +1,7 @@
-"""Kernels that show one failure of Triton each, and nothing else. Which launch shows which known issue:
-proof_table.py.
+"""Small kernels that each show one known issue of Triton.
 
-Tiles have a power of two of rows; no masks, since nobody runs these.
+The module proof_table.py lists the launch that shows each known issue. The kernels are only compiled, so they
+need no masks. The number of rows of every tile is a power of two.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False,
 # disallow-untyped-calls=False
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# --- cards and assemblers: blackwell-unknown-32, sm103-ptxas, sm110-ptxas, sm121-ptxas, ptxas-127-32,
+# --- GPUs and assemblers: blackwell-unknown-32, sm103-ptxas, sm110-ptxas, sm121-ptxas, ptxas-127-32,
 # ptxas-13-34; bf16 below sm_80: bf16-pre-ampere-32, both-halves-39
 
 @triton.jit
@@ -19,7 +19,7 @@ def cast(x, o):
     tl.store(o + n, tl.load(x + n).to(o.dtype.element_ty))
 
 
-# --- any product: half-dot-33-pre-ampere, half-dot-34-pre-ampere, tf32-dot-turing-32, bf16-pre-ampere-32,
+# --- any matrix product: half-dot-33-pre-ampere, half-dot-34-pre-ampere, tf32-dot-turing-32, bf16-pre-ampere-32,
 # sm120-dot-330, sm103-llvm-33
 
 @triton.jit
@@ -46,7 +46,7 @@ def mixed_sum(a, b, o, N: tl.constexpr):
     tl.store(o + at, tl.dot(b_a, b_b) + tl.dot(tl.trans(b_a), tl.trans(b_b)))
 
 
-# --- v-first-volta: a state whose neighbours in memory are rows, read by a product and added to
+# --- v-first-volta: a product reads a state with contiguous columns, and another product is added to it
 
 @triton.jit
 def column_state(a, h, o, T, N: tl.constexpr):
@@ -59,7 +59,7 @@ def column_state(a, h, o, T, N: tl.constexpr):
         b_h += tl.dot(tl.trans(b_a), b_a)
 
 
-# --- half-dot-volta-32: a vector in the layout of a product's rows
+# --- half-dot-volta-32: a vector in the slice layout of the rows of a matrix product
 
 @triton.jit
 def row_sums(a, b, o, N: tl.constexpr):
@@ -75,12 +75,12 @@ def ieee_row_sums(a, b, o, N: tl.constexpr):
     tl.store(o + n, tl.sum(tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"), 1))
 
 
-# --- mma-to-mma-31, reshape-outs-32, stmatrix-33 (eight warps), tall-state-32, narrow-state-32: products that
-# are operands of products
+# --- mma-to-mma-31, reshape-outs-32, stmatrix-33 (eight warps), tall-state-32, narrow-state-32: the results
+# of matrix products are operands of other products
 
 @triton.jit
 def scan(q, k, v, o, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
-    """o = q h + (q k^T) v, then h = h / 2 + k^T v."""
+    """Compute o = q h + (q k^T) v for each chunk of BT rows, then update h = h / 2 + k^T v."""
     t, x, y = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, V)
     h = tl.zeros([K, V], dtype=tl.float32)
     for t0 in range(0, T, BT):
@@ -93,8 +93,8 @@ def scan(q, k, v, o, T, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
         h = h * 0.5 + tl.dot(tl.trans(b_k), b_v)
 
 
-# --- hoist-tmem-34, hoist-tmem-34-tf32, latencies-35-tf32: a state that takes the difference of two products,
-# one of them made from it
+# --- hoist-tmem-34, hoist-tmem-34-tf32, latencies-35-tf32: the difference of two products is added to a
+# state, and one of these products depends on the state
 
 @triton.jit
 def reverse_scan(q, w, k, v, o, T, N: tl.constexpr):
@@ -109,7 +109,7 @@ def reverse_scan(q, w, k, v, o, T, N: tl.constexpr):
         h = h * 0.5 + (tl.dot(tl.load(q + at), b_v) - tl.dot(tl.load(w + at), b_u))
 
 
-# --- dominance-35: a loop of known length that adds a product to what it has just loaded
+# --- dominance-35: a loop of constant length that adds a product to a tile it has just loaded
 
 @triton.jit
 def added_to_loaded(a, b, o, N: tl.constexpr):
@@ -138,7 +138,7 @@ def chained(a, b, o, T, N: tl.constexpr):
     tl.store(o + tile, acc)
 
 
-# --- row-sums-read-twice: sums of rows that are added up in a loop, and read twice after it
+# --- row-sums-read-twice: a loop accumulates row sums, and two stores read them after the loop
 
 @triton.jit
 def summed_twice(x, o, T, N: tl.constexpr):
@@ -161,7 +161,7 @@ def summed_at_the_end(x, o, T, N: tl.constexpr):
     tl.store(o + N + n, total * 2)
 
 
-# --- names of triton.language that come and go: block-pointers-39, gather-32, descriptors-33, bf16-atomics-33
+# --- functions of triton.language that only some releases have: block-pointers-39, gather-32, descriptors-33, bf16-atomics-33
 
 @triton.jit
 def block_pointer(x, o):

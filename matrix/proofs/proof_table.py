@@ -1,7 +1,8 @@
-"""Which launch of proof_kernels.py fails where a known issue says so. tests/matrix/test_known_issues.py
-compiles each at the ends of its range.
+"""List the launches of proof_kernels.py that show each known issue.
 
-A launch's traits are those that ``shield`` reads from its source, so matching is proven along with failing.
+The test tests/matrix/test_known_issues.py compiles each launch with the oldest and the newest affected
+release. The traits of a launch are read from its source in the same way as ``shield`` reads them, so a proof
+also shows that the known issue matches the kernel.
 """
 from __future__ import annotations
 
@@ -32,15 +33,24 @@ def with_tensor_cores(result: Result) -> bool:
 
 
 def with_a_third_buffer(result: Result) -> bool:
-    """Two operands of 8 KB in two stages are 32 KB."""
+    """Return True if the kernel compiled and uses more than 40 KiB of shared memory.
+
+    Two operands of 8 KiB in two stages need only 32 KiB, so more memory means a third buffer.
+    """
     return result.ok and result.shared > 40 * 1024
 
 
 class Proof(NamedTuple):
-    """launch fails on the card sm under every release that has the issue: ``fails`` says what that looks
-    like, ``says`` what is told then (any of these). cured: the same work as the issue's need has it, which
-    does not fail there; nor does the launch on the card ``spared``. ptxas_of: the release whose
-    ptxas-blackwell is used in place of the bundled assembler.
+    """One launch that shows a known issue by failing to compile, or by compiling to different code.
+
+    issue: id of the known issue.
+    sm: compute capability on which the launch fails, under every release that has the issue.
+    launch: the launch that fails.
+    says: texts, any of which the failure prints.
+    cured: a launch with the same work that follows the fix of the issue, and does not fail there.
+    spared: a compute capability on which `launch` does not fail, or 0.
+    fails: predicate that recognizes the failure in the result of the compilation.
+    ptxas_of: release whose ptxas-blackwell replaces the bundled assembler, or an empty string.
     """
     issue: str
     sm: int
@@ -54,8 +64,13 @@ class Proof(NamedTuple):
 
 def launch(kernel: str, pointers: str | tuple[str, ...], warps: int = 4, stages: int = 2,
            more: tuple[str, ...] = (), **constants: int) -> Recorded:
-    """pointers: the type of each, or of all. T is the one argument that is none. more: traits that only our
-    recipes know of."""
+    """Return a launch of a proof kernel with its traits.
+
+    kernel: name of the kernel in proof_kernels.py.
+    pointers: pointer type of all arguments, or one type for each. The argument T is an int32 instead.
+    more: traits that cannot be read from the source, and that only the recipes of flashlin set.
+    constants: values of the constexpr arguments.
+    """
     jit = getattr(proof_kernels, kernel)
     names = [name for name in jit.arg_names if name not in constants]
     kinds = iter([pointers] * len(names) if isinstance(pointers, str) else pointers)
@@ -84,11 +99,11 @@ NO_BF16 = "Feature '.bf16' requires .target sm_80 or higher"
 UNKNOWN = ("is not defined for option 'gpu-name'",)
 
 PROOFS = (
-    # below sm_80
+    # GPUs below sm_80
     Proof("bf16-pre-ampere-32", 70, launch("cast", (FP32, BF16)),
           (NO_BF16, "Feature 'cvt.bf16.f32' requires"), COPY, 80),
     Proof("bf16-pre-ampere-32", 75, BF16_PRODUCT, ("IndexError: map::at",), IEEE_PRODUCT, 80),
-    # Volta's tensor cores multiply fp16 only: the bits of bf16 are handed to them as they are
+    # Volta tensor cores only multiply fp16, and Triton passes them the bits of bf16 unconverted.
     Proof("bf16-pre-ampere-32", 70, BF16_PRODUCT, cured=IEEE_PRODUCT, fails=with_tensor_cores),
     Proof("mma-to-mma-volta", 70, launch("mixed_sum", (FP16, FP16, FP32), more=("mixed_sum",), N=32),
           ("mma -> mma layout conversion is only supported on Ampere",), IEEE_PRODUCT, 75),
@@ -127,7 +142,7 @@ PROOFS = (
     Proof("latencies-35-tf32", 100, TF32_4,
           ("Failures have been detected while processing an MLIR pass pipeline",), TF32_2, 90),
     Proof("dominance-35", 100, ADDED_4, ("operand #2 does not dominate this use",), ADDED_2, 120),
-    # its wrong values need a card; that the loop is built otherwise than before and after can be seen
+    # Wrong values need a GPU to show. Compilation only shows that this release builds the loop differently.
     Proof("blackwell-chained-acc", 100, CHAINED_4, cured=CHAINED_2, spared=120, fails=with_a_third_buffer),
     # the assembler
     Proof("sm103-ptxas", 103, COPY, UNKNOWN, spared=100),
@@ -139,10 +154,10 @@ PROOFS = (
     Proof("ptxas-127-32", 90, COPY, ("Unsupported .version", "Triton only support CUDA 10.0 or higher",),
           ptxas_of="3.6.0"),
     Proof("ptxas-13-34", 90, COPY, ("Triton only support CUDA 10.0 or higher",), ptxas_of="3.7.1"),
-    # any card
+    # any GPU
     Proof("row-sums-read-twice", 80, launch("summed_twice", FP32, more=("foreign",), N=64),
           ("loopResult.hasOneUse()",), launch("summed_at_the_end", FP32, N=64)),
-    # names of triton.language
+    # functions of triton.language that this release lacks
     Proof("block-pointers-39", 90, launch("block_pointer", FP32), ("Block pointers have been removed",),
           COPY),
     Proof("gather-32", 90, launch("gathered", FP32), ("has no attribute 'gather'",), COPY),
