@@ -1,6 +1,8 @@
-"""A child of a cell: import every module of flashlin under that release, and print one JSON line.
+"""Child process of a cell: import every module of flashlin and print the result as one JSON line.
 
-    {"triton": ..., "torch": ..., "modules": how many, "wrong": what is missing, or what the import changed}
+    {"triton": release, "torch": release, "modules": number of modules, "wrong": list of problems}
+
+A problem is a missing public name, a changed environment variable, or a new CUDA context.
 """
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import json
 import os
 import pkgutil
 
-# a program, and two packages whose import raises an error that says what to use instead
+# The first is a program. Importing the other two raises an error that names the replacement.
 NOT_IMPORTED = ("flashlin.__main__", "flashlin.layers", "flashlin.models")
 
 

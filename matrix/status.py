@@ -1,5 +1,8 @@
-"""What a cell comes to: the plans of today beside what is known of their launches, as a status for each op on
-each card. SUPPORT.md and the page are made of it."""
+"""Derive the status of each op on each GPU and Triton release.
+
+A status combines the current plans of a cell with the recorded compilations of their launches. SUPPORT.md and
+the HTML page are made from these statuses.
+"""
 from __future__ import annotations
 
 from collections import Counter
@@ -12,7 +15,7 @@ from flashlin.guards.launch_table import SPILLS
 from flashlin.testing.record import Recorded
 from matrix.results import CellResult, Compiled, Figures, load_gpu
 
-# Of an op on a card under a release, worst first.
+# Status of an op on a GPU under a Triton release, worst first.
 Status = Literal["FAILED", "refused", "not run", "torch path", "compiled only", "slow", "worked around",
                  "compiled", "ran"]
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -33,10 +36,15 @@ MEANS: dict[Status, str] = {
 
 
 class Outcome(NamedTuple):
-    """The plan of one call on one card. path: ``triton``, ``torch`` or ``refused``; remedies: what the plan
-    did, by name; because: a reason for each; launches: ids of the kernels it would start; on AMD, where plans
-    lead to the torch path, those that it would start otherwise. failed: what the call raised, if it was
-    neither planned nor refused."""
+    """The plan of one call on one GPU.
+
+    path: ``triton``, ``torch`` or ``refused``.
+    remedies: names of the remedies that the plan applies.
+    because: the reason for each remedy.
+    launches: ids of the planned launches. On AMD, plans use the torch path by default; there, these are the
+        launches that kernels would need.
+    failed: the error of a call that was neither planned nor refused, or an empty string.
+    """
     op: str
     call: str
     card: str
@@ -49,27 +57,36 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a cell's calls lead to. places: each launch, by its id and the card that it is compiled for, be it
-    that no plan leads there before it has run. Launches of one id are the same code, but cards may reckon
-    with other shared memory or, where one without bf16 computes in float32, have another configuration."""
+    """The plans of all calls of a cell.
+
+    outcomes: the plan of each call on each GPU.
+    places: (launch id, GPU) -> launch, including launches that no plan uses until they have run on that GPU.
+        Launches with the same id have the same code. Their shared memory may differ between GPUs, and so may
+        their configuration, if a GPU without bf16 computes in float32.
+    """
     outcomes: tuple[Outcome, ...] = ()
     places: dict[tuple[str, str], Recorded] = field(default_factory=dict)
 
     def beside(self, other: Planned) -> Planned:
-        """Both, for what is compiled."""
+        """Return the union of both, which lists everything to compile."""
         return Planned((*self.outcomes, *other.outcomes), {**other.places, **self.places})
 
     @property
     def started(self) -> set[tuple[str, str]]:
-        """Those without the ones that no plan leads to."""
+        """Return (launch id, GPU) for every launch that a plan with path ``triton`` uses."""
         return {(launch, outcome.card) for outcome in self.outcomes if outcome.path == "triton"
                 for launch in outcome.launches}
 
 
 @dataclass(frozen=True)
 class CellState:
-    """A cell: what is known of it and what is planned there. untried: card -> why some of its launches could
-    not be tried. plain: main calls as they would be planned if nothing were known to be slow."""
+    """One cell, with its recorded results and its current plans.
+
+    result: the recorded results.
+    planned: the current plans.
+    untried: GPU -> the reason why some of its launches could not be compiled.
+    plain: the plans of the main calls if no launch were known to be slow.
+    """
     result: CellResult
     planned: Planned
     untried: dict[str, str] = field(default_factory=dict)
@@ -79,18 +96,18 @@ class CellState:
         return self.result.verdict(launch, card)
 
     def slow(self, launch: str, card: str) -> Figures | None:
-        """The figures of a launch that is slow."""
+        """Return the metrics of a launch that compiles to slow code, or None."""
         tried = self.verdict(launch, card)
         return tried.slow if tried else None
 
     def why(self, launch: str, card: str) -> str:
-        """``""`` of a launch that holds, and of one that was not tried."""
+        """Return the reason why a launch fails, or ``""`` if it compiles or was not tried."""
         tried = self.verdict(launch, card)
         return tried.why(self.planned.places[launch, card].shared) if tried else ""
 
 
 class Square(NamedTuple):
-    """An op on a card under a release: the worst of its calls, and why."""
+    """One op on one GPU under one Triton release, with the status of its worst call and the reasons."""
     op: str
     card: str
     triton: str
@@ -101,7 +118,10 @@ class Square(NamedTuple):
 
 
 def squares(every: Iterable[CellState], ran: dict[tuple[str, str, str], str]) -> list[Square]:
-    """ran: (op, card, triton) -> the record of a GPU where every case of the op was right."""
+    """Return one square for each op, GPU and Triton release.
+
+    ran: (op, GPU, Triton release) -> a note on the GPU record with only correct cases of the op.
+    """
     squared = []
     for state in every:
         by_place: dict[tuple[str, str], list[Outcome]] = {}
@@ -153,15 +173,18 @@ def _status(outcome: Outcome, state: CellState) -> tuple[Status, list[str]]:
 
 
 def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each record of ``python -m matrix.gpu``: its file's name, its card and what it says."""
+    """Yield the file name, the GPU architecture and the content of each record of ``python -m matrix.gpu``."""
     for path in sorted(folder.glob("gpu-*.json")):
         record = load_gpu(path)
         yield path.name, record.get("arch") or "sm{}{}".format(*record["capability"]), record
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
-    """(op, card, triton) -> in words, out of ``gpu-*.json`` where every case of the op passed: of several
-    GPUs of that card, the one that has run most cases."""
+    """Return (op, GPU, Triton release) -> a note on the GPU record in ``gpu-*.json``.
+
+    Only ops with no failed case are included. If several records match, the note is about the record with
+    the most cases.
+    """
     wrong, most = set[tuple[str, str, str]](), dict[tuple[str, str, str], tuple[int, str]]()
     for name, card, record in gpu_files(folder):
         triton = record["triton"]

@@ -1,5 +1,4 @@
-"""SUPPORT.md and the page, made of the matrix's results. Nothing is written by hand there, and nothing is
-left blank."""
+"""Write SUPPORT.md, its picture, the HTML page and the launch table from the results of the matrix."""
 from __future__ import annotations
 
 import re
@@ -18,8 +17,8 @@ from matrix.stacks import documents
 from matrix.stacks import table as programs
 from matrix.status import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
 
-Fact = tuple[str, str, str, str]  # configuration, release, level, card
-Grid = dict[tuple[str, str], str]  # (release, card) -> what its square says
+Fact = tuple[str, str, str, str]  # configuration, release, level, GPU
+Grid = dict[tuple[str, str], str]  # (release, GPU) -> text of the entry
 OPS = "Ops: "
 PICTURE = "docs/support.svg"
 MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not run": "not run",
@@ -28,8 +27,11 @@ MARKS: dict[Status, str] = {"FAILED": "**FAILED**", "refused": "refused", "not r
 
 
 def failures(matrix: Matrix, state: CellState) -> list[str]:
-    """What fails in a cell, a line each: squares that FAILED on a gate card, verdicts of the layers that run
-    something, and what could not be tried."""
+    """Return the failures of a cell, one line each.
+
+    These are ops with status FAILED on a gate GPU, failed checks of the other layers, and launches for a gate
+    GPU that could not be tried.
+    """
     gates = {card.name for card in matrix.card if card.kind == "gate"}
     broken = [one for one in squares([state], {}) if one.status == "FAILED" and one.card in gates]
     return [*(f"{one.op} {one.card} triton {one.triton}: {reason}" for one in broken for reason in one.why),
@@ -40,8 +42,10 @@ def failures(matrix: Matrix, state: CellState) -> list[str]:
 
 def write(matrix: Matrix, every: list[CellState], results: Path, table: Path, html: Path,
           check: bool = False) -> int:
-    """Write SUPPORT.md, its picture, the launch table and the page; with check only compare the others. 1 if
-    they were not what they should be."""
+    """Write SUPPORT.md, its picture, the launch table and the HTML page, and return 0.
+
+    With `check`, write nothing. Compare all files except the page, and return 1 if one of them is stale.
+    """
     squared = squares(every, gpu_records(results))
     texts = {table: support_table(matrix, every, squared, results), PROVEN: launch_table(every, results)}
     texts[table.parent / PICTURE] = picture(marks_of(texts[table]), examples(matrix))
@@ -64,8 +68,10 @@ def examples(matrix: Matrix) -> dict[str, str]:
 
 
 def stale(every: list[CellState], results: Path, table: Path, launches: Path = PROVEN) -> list[str]:
-    """What SUPPORT.md and the launch table say otherwise than ``every`` does, which may be planned for some
-    of the cards only; a line each."""
+    """Return the differences of SUPPORT.md and the launch table from the given cells, one line each.
+
+    The cells in `every` may be planned for some of the GPUs only.
+    """
     text = table.read_text(encoding="utf-8")
     said, wrong = marks_of(text), list[str]()
     for one in squares(every, gpu_records(results)):
@@ -86,19 +92,19 @@ def stale(every: list[CellState], results: Path, table: Path, launches: Path = P
             for card in levels[level].split()}
     for state in every:
         triton, now = state.result.cell.triton, slow_by_config(state.result)
-        if not state.planned.outcomes:  # a cell whose launches are another's
+        if not state.planned.outcomes:  # This cell shares the launches of another cell.
             continue
         was = {config: releases[triton]["slow"] for config, releases in shipped.items()
                if "slow" in releases.get(triton, ())}
         wrong += [f"launch table: {config} {triton} slow: {was.get(config)}, now {now.get(config)}"
                   for config in sorted(was.keys() | now.keys()) if was.get(config) != now.get(config)]
-    # what compiles only where it is planned, since only there it is known of all uses
+    # Compare the level "compiled" only for planned GPUs, because it needs the result of every use.
     return wrong + [f"launch table: {' '.join(fact)}" for fact in sorted(launch_facts(every, results) ^ then)
                     if fact[2] != "compiled" or (fact[1], fact[3]) in planned]
 
 
 def marks_of(text: str) -> dict[tuple[str, str, str], str]:
-    """(op, release, card) -> the mark in SUPPORT.md."""
+    """Return (op, release, GPU) -> the mark in the text of SUPPORT.md."""
     marks, ops, cards = {}, list[str](), list[str]()
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -115,8 +121,12 @@ def marks_of(text: str) -> dict[tuple[str, str, str], str]:
 
 
 def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
-    """What is known of the configurations. compiled: every launch that the matrix plans with that
-    configuration; failed: at least one; ran: on a GPU, in cases that were all right."""
+    """Return the known facts of all configurations.
+
+    compiled: every launch that the matrix plans with the configuration compiles.
+    failed: at least one launch with the configuration fails to compile.
+    ran: the configuration has run on a GPU, and all its cases were correct.
+    """
     facts: set[Fact] = set()
     for state in every:
         triton, holds = state.result.cell.triton, dict[tuple[str, str], bool]()
@@ -125,7 +135,7 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
             holds[place] = (holds.get(place, True) and state.verdict(launch, card) is not None
                             and not state.why(launch, card))
         facts |= {(config, triton, "compiled", card) for (config, card), good in holds.items() if good}
-        # planned or not: what has failed is planned otherwise from then on
+        # Include launches that are not planned, because planning avoids a launch after its first failure.
         facts |= {(tried.config, triton, "failed", card) for tried in state.result.launches.values()
                   for card, verdict in tried.cards.items() if verdict.refused and card.startswith("sm")}
     for _, card, record in gpu_files(folder):
@@ -136,8 +146,11 @@ def launch_facts(every: Iterable[CellState], folder: Path) -> set[Fact]:
 
 
 def launch_table(every: Iterable[CellState], folder: Path) -> str:
-    """JSON, see ``guards.launch_table``: configuration -> releases -> ``compiled``, ``failed`` and ``ran``,
-    each the cards of which it is known, and ``slow``, card -> what a ``launch_table.Slow`` has."""
+    """Return the launch table as JSON, in the form that ``guards.launch_table`` reads.
+
+    It maps each configuration to its releases. A release has the keys ``compiled``, ``failed`` and ``ran``,
+    each with a list of GPUs, and ``slow``, which maps a GPU to the fields of ``launch_table.Slow``.
+    """
     every, table = list(every), Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
         levels = table.setdefault(config, {}).setdefault(triton, {})
@@ -184,7 +197,7 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
 
 
 def _ran(state: CellState) -> list[str]:
-    """A row of "The runs"."""
+    """Return the row of a cell in the table "The runs"."""
     result, planned = state.result, state.planned.started
     verdicts = [one for one in result.verdicts if one.layer in ("interpret", "torch")]
     right = f"{sum(one.ok for one in verdicts)} of {len(verdicts)} right" if verdicts else "not run"
@@ -200,18 +213,18 @@ def _ran(state: CellState) -> list[str]:
 
 
 def _reason(why: str) -> str:
-    """The middle of ``call: reason: details``."""
+    """Return the reason from a text of the form ``call: reason: details``."""
     return why.partition(": ")[2].partition(":")[0]
 
 
 def _counted(marks: Iterable[str]) -> str:
-    """``57 ran, 9 compiled``, best first."""
+    """Return the counts of the marks, best status first, such as ``57 ran, 9 compiled``."""
     counts = Counter(marks)
     return ", ".join(f"{counts[MARKS[one]]} {MARKS[one]}" for one in reversed(STATUSES) if counts[MARKS[one]])
 
 
 def _alike(grids: dict[str, Grid]) -> list[list[str]]:
-    """Ops by what is known of them: those of which the same is known together, most of them first."""
+    """Return groups of ops with identical grids, largest group first."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for op, grid in grids.items():
         groups.setdefault(tuple(grid.values()), []).append(op)

@@ -1,4 +1,4 @@
-"""What is right: the answers of a model's ways compared, and what is said of each."""
+"""Compare the results of a model with those of the raw program, and give each a verdict."""
 from __future__ import annotations
 
 import math
@@ -10,18 +10,23 @@ import torch
 
 from flashlin.testing.compare import ROW_FACTOR, judge
 
-# RMS ratio allowed. Two layers add up float32's roundings in another order than torch does: 1e-6 to 1e-5 was
-# measured where all is well. Gradients are held to what flashlin's cases are (FP32_ALLOWED).
+# Allowed RMS ratios. Two layers round float32 sums in another order than torch: correct programs were measured
+# at 1e-6 to 1e-5. Gradients have the same bound as the cases of flashlin (FP32_ALLOWED).
 LOGITS, GRADIENTS = 3e-5, 1e-4
-# A gradient this much smaller than the model's largest is the rounding of sums that cancel; its error is told
-# by the largest one's size.
+# A gradient smaller than this fraction of the largest is rounding noise of sums that cancel. Its error is
+# measured relative to this fraction of the largest gradient.
 VANISHING = 1e-4
 
 
 class Answer(NamedTuple):
-    """tensors: by name, gradients as ``d`` + parameter. wants: what the same program gives another way (the
-    row without padding, the prompt at once ...); empty where only other programs can tell. raises, lacks:
-    instead of tensors, the error's sentence, or why there is nothing to ask."""
+    """The result of one quantity of a model, or the reason why there is none.
+
+    tensors: results by name; a gradient is named ``d`` + parameter.
+    wants: expected results, computed by the same program in another way, such as a row without padding or a
+        prompt in one call. Empty if only another program can give expected results.
+    raises: message of the error, if the program raised one.
+    lacks: reason why the quantity does not apply.
+    """
     tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
     wants: Mapping[str, torch.Tensor] = MappingProxyType({})
     raises: str = ""
@@ -29,8 +34,13 @@ class Answer(NamedTuple):
 
 
 class Error(NamedTuple):
-    """rms: the worst tensor's RMS ratio. row: its worst row's. at: which tensor that is. tokens: the share of
-    tokens that differ, as rms and row."""
+    """The error of the worst tensor of a result.
+
+    rms: RMS ratio of the tensor; for tokens, the fraction that differs.
+    row: RMS ratio of its worst row; for tokens, the fraction that differs.
+    at: name of the tensor.
+    ok: True if the error is within the bound.
+    """
     rms: float
     row: float
     at: str
@@ -38,8 +48,14 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """verdict: one of MEANS. fp32, fp64: beside the raw program. itself: beside what it gives another way.
-    said: the sentence of an error, or why there is nothing to ask."""
+    """The verdict on one result, with its errors.
+
+    verdict: a key of MEANS.
+    said: message of an error, or the reason why the quantity does not apply.
+    fp32: error compared with the raw program in float32, or None.
+    fp64: error compared with the raw program in float64, or None.
+    itself: error compared with the same program run in another way, or None.
+    """
     verdict: str
     said: str = ""
     fp32: Error | None = None
@@ -61,13 +77,13 @@ MEANS = {
 
 
 def verdict_of(answer: str) -> str:
-    """The verdict at the head of a record's answer."""
+    """Return the verdict with which an answer of a record begins."""
     return next(one for one in sorted(MEANS, key=len, reverse=True)
                 if answer == one or answer.startswith((f"{one} ", f"{one}:")))
 
 
 def error(tensors: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]) -> Error:
-    """The worst of these tensors, by how near it is to its bound."""
+    """Return the error of the tensor with the largest error relative to its bound."""
     if set(tensors) != set(wants):
         return Error(math.inf, math.inf, " ".join(sorted(set(tensors) ^ set(wants)))[:80], False)
     gradients = [x for name, x in wants.items() if name.startswith("d")]
@@ -100,14 +116,18 @@ def _error(name: str, out: torch.Tensor, want: torch.Tensor, floor: float) -> Er
 
 
 def outcome(answer: Answer, fp32: Answer | None, fp64: Answer | None, ran: bool = True) -> Outcome:
-    """Of one way's answer. fp32, fp64: the raw program's, None where ``answer`` is that itself. ran: whether
-    anything was exchanged in it that should have been."""
+    """Return the verdict on an answer.
+
+    answer: the answer to judge.
+    fp32, fp64: answers of the raw program, or None if `answer` is itself that answer.
+    ran: True if a function of flashlin ran in the program, as intended.
+    """
     if answer.raises or answer.lacks:
         return Outcome("raises" if answer.raises else "-", answer.raises or answer.lacks)
     beside = [None if other is None or not other.tensors else error(answer.tensors, other.tensors)
               for other in (fp32, fp64)]
     itself = error(answer.tensors, answer.wants) if answer.wants else None
-    told = beside[1] or beside[0]  # float64 where it runs
+    told = beside[1] or beside[0]  # prefer float64
     if not ran:
         verdict = "not patched"
     elif itself:
