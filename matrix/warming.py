@@ -1,9 +1,9 @@
-"""Fill Triton's cache by many processes before one measures.
+"""Fill the cache of Triton with several processes before one process measures.
 
-fla compiles up to 300 configurations for an op and a shape, one after the other. Here several processes make
-the same calls at the same time, and of each kernel the first that comes to it claims it, with a file, and
-compiles it; the others pass it by. Nothing is launched, so nothing is timed, results hold whatever the memory
-held, and a configuration that faults ends nobody. Needs Triton 3.4 or newer.
+fla compiles up to 300 configurations for an op and a shape, one after the other. Here, several processes make
+the same calls at the same time. The first process that reaches a kernel claims it with a file and compiles it,
+and the others skip it. No kernel is launched, so nothing is timed, results are uninitialized memory, and a
+faulty configuration cannot end a process. Needs Triton 3.4 or newer.
 """
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from flashlin.compat import launch as door
 from flashlin.compat.subprocesses import Ended
 from matrix import record
 
-PATIENCE = 5  # how often, and for how many seconds
+PATIENCE = 5  # number of attempts, and seconds between two attempts
 
 
 class Share(NamedTuple):
-    """One of ``of`` processes that fill the cache; folder: where they keep their claims."""
+    """One of several processes that fill the cache.
+
+    folder: folder of the files with which processes claim kernels.
+    number: index of this process, from 0.
+    of: number of processes.
+    """
     folder: str
     number: int
     of: int
@@ -39,8 +44,11 @@ class Share(NamedTuple):
 
 
 def fill(module: str, *arguments: str, processes: int, seconds: float, **environment: str) -> str:
-    """Run a module in so many processes, for so long at most, each with ``--fill`` and its Share. Returns
-    what came of it, in a sentence; how far they got decides nothing but time."""
+    """Run a module in several processes that fill the cache, and return a summary in one sentence.
+
+    Each process gets ``--fill`` and its Share, and runs for at most `seconds`. Kernels that they do not compile
+    in that time only cost time later.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         def filled(number: int) -> Ended:
@@ -55,8 +63,11 @@ def fill(module: str, *arguments: str, processes: int, seconds: float, **environ
 
 
 def walk(items: Sequence[str], share: Share, go: Callable[[str], Any]) -> None:
-    """In a process that fills the cache: make the calls of every item that nobody has finished. What an item
-    raises, who measures meets again, and tells; but for memory that the other processes hold it waits."""
+    """Call `go` for every unfinished item, in a process that fills the cache.
+
+    Errors are ignored, because the process that measures meets and reports them again. If memory runs out, wait
+    for the other processes and try again.
+    """
     import torch
     for item in unfinished(items, share):
         for _ in range(PATIENCE):
@@ -73,8 +84,10 @@ def walk(items: Sequence[str], share: Share, go: Callable[[str], Any]) -> None:
 
 
 def unfinished(items: Sequence[str], share: Share) -> Iterator[str]:
-    """The items that nobody has gone through to the end, each process beginning at another one. An item is
-    gone through when the next one is asked for."""
+    """Yield the items that no process has finished, starting at a different item in each process.
+
+    An item is marked as finished when the next item is requested.
+    """
     first = len(items) * share.number // share.of
     for item in (*items[first:], *items[:first]):
         mark = Path(share.folder, hashlib.sha256(item.encode()).hexdigest() + ".done")
@@ -84,8 +97,10 @@ def unfinished(items: Sequence[str], share: Share) -> Iterator[str]:
 
 
 def hurry() -> None:
-    """Tuners made from now on that bring no timer of their own take a quarter of the usual time, which is
-    0.13 s for each of hundreds of configurations that are compiled already."""
+    """Make new autotuners without their own timer measure for a quarter of the usual time.
+
+    The usual time is 0.13 s for each of hundreds of compiled configurations.
+    """
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
     before = Autotuner.__init__
@@ -100,8 +115,10 @@ def hurry() -> None:
 
 @contextmanager
 def claiming(share: Share) -> Iterator[None]:
-    """Meanwhile every call of a kernel compiles it if nobody has claimed it, and launches nothing; tuners
-    try all their configurations, take the first and write nothing down."""
+    """Within this context, make kernel calls compile unclaimed kernels and launch nothing.
+
+    Autotuners try all configurations, choose the first and write nothing to disk.
+    """
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -119,13 +136,13 @@ def claiming(share: Share) -> Iterator[None]:
     def compiled(jitted: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(jitted, *args, grid=grid, warmup=True, **kwargs)
         if kernel is not None and not warmup:
-            _ = kernel.run  # loads it, for which Triton 3.6 compiles a launcher in C
+            _ = kernel.run  # load the kernel; Triton 3.6 compiles a C launcher for it
         return kernel
 
     def once(call: Callable[[], Any], **options: Any) -> list[float]:
         try:
             call()
-        except Exception:  # whoever measures meets it again; here the other configurations still count
+        except Exception:  # The process that measures meets it again.
             return [float("inf")] * 3
         return [0.0] * 3
 

@@ -1,1 +1,1 @@
-"""Programs of other packages, raw and patched: what each stack of versions gives for each model."""
+"""Run models of other packages raw and patched, under several stacks of package versions."""

@@ -1,4 +1,4 @@
-"""One process: the answers of some models in some ways, under the packages that it was started with."""
+"""Child process: run some models in several ways, under the package versions of its environment."""
 from __future__ import annotations
 
 import importlib
@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 
 
 class Job(NamedTuple):
-    """models: names. ways: as ``matrix.stacks.ways.run`` has them. hidden: packages that shall not be found.
-    weights: a file that an earlier process has written. reference: as a Stack's, if this process makes it.
-    on_cuda: as a Stack's."""
+    """The arguments of one child process.
+
+    models: names of the models.
+    ways: ways to run each model, as in ``matrix.stacks.ways.run``.
+    patches: arguments of ``flashlin.patched``.
+    hidden: packages that must appear as not installed.
+    out: path of the result file.
+    reference: the reference of the stack, if this process computes the reference results.
+    weights: file with weights that an earlier process has written, or an empty string.
+    on_cuda: the field of the stack with the same name.
+    """
     models: list[str]
     ways: list[str]
     patches: list[str]
@@ -38,9 +46,12 @@ def main() -> None:
 
 
 def answers(job: Job) -> dict[str, Any]:
-    """By model ``ways``, the answers by way and quantity, and ``ops``, those of flashlin that ran in each; a
-    model that is not in this version is left out. Way after way, so that what one leaves behind cannot get
-    into another model's raw numbers."""
+    """Return the answers of each model, by model name.
+
+    Each model has ``ways`` (answers by way and quantity) and ``ops`` (the flashlin ops that ran, by way). A
+    model that the installed version lacks is omitted. The outer loop runs over the ways, so that a patched run
+    cannot affect the raw results of another model.
+    """
     import torch
 
     from matrix.stacks import models, ways
@@ -56,7 +67,7 @@ def answers(job: Job) -> dict[str, Any]:
             if job.on_cuda:
                 model = model._replace(options={**model.options, **models.BEFORE_5_15.get(name, {})})
             if way == "plain" and not said["raw"]["logits"].raises:
-                continue  # the program itself has taken plain torch
+                continue  # the raw program already ran plain torch
             try:
                 said[way], found[name]["ops"][way] = ways.run(
                     model, way, job.patches, weights.get(name, {}).get("weights"),
@@ -69,7 +80,7 @@ def answers(job: Job) -> dict[str, Any]:
 
 
 def in_mamba_ssm(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' model gives, under mamba_ssm's names, and the weights of both."""
+    """Return the results of a transformers model under the names of mamba_ssm, with its weights."""
     from matrix.stacks import models
 
     def renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +93,7 @@ def in_mamba_ssm(name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_plain(found: dict[str, Any]) -> dict[str, Any]:
-    """As ``torch.load`` reads it: dicts, strings and tensors."""
+    """Return the results as dicts, strings and tensors only, which ``torch.load`` can read safely."""
     return {**found, "ways": {
         way: {quantity: {**one._asdict(), "tensors": dict(one.tensors), "wants": dict(one.wants)}
               for quantity, one in said.items()} for way, said in found["ways"].items()}}

@@ -1,4 +1,4 @@
-"""A CPU in a GPU's place, for programs that ask for one before they take the branch that flashlin serves."""
+"""Let programs run their GPU branch on a CPU, so that flashlin can replace the functions in that branch."""
 from __future__ import annotations
 
 import contextlib
@@ -8,9 +8,11 @@ from unittest import mock
 
 
 def as_on_cuda(model: Any) -> Any:
-    """Before transformers 5.15, the layers of Mamba and LFM ask whether their weights are on a CUDA device,
-    and take plain torch where they are not. Here they take the other branch, and have no torch to fall back
-    on."""
+    """Make the layers of a model run their CUDA branch on a CPU, and return the model.
+
+    Before transformers 5.15, the layers of Mamba and LFM run plain torch unless their weights are on a CUDA
+    device. This function also removes their plain torch functions, so that they cannot fall back to them.
+    """
     for layer in model.modules():
         if hasattr(layer, "cuda_kernels_forward"):
             layer.slow_forward = layer.torch_forward = None
@@ -28,6 +30,8 @@ def as_on_cuda(model: Any) -> Any:
 
 
 def no_events() -> Any:
-    """While it lasts, CUDA's events can be made: mamba_ssm's loop of generation makes some for timing also
-    where it does not time."""
+    """Return a context manager that replaces CUDA events, so that they can be created without a GPU.
+
+    The generation loop of mamba_ssm creates timing events even if it does not measure time.
+    """
     return mock.patch("torch.cuda.Event", lambda enable_timing: None)

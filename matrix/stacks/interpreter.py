@@ -1,6 +1,7 @@
-"""Triton's interpreter for a program that was written for GPUs, so that raw fla has numbers on a CPU.
+"""Run the Triton kernels of raw fla on a CPU, in the interpreter of Triton.
 
-The process needs TRITON_INTERPRET=1 and ``python -O``: fla asserts that tensors are on a GPU.
+The process needs TRITON_INTERPRET=1. It also needs ``python -O``, because fla asserts that tensors are on a
+GPU.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 
 
 class Number(int):
-    """A loop's variable and what is computed of it; kernels may ask for another type as of a tensor."""
+    """A loop variable, or a number computed from it, on which a kernel may call ``.to`` as on a tensor."""
 
     def to(self, dtype: Any, **options: Any) -> Number:
         return self
@@ -32,13 +33,13 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
 
 
 def _range(*bounds: Any) -> Iterator[Number]:
-    """``range`` of numbers that kernels have loaded."""
+    """Iterate over a range with bounds that may be numbers loaded by a kernel."""
     known = (one.handle.data.item() if hasattr(one, "handle") else one for one in bounds)
     yield from map(Number, builtins.range(*map(int, known)))
 
 
 class Driver:
-    """The answers of an H100, as far as host code asks without starting anything."""
+    """A Triton driver that reports the properties of an H100 to host code and launches nothing."""
 
     class utils:
         @staticmethod
@@ -64,11 +65,11 @@ class Driver:
 
 
 def _first(tuner: Any, *args: Any, **options: Any) -> Any:
-    """An autotuner's run: the first configuration, since the interpreter's results hang on none."""
+    """Run an autotuned kernel with its first configuration, because all give the same results when interpreted."""
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     try:
         chosen = tuner.prune_configs(options)[0]
-    except KeyError:  # it prunes by names that only a tuned call has
+    except KeyError:  # pruning needs names that only a tuned call has
         chosen = tuner.configs[0]
     tuner.best_config = chosen
     if chosen.pre_hook:
@@ -80,14 +81,19 @@ _argsort = torch.Tensor.argsort
 
 
 def _in_order(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """As a GPU sorts from 33 keys on: a CPU leaves equal ones in any order, and the tokens of Mom's memories
-    with them."""
+    """Sort in a stable order, as a GPU does for 33 or more keys.
+
+    A CPU may return equal keys in any order, which changes the order of the tokens in the memories of Mom.
+    """
     return _argsort(x, *args, **{**options, "stable": True})
 
 
 def begin() -> None:
-    """Before fla's kernels are imported, and after its facts of the machine: there is no GPU."""
-    import fla.utils  # noqa: F401  for what it reads of the machine
+    """Replace the Triton driver and the autotuner. Call this before the kernels of fla are imported.
+
+    The function first imports fla.utils, which reads the properties of the real machine (without a GPU).
+    """
+    import fla.utils  # noqa: F401  it reads the properties of the machine
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     driver.set_active(Driver())
@@ -98,7 +104,7 @@ def begin() -> None:
 
 
 def loops() -> None:
-    """After fla has been imported: its kernels' loops take loaded bounds."""
+    """Let the loops of the kernels of fla use loaded bounds. Call this after fla is imported."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("fla.ops", "fla.modules")) and "triton" in vars(module):
             vars(module).setdefault("range", _range)

@@ -1,4 +1,4 @@
-"""The record of a stack, a file in matrix/results."""
+"""Pack and read the record of a stack, which is a JSON file in matrix/results."""
 from __future__ import annotations
 
 import json
@@ -10,9 +10,12 @@ SHARED = ("torch", "date")  # facts that are the same in most rows of a record
 
 
 def packed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in the form of its file. Each sentence is stored once, and answers refer to it by
-    number. The names of the quantities are stored once; each way has a list of answers (null where a row has
-    none). ``usual`` has the facts that most rows have in common, and those rows omit them."""
+    """Return a record in the compact form of its file.
+
+    Each sentence is stored once, and answers refer to it by number. The names of the quantities are stored
+    once, and each way of running a model has a list of answers (null if a row has none). ``usual`` contains
+    the facts that most rows have in common, and those rows omit them.
+    """
     sentences: dict[str, int] = {}
 
     def number(answer: str) -> str:
@@ -30,8 +33,10 @@ def packed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a record with sentences and names of quantities filled in. Older files name the quantities in
-    each row."""
+    """Read a record, with all sentences and names of quantities filled in.
+
+    Older files name the quantities in each row.
+    """
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
 
     def said(answer: str) -> str:

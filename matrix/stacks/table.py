@@ -1,5 +1,7 @@
-"""Real programs, raw and patched, as tables of SUPPORT.md, made of the records of
-``python -m matrix stacks``."""
+"""Write the tables of real programs, raw and patched, for SUPPORT.md.
+
+Their data are the records of ``python -m matrix stacks``, ``matrix.stacks.gpu`` and ``matrix.stacks.seeds``.
+"""
 from __future__ import annotations
 
 import json
@@ -30,7 +32,7 @@ AS_ON_A_GPU = (
 
 
 def table(folder: Path) -> list[str]:
-    """Lines of markdown; none without a record."""
+    """Return the tables of programs on a CPU as lines of markdown, or an empty list without records."""
     records = [read(path) for path in sorted(folder.glob("stacks-*.json")) if "-gpu-" not in path.name]
     if not records:
         return []
@@ -52,12 +54,12 @@ def table(folder: Path) -> list[str]:
 
 
 def _by_number(stack: str) -> list[tuple[int, str]]:
-    """For sorting: 5.23.0 is behind 5.8.0."""
+    """Return a sort key that orders versions by number, so that 5.23.0 comes after 5.8.0."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", stack)]
 
 
 def on_gpus(folder: Path) -> list[str]:
-    """Programs of realistic size on GPUs; no lines without a record."""
+    """Return the tables of programs of realistic size on GPUs, or an empty list without records."""
     return _by_gpu(
         folder, "stacks-gpu-*.json", "Real programs on GPUs",
         "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
@@ -72,7 +74,7 @@ def on_gpus(folder: Path) -> list[str]:
 
 
 def seeds(folder: Path) -> list[str]:
-    """The programs that flashlin began with, on GPUs; no lines without a record."""
+    """Return the tables of the first programs that flashlin was made for, or an empty list without records."""
     return _by_gpu(
         folder, "seeds-*.json", "Programs it began with",
         "fla's layers and functions as they are and under `flashlin.patched(\"fla\")`, made by "
@@ -129,8 +131,11 @@ def _mark(answer: str) -> str:
 
 
 def _figure(answer: str) -> str:
-    """Beside itself if there is such a figure, or beside float64, or beside float32; none for tokens."""
-    if answer.endswith(" at tokens"):  # which are the same or not
+    """Return the error in an answer as text, or an empty string for tokens.
+
+    The error compared with the program itself comes first, then with float64, then with float32.
+    """
+    if answer.endswith(" at tokens"):  # tokens are equal or not
         return ""
     found = (re.search(rf" {name} ([^ /]+)/", answer) for name in ("itself", "fp64", "fp32"))
     return next((one[1] for one in found if one), "")

@@ -1,4 +1,4 @@
-"""The stacks: which packages stand together, in which versions."""
+"""List the stacks: sets of package versions that are tested together."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,17 +7,23 @@ from typing import NamedTuple
 from matrix.environments import stack_environment
 from matrix.stacks.models import MODELS, Model
 
-# What a program may find beside the packages that a stack names. It must not: fla alone turns the torch path
-# of transformers' models into an error.
+# Optional packages that are hidden unless a stack names them. They change the behavior of models: with fla
+# installed, the torch path of transformers models raises an error.
 OPTIONAL = ("fla", "transformers", "mamba_ssm", "causal_conv1d", "kernels")
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
 
 
 class Stack(NamedTuple):
-    """versions: of packages. of: whose models. patches: the arguments of ``flashlin.patched``. reference:
-    where the raw program's numbers come from, if it has no torch path: ``interpreter``, Triton's;
-    ``without fla``; ``transformers``, which has the same models. only: some of the models. on_cuda: layers
-    ask where their weights are, so that patched ones have to be told that they are on a GPU."""
+    """One set of package versions, with the models to run under it.
+
+    versions: package name -> version.
+    of: package that defines the models.
+    patches: arguments of ``flashlin.patched``.
+    reference: source of the reference results if the raw program has no torch path: ``interpreter`` (the
+        interpreter of Triton), ``without fla``, or ``transformers`` (its versions of the same models).
+    only: names of the models to run; empty for all models of the package.
+    on_cuda: True if layers check that their weights are on a GPU. Patched layers then skip this check.
+    """
     versions: dict[str, str]
     of: str = "transformers"
     patches: tuple[str, ...] = ("transformers",)
@@ -45,7 +51,7 @@ class Stack(NamedTuple):
 
 
 NEWEST = "5.24.0"
-BEFORE = "5.23.0"  # the last that hands a cache on as past_key_values
+BEFORE = "5.23.0"  # the last release that passes a cache on as past_key_values
 STACKS: tuple[Stack, ...] = (
     Stack({"transformers": NEWEST}),
     Stack({"transformers": BEFORE}),
@@ -56,8 +62,8 @@ STACKS: tuple[Stack, ...] = (
       for version in ("5.14.1", "5.13.0", "5.10.0", "5.8.0", "5.5.0", "5.0.0", "4.57.6")),
     Stack({"transformers": BEFORE, "fla": "0.6.0"}, patches=("fla", "transformers"),
           reference="without fla", only=DELTA),
-    # Its functions are those of the stacks below. New is what is asked of a program beside itself: tokens with
-    # the cache and without
+    # The functions of fla are the same as in the stacks below. These stacks only compare a program with itself,
+    # such as tokens with and without a cache.
     *(Stack({"fla": version, "transformers": NEWEST}, "fla", ("fla",)) for version in ("0.6.0", "0.5.2")),
     *(Stack({"fla": version, "transformers": transformers}, "fla", ("fla",), "interpreter")
       for version, transformers in (("0.6.0", BEFORE), ("0.5.2", BEFORE), ("0.4.2", "4.57.6"))),
