@@ -33,8 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
-    """One case in one dtype: the worst tensor, whether it passes, whether a second run is bitwise the
-    same."""
+    """Run a case twice in one dtype and return its row: the verdict, the worst tensor and its errors."""
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype_name)
     row: dict[str, Any] = {"op": case.op, "case": case.id, "dtype": dtype_name, "configs": {}}
 
@@ -56,7 +55,7 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
 
 
 def failure(kind: failure_kind.Kind) -> str:
-    """Where a row says what went wrong: what is not tried is told, and is in no record."""
+    """Return the key of a row for a failure: "error" for a kernel, else "not tried", which is not recorded."""
     return "error" if kind == "kernel" else "not tried"
 
 
@@ -85,7 +84,7 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
 
 
 def gpus() -> list[str]:
-    """What to put into CUDA_VISIBLE_DEVICES for each GPU like the current one."""
+    """Return the CUDA_VISIBLE_DEVICES entry of each GPU of the same model as the first."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
     first = torch.cuda.get_device_name()
@@ -138,7 +137,7 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def of_today(configs: dict[str, str]) -> dict[str, str]:
-    """Those of kernels that are as they were when a record was made."""
+    """Return the configurations with a kernel source that has not changed since they were recorded."""
     return {config: source for config, source in configs.items() if is_current(source, config.partition(" ")[0])}
 
 

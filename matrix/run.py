@@ -80,12 +80,12 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
         plan_by(result)
         planned, first = plan_all(), plain(result, cards)
         result.layers["plan"] = round(time.monotonic() - began, 1)
-        if not main:  # else the other calls' verdicts would go
+        if not main:  # else it would drop the results of all other calls
             forget(result, planned.beside(first), cards)
         result.save(folder)
         if wanted("compile"):
             untried = compile_all(result, planned.beside(first), cards, folder, jobs, timeout, progress)
-            while plan_by(result):  # what is slow is planned otherwise, which may be slow, too
+            while plan_by(result):  # a new plan may have slow launches again
                 planned = plan_all()
                 untried = compile_all(result, planned, cards, folder, jobs, timeout, progress)
             if not main:
@@ -99,7 +99,7 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
 
 def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None,
           wanted: Callable[[str, str], bool] = lambda op, label: True) -> Planned:
-    """What every call, or those wanted, leads to on every card; half a second for each card."""
+    """Return the plans of all wanted calls on every GPU, which takes half a second for each GPU."""
     import torch
 
     from matrix.workload import Seen, calls, seen
@@ -117,8 +117,8 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
             except Exception as error:  # a call that breaks while it is planned is this row's result
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             own = [plan for plan in made.plans if plan.asked.op == call.op]
-            # what nobody has run there is compiled nevertheless: all of AMD's, which is planned as plain
-            # torch, and some of Hopper's, beside which there are other kernels
+            # Also compile kernels that plans avoid because they have not been run there: all kernels on AMD,
+            # where plans use plain torch, and some on Hopper, where plans use other kernels.
             tried = made
             if target.triton and (target.backend == "hip" or is_hopper(target)):
                 with settings(canary="trial"):
@@ -137,8 +137,10 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
 
 
 def plan_by(result: CellResult) -> bool:
-    """Let plans of this process know of what is slow under this release what the cell does, instead of what
-    was shipped. Whether that is something else."""
+    """Make plans of this process use the slow launches of a result instead of those in the launch table.
+
+    Return True if the two differ.
+    """
     triton, slow = result.cell.triton, slow_by_config(result)
     before = {config: releases[triton].pop("slow", {})
               for config, releases in launch_table.table().items() if triton in releases}
@@ -152,7 +154,7 @@ def plan_by(result: CellResult) -> bool:
 
 
 def plain(result: CellResult, cards: Sequence[Card]) -> Planned:
-    """The main calls as they would be planned if nothing were known to be slow."""
+    """Return the plans of the main calls if no launch were known to be slow."""
     from matrix.workload import is_main
     plan_by(CellResult(cell=result.cell))
     try:
@@ -162,8 +164,11 @@ def plain(result: CellResult, cards: Sequence[Card]) -> Planned:
 
 
 def identity(launch: Recorded) -> str:
-    """The id of what is compiled: the kernel's name and a hash of its source and of all it was specialised
-    for. (The plan's estimates are no part of it.)"""
+    """Return an id for the compiled code of a launch.
+
+    It is the name of the kernel and a hash of its source and specialization. Estimates of the plan, such as
+    shared memory, are not included.
+    """
     facts = launch.fields()
     for name in ("shared", "traits", "config"):
         del facts[name]
@@ -172,8 +177,10 @@ def identity(launch: Recorded) -> str:
 
 
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
-    """Drop what is not planned on these cards, except what was refused or is slow: that is planned otherwise
-    only as long as it is remembered."""
+    """Drop the results of launches that are not planned on these GPUs.
+
+    Keep launches that failed or are slow, because planning avoids them only while their results exist.
+    """
     names, places = {card.name for card in cards}, set(planned.places)
     for launch, tried in list(result.launches.items()):
         for card in names & set(tried.cards):
@@ -190,7 +197,7 @@ def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], fol
     tried (no linker for AMD, say), neither can the others."""
     names = {card.name: card for card in cards}
     waiting = [place for place in planned.places
-               # a busy machine's, perhaps
+               # A busy machine may have caused a timeout, so try again.
                if (known := result.verdict(*place)) is None or known.status == "timeout"]
     done, of = len(planned.places) - len(waiting), len(planned.places)
     progress("compile", done, of, "")
@@ -240,8 +247,7 @@ def compiled(answer: Result) -> Compiled:
 
 
 def imports(cell: Cell) -> Verdict:
-    """Whether every module and public name is there under that release, and the import leaves the process
-    alone."""
+    """Check that all modules and public names import under a release, without changes to the process."""
     variables = environment(cell)
     ran = run_to_end(python("matrix.importing", first=variables["PYTHONPATH"]), variables, limit=LIMIT)
     if ran.code is None:
@@ -265,8 +271,10 @@ def environment(cell: Cell, interpreter: bool = False) -> dict[str, str]:
 
 
 def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
-    """The quick cases of every op on the CPU, in children of that release: kernels in the interpreter, or the
-    torch path."""
+    """Run the quick cases of every op on the CPU, in child processes with the release of the cell.
+
+    The layer decides whether they run the kernels in the interpreter or the torch path.
+    """
     interpreted = layer == "interpret"
     variables = {**environment(cell, interpreted), "TRITON_INTERPRET": str(int(interpreted))}
     for case in watch("cpu", None, Policy(), environment=variables, progress=partial(progress, layer)):
