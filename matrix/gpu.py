@@ -84,7 +84,7 @@ def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
 
 
 def gpus() -> list[str]:
-    """Return the CUDA_VISIBLE_DEVICES entry of each GPU of the same model as the first."""
+    """Return the CUDA_VISIBLE_DEVICES entry of each GPU of the same model as the current GPU."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
     first = torch.cuda.get_device_name()

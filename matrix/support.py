@@ -149,7 +149,8 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
     """Return the launch table as JSON, in the form that ``guards.launch_table`` reads.
 
     It maps each configuration to its releases. A release has the keys ``compiled``, ``failed`` and ``ran``,
-    each with a list of GPUs, and ``slow``, which maps a GPU to the fields of ``launch_table.Slow``.
+    each with GPU names separated by spaces. Its key ``slow`` maps a GPU to the fields of
+    ``launch_table.Slow``.
     """
     every, table = list(every), Table()
     for config, triton, level, card in sorted(launch_facts(every, folder)):
