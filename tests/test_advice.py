@@ -46,7 +46,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
     "a T4 with 3.2.0": (World(("T4",), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
     "a T4 with 3.3.1": (World(("T4",), "2.7.1", "3.3.1"), "degraded", "", "degraded", ""),
     "an H100 and a T4": (World(("H100", "T4"), "2.6.0", "3.2.0"), "degraded", "", "degraded", ""),
-    # With four kinds of GPU, no other torch is clearly better, so none is advised.
+    # Another torch is advised only if the advice can state the benefit for these GPUs.
     "four kinds of card": (
         World(("H100", "T4", "A100", "V100"), "2.6.0", "3.2.0"),
         "degraded",

@@ -33,7 +33,7 @@ RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11"
 # -- floors and inputs
 
 @pytest.mark.parametrize(("op", "shape", "floors"), [
-    # q, k, v, o: 4 * 4096 * 32 * 128 * 2 bytes each; g in fp32. Backward: the inputs again, do, all gradients.
+    # q, k, v, o: 4 * 4096 * 32 * 128 * 2 bytes each; g in fp32. Backward: inputs again, do, all gradients.
     ("chunk_simple_gla", Shape(4, 4096, 32, 128), (4 * 134217728 + 2097152, 11 * 134217728 + 3 * 2097152)),
     # 16 heads of q and k; 48 heads of v, o, g (fp32) and beta (bf16)
     ("chunk_gated_delta_rule", Shape(1, 8192, 16, 128, HV=48),

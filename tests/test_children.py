@@ -1,4 +1,4 @@
-"""Tests of child processes: they import the same modules as the parent, and none from the current directory."""
+"""Tests that child processes import the same modules as the parent, and none from the current directory."""
 from __future__ import annotations
 
 import ast
@@ -54,7 +54,7 @@ def test_the_parent_s_path_is_the_child_s(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_child_of_ours_is_started_so() -> None:
-    """No code starts a child with [sys.executable, "-m", ...], which puts the current directory on its path."""
+    """No child is started by [sys.executable, "-m", ...], which puts the current directory on its path."""
     found = []
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text())):

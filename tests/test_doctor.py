@@ -309,7 +309,8 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
                                     "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
-    # The README counts only training calls; doctor also counts wide heads, packed rows and decoding.
+    # The README counts only these training calls. Doctor also counts heads of 256, packed rows and decoding,
+    # and its line shows the worst of them.
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
     for dtype in test_readme.DTYPES:
         told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))

@@ -1,4 +1,4 @@
-"""Tests of doctor's section on other packages (installed, broken, old or missing) and on models that use them."""
+"""Tests of doctor's section on other packages (installed, broken, old, missing) and on models using them."""
 from __future__ import annotations
 
 import importlib

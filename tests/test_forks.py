@@ -1,5 +1,7 @@
-"""Fork a process while another of its threads holds a lock of flashlin. The child has only the thread that
-forked, and must not wait for the other one."""
+"""Tests that fork a process while another of its threads holds a lock of flashlin.
+
+The child has only the thread that forked, so it must not wait for the lock.
+"""
 from __future__ import annotations
 
 import ast
@@ -22,11 +24,11 @@ from flashlin.shielding import autotune, function
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 20  # after which a child that waits is ended by SIGALRM
+SECONDS = 20  # SIGALRM ends a child that still waits after this time
 
 
 def child(work: Callable[[], bool]) -> int:
-    """Fork a child that does this work, and return its exit code: 0 if the work returns True."""
+    """Fork a child that calls ``work``, and return its exit code: 0 if ``work`` returns True."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -41,8 +43,10 @@ def child(work: Callable[[], bool]) -> int:
 
 @contextmanager
 def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[threading.Event]:
-    """Run this work in another thread until it has called its argument. The thread ends once the event is
-    set."""
+    """Run ``work`` in another thread until it calls its argument, and yield an event.
+
+    The thread waits inside that call until the event is set.
+    """
     inside, go_on = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -102,7 +106,10 @@ def test_a_fork_while_another_thread_is_inside_patch(slow: type[Slow],
 
 
 def test_a_fork_waits_for_a_patch_that_another_thread_is_at(slow: type[Slow]) -> None:
-    """The child would inherit half a patch, and the locks of modules that the other thread was importing."""
+    """A fork waits until another thread has finished a patch.
+
+    Otherwise the child would inherit half a patch, and the import locks that the other thread holds.
+    """
     def patch(stop: Callable[[], None]) -> None:
         slow.stop = staticmethod(stop)
         flashlin.patch("slow")
@@ -163,8 +170,11 @@ def test_every_other_lock_of_threads_is_free_in_a_child() -> None:
 
 
 def test_there_are_no_locks_of_another_kind() -> None:
-    """``guards.deferred_checks`` renews its own lock with its other state. That of a child's output belongs
-    to the thread that waits for the child, which a fork does not copy."""
+    """flashlin creates locks in three modules only, all of them safe after a fork.
+
+    ``guards.deferred_checks`` replaces its lock in the child together with its other state. The lock of
+    ``subprocesses`` belongs to a thread that waits for a child; a fork does not copy that thread.
+    """
     found = [f"{path.stem}: {ast.unparse(node)}" for path in sorted((ROOT / "flashlin").rglob("*.py"))
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).rpartition(".")[2] in ("Lock", "RLock", "Condition", "Barrier")]
@@ -173,7 +183,10 @@ def test_there_are_no_locks_of_another_kind() -> None:
 
 
 def test_a_file_is_free_once_its_holder_is_done_whoever_was_forked_meanwhile(tmp_path: Path) -> None:
-    """A worker forked during the write of a verdict once kept all other processes waiting until it ended."""
+    """A process that is forked while a file is locked does not keep the lock.
+
+    A worker forked during the write of a result once blocked all other processes until it ended.
+    """
     done, began = os.pipe()
     with locks.locked(tmp_path / "lock"):
         pid = os.fork()

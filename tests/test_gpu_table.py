@@ -1,5 +1,7 @@
-"""Which GPUs of a machine share the cases of ``python -m matrix.gpu``, and which a record spares it. What it
-does there: tests/gpu."""
+"""Tests of ``python -m matrix.gpu``: how GPUs share the cases, and which cases a record makes unnecessary.
+
+The tests of the runs on a GPU are in tests/gpu.
+"""
 from __future__ import annotations
 
 import json
@@ -41,7 +43,7 @@ def row(case: str, ok: bool, **configs: str) -> dict[str, Any]:
 def test_later_cases_take_the_place_of_earlier_ones_in_a_record() -> None:
     first = gpu.merged({}, [row("random", True, scan="1", sums="1"), row("wide", False, wide="1", sums="1"),
                             row("gone", True, gone="1")])
-    # sums: of a case that was wrong, too
+    # The kernel sums also ran in a case with a wrong result, so its configuration is not recorded.
     assert (first["passed"], first["failed"], first["configs"]) == (1, 1, {"gone": "1", "scan": "1"})
     second = gpu.merged(first, [row("wide", True, wide="2", sums="2")])
     assert (second["passed"], second["failed"]) == (2, 0) and second["configs"] == {"gone": "1", "scan": "1",
@@ -106,7 +108,7 @@ def test_a_record_of_other_versions_is_not_read(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(record, "this_card", lambda: HERE)
     monkeypatch.setattr(sys, "argv", ["gpu", "--missing", "--out", str(tmp_path)])
     place = record.place(tmp_path, "gpu", HERE)
-    for _ in range(2):  # there is none; there is one
+    for _ in range(2):  # first without a record, then with one
         assert gpu.main() == 0
     place.write_text(json.dumps({**json.loads(place.read_text()), "ptxas": "another"}))
     assert gpu.main() == 0 and known == [None, place, None]

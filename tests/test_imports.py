@@ -1,5 +1,7 @@
-"""Who may import whom, what must load without torch and Triton, and that importing flashlin changes
-nothing."""
+"""Tests of imports: the order of packages, files that must load without torch and Triton, and side effects.
+
+Importing flashlin must change nothing in the process.
+"""
 from __future__ import annotations
 
 import ast
@@ -20,25 +22,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashlin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Imports go this way only: a room may import itself and the rooms before it. PUBLIC is flashlin itself, whose
-# names are lazy, with what lies beside the rooms; the rooms after it use the ops as a user does.
+# The order of the subpackages of flashlin: each may import itself and earlier ones only. PUBLIC stands for
+# flashlin itself, whose names are lazy, and for its top-level modules. Later subpackages use the public ops.
 PUBLIC = "(public names)"
 ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", "serving", PUBLIC, "testing",
          "shielding", "integrations", "backends", "diagnostics", "__main__")
-# What child processes run. The first ones run in children only: they may import every room, and nobody
-# imports them.
+# The modules that child processes run. CHILDREN run in child processes only: they may import every
+# subpackage, and no module imports them.
 CHILDREN = ("flashlin.trial.child", "flashlin.testing.plugin_child")
 STARTED = (*CHILDREN, "flashlin.testing.compile", "flashlin.diagnostics.self_test",
            "flashlin.diagnostics.importing")
-# Settings belong to no room: everything from the guards on obeys them, and compat, which states facts, does
-# not. They know those facts.
+# Settings belong to no subpackage. Every subpackage may read them except compat, which states facts about
+# releases and GPUs; the settings themselves use compat.
 ANYWHERE_BUT_COMPAT = "flashlin.policy"
 
-# Packages whose import is an error that says where to look.
+# Names of fla's packages that flashlin does not have: importing them raises an error that says what to use.
 ERRORS = ("layers", "models")
 
-# Doctor answers on a machine where torch or Triton is broken, and plans are made for machines that have
-# neither.
+# These files must load without torch and Triton: doctor works where either is broken, and plans can be made
+# on a machine that has neither.
 NO_TORCH = ("guards/plan_types.py", "guards/family.py", "guards/checks.py", "kernels/*/recipe.py",
             "kernels/families.py", "kernels/shield/source.py", "kernels/remedies.py", "kernels/configs.py",
             "dispatch.py", "diagnostics/calls.py", "diagnostics/doctor.py", "diagnostics/packages.py",
@@ -49,8 +51,10 @@ NO_TORCH = ("guards/plan_types.py", "guards/family.py", "guards/checks.py", "ker
 
 
 def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
-    """The modules a file imports, by full name; those inside functions only if ``everywhere``, those for type
-    checkers never."""
+    """Yield the full names of the modules that a file imports.
+
+    Imports for type checkers do not count. Imports inside functions count only if ``everywhere`` is True.
+    """
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -60,8 +64,7 @@ def imports(tree: ast.Module, module: str, everywhere: bool) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import; the project writes full names"
-            # "from flashlin.kernels import remedies" imports a module too, and "from flashlin import
-            # dispatch" is no import of everything
+            # The imported name may be a module: "from flashlin import dispatch" imports flashlin.dispatch.
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             waiting += ast.iter_child_nodes(node)
@@ -73,13 +76,13 @@ def module_of(path: Path) -> str:
 
 
 def room(module: str) -> int:
-    """The room's place in the order."""
+    """Return the index in ROOMS of the subpackage that a module belongs to."""
     second = module.split(".")[1] if "." in module else ""
     return len(ROOMS) if module in CHILDREN else ROOMS.index(second if second in ROOMS else PUBLIC)
 
 
 def wrong_way(module: str, imported: list[str]) -> list[str]:
-    """What ``module`` imports although it may not."""
+    """Return the imported modules that ``module`` must not import: their subpackage is later in ROOMS."""
     mine = [name for name in imported if name.split(".")[0] == "flashlin"]
     free = [name for name in mine if room(module) > 0 and f"{name}.".startswith(f"{ANYWHERE_BUT_COMPAT}.")]
     return [name for name in mine if name not in free and room(name) > room(module)]
@@ -87,22 +90,24 @@ def wrong_way(module: str, imported: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path: Path) -> None:
-    # Also inside functions: an import that is late only for speed still ties the rooms together.
+    # Imports inside functions count as well: a late import still makes one subpackage depend on another.
     module = module_of(path)
     wrong = wrong_way(module, list(imports(ast.parse(path.read_text()), module, everywhere=True)))
     assert not wrong, f"{module} may import {', '.join(ROOMS[:room(module) + 1])} (and flashlin.policy), not {', '.join(wrong)}"
 
 
 def cycles(sources: dict[str, str]) -> list[list[str]]:
-    """The modules that import each other, directly or through others, also inside functions; by module
-    name, the text of each."""
+    """Return the groups of modules that import each other, directly or indirectly, also inside functions.
+
+    sources: the source text of each module by its name.
+    """
     def known(name: str) -> Iterator[str]:
         while name and name not in sources:
             name = name.rpartition(".")[0]
         yield from filter(None, [name])
     after = {module: {one for name in imports(ast.parse(text), module, everywhere=True)
                       for one in known(name)} - {module} for module, text in sources.items()}
-    for _ in sources:  # as far as imports lead
+    for _ in sources:  # extend each set of imports until it is transitive
         further = {module: reached.union(*(after[one] for one in reached))
                    for module, reached in after.items()}
         if further == after:
@@ -170,7 +175,7 @@ def test_every_pattern_of_torchless_files_finds_one() -> None:
 
 
 def blocked(names: tuple[str, ...]) -> str:
-    """The beginning of a script in which importing these packages fails, as if they were broken."""
+    """Return the first lines of a script that make the import of these packages fail."""
     return f"import sys\nfor name in {names!r}:\n    sys.modules[name] = None\n"
 
 
@@ -182,7 +187,7 @@ def test_loads_without_torch_and_triton(path: Path) -> None:
 
 
 def test_those_files_really_load_and_plan_with_torch_and_triton_blocked() -> None:
-    # The walk above sees each file alone; this sees what they pull in.
+    # The test above reads each file alone; this test also covers the modules that the files import.
     modules = [module_of(path) for path in without_torch()]
     run(blocked(("torch", "triton")), f"""
         import importlib
@@ -217,8 +222,7 @@ def test_importing_flashlin_loads_and_changes_nothing() -> None:
 
 
 def test_importing_the_ops_touches_no_gpu_and_no_environment_and_loads_no_compiler() -> None:
-    # Triton and torch's compiler take seconds to load, and where Triton is broken torch's compiler does not
-    # load at all.
+    # Triton and torch's compiler take seconds to load. Torch's compiler fails to load if Triton is broken.
     rooms = ("ops", "modules", "serving", "trial", "shielding", "integrations")
     modules = [module_of(path) for path in FILES if path.relative_to(PACKAGE).parts[0] in rooms]
     said = run(f"""
@@ -266,7 +270,7 @@ def test_an_exported_program_loads_after_import_flashlin_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lines", [
-    "import flashlin, torch._inductor.package",  # AOTInductor's loader
+    "import flashlin, torch._inductor.package",  # the loader of AOTInductor
     "import torch._export.serde.serialize; import flashlin",
 ])
 def test_every_loader_of_exported_programs_finds_the_operators(lines: str) -> None:
@@ -367,8 +371,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def run(*pieces: str, first_on_path: Path | None = None) -> str:
-    """What a fresh interpreter prints while it runs the pieces, one after the other; the test fails if it
-    does."""
+    """Run pieces of code as one script in a new Python process, and return its output.
+
+    The calling test fails if the script fails.
+    """
     path = os.pathsep.join([*([str(first_on_path)] if first_on_path else []), str(ROOT)])
     environment = {name: value
                    for name, value in os.environ.items()
@@ -381,7 +387,10 @@ def run(*pieces: str, first_on_path: Path | None = None) -> str:
 
 
 def test_kernel_files_keep_their_annotations_as_they_are() -> None:
-    """The interpreters of Triton 3.0 and 3.1 take ``tl.constexpr`` for no constexpr when it is a text."""
+    """No kernel file turns annotations into strings by ``from __future__ import annotations``.
+
+    The interpreters of Triton 3.0 and 3.1 do not recognize the annotation ``tl.constexpr`` as a string.
+    """
     files = [file for file in (ROOT / "flashlin" / "kernels").rglob("*.py")
              if "@triton.jit" in file.read_text()]
     assert len(files) > 8

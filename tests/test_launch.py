@@ -1,4 +1,4 @@
-"""The one door: arguments go in by name, and reach the kernel or are an error that names them."""
+"""Tests of the function that starts all kernels: it takes arguments by name, and rejects wrong names."""
 from __future__ import annotations
 
 import ast
@@ -17,7 +17,7 @@ LAUNCH = Launch("scaled", (4,), 2, 3, (("BT", 16), ("BK", 8)), 0, 0, frozenset()
 
 
 class Kernel:
-    """What ``start`` needs of a jitted function; keeps how it was started."""
+    """A stub of a jitted function that stores the grid and the arguments of its last start."""
 
     def __init__(self) -> None:
         self.grid: tuple[int, ...] = ()
@@ -85,7 +85,10 @@ KERNELS = sorted((Path(flashlin.__file__).parent / "kernels").rglob("*.py"))
 
 
 def plain(node: ast.expr, known: Collection[str]) -> bool:
-    """A name or a number, or what is reckoned of numbers and known names, for which Triton makes no code."""
+    """Return True if an expression generates no code in Triton.
+
+    Such an expression is a name, a number, or a binary operation of numbers and names in ``known``.
+    """
     if isinstance(node, ast.BinOp):
         return all(isinstance(side, ast.Constant) or ast.unparse(side) in known
                    for side in (node.left, node.right))
@@ -93,20 +96,26 @@ def plain(node: ast.expr, known: Collection[str]) -> bool:
 
 
 def compile_time(function: ast.FunctionDef) -> set[str]:
-    """The parameters that are known while Triton compiles."""
+    """Return the parameters of a kernel that are annotated as tl.constexpr."""
     return {one.arg for one in function.args.args
             if one.annotation and ast.unparse(one.annotation) == "tl.constexpr"}
 
 
 def jitted(path: Path) -> list[ast.FunctionDef]:
-    """Triton's functions in a file. Gluon's came with releases that have none of these limits."""
+    """Return the triton.jit functions of a file.
+
+    Gluon functions are left out, because releases with Gluon do not have the limits that are tested here.
+    """
     return [one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef)
             and any(ast.unparse(decorator).startswith("triton.jit") for decorator in one.decorator_list)]
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_condition_is_a_chain_of_three(path: Path) -> None:
-    """Which Triton compiles from 3.4 on, and no interpreter minds."""
+    """No condition in a kernel joins three operands by ``and`` or ``or`` without parentheses.
+
+    Triton can compile such conditions only since 3.4, and the interpreter does not report the error.
+    """
     inside = (node for function in jitted(path) for node in ast.walk(function))
     for node in (node for node in inside if isinstance(node, ast.BoolOp)):
         assert len(node.values) == 2, f"line {node.lineno}: put two of {ast.unparse(node)} in parentheses"
@@ -118,7 +127,7 @@ def test_kernels_call_each_other_by_name(path: Path) -> None:
         known = compile_time(function)
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             assert len(call.args) < 10, f"line {call.lineno}: name the arguments of {ast.unparse(call.func)}"
-            # Triton visits keywords before the others
+            # Triton evaluates keyword arguments before positional ones.
             if len(call.args) > 1 and isinstance(call.func, ast.Name):
                 for keyword in call.keywords:
                     assert plain(keyword.value, known), (

@@ -1,5 +1,7 @@
-"""Compiled kernels started directly: the same ones with the same arguments as by Triton's own launch, on a
-card that is not there. Kernels that really run are in tests/gpu/test_launch.py."""
+"""Tests of direct starts: they must run the same compiled kernels with the same arguments as Triton's launch.
+
+A simulated driver records the launches. tests/gpu/test_launch.py runs kernels on a real GPU.
+"""
 from __future__ import annotations
 
 import os
@@ -32,7 +34,7 @@ from tests.share import WHOLE, share
 
 LISTS = 200 if WHOLE else 60
 OTHERS = [version for version in ("3.6.0",) if version != triton.__version__]
-HERE = "TEST_DIRECT_UNDER"  # set for the child that imports another release
+HERE = "TEST_DIRECT_UNDER"  # variable that is set in the child process with another Triton release
 LIMIT = tl.constexpr(3)
 
 
@@ -63,7 +65,10 @@ INTEGERS = (0, 1, -1, 2, 15, 16, 17, 48, -16, 2**31 - 1, 2**31, -2**31, -2**31 -
 
 
 def tensor(chance: random.Random) -> Any:
-    """A view at any distance that its dtype allows; sometimes a parameter, or nothing."""
+    """Return a random tensor, parameter or None.
+
+    A tensor has a random dtype and starts at a random offset in memory that its dtype allows.
+    """
     dtype = chance.choice(DTYPES)
     place = chance.choice((0, 0, 16, 8, 4, 32)) + (chance.choice((0, 1)) if dtype.itemsize == 1 else 0)
     x = BYTES[place:place + 64].view(dtype)
@@ -83,7 +88,7 @@ def constant(chance: random.Random) -> Any:
     return chance.choice((16, 64, 1, True, 0.5, None, "tf32"))
 
 
-# What each argument of ``example`` may be; then warps and stages.
+# The random generator of each argument of ``example``, then of the numbers of warps and stages.
 DRAWN: tuple[Callable[[random.Random], Any], ...] = (
     tensor, tensor, tensor, integer, scalar, integer, integer, scalar, constant,
     lambda chance: chance.choice((True, False)), lambda chance: chance.choice((2, 4)),
@@ -91,8 +96,10 @@ DRAWN: tuple[Callable[[random.Random], Any], ...] = (
 
 
 def neighbours(chance: random.Random) -> Iterator[list[Any]]:
-    """A list of arguments, and for each of them others that differ in it alone, so that whoever does not look
-    at it takes one for the other."""
+    """Yield a random list of arguments, and then lists that differ from it in one argument only.
+
+    A cache that ignores an argument would confuse two of these lists.
+    """
     first = [draw(chance) for draw in DRAWN]
     yield first
     for at, draw in enumerate(DRAWN):
@@ -115,13 +122,13 @@ def test_random_arguments_start_what_tritons_launch_starts(card: Driver, theirs:
         own, expected = card.started[-2:]
         assert same(own, expected), (values, warps, stages)
         assert own.grid == (grid, 1, 1) and own.stream == card.streams[card.device]
-    assert len({id(one.compiled) for one in card.started}) > len(lists) / 4  # they do differ
-    assert len(theirs) < 1.9 * len(lists)  # and some started directly
+    assert len({id(one.compiled) for one in card.started}) > len(lists) / 4  # many different kernels
+    assert len(theirs) < 1.9 * len(lists)  # some launches were started directly
     started = len(theirs)
     for *values, warps, stages in lists:
         kernel.start(1, tuple(values), warps, stages)
         kernel.start(1, tuple(values), warps, stages)
-    # half of them have not been on this device yet, and of these a start is enough
+    # Half of the lists are new on this device, and only their first start goes through Triton's launch.
     assert len(theirs) - started < len(lists)
 
 
@@ -130,7 +137,7 @@ VALUES = (X, X, X, 8, 8, 8, 8, 0.5, 16, True)
 
 
 def repeated(card: Driver, theirs: list[Any], kernel: Kernel, values: tuple[Any, ...] = VALUES) -> int:
-    """How often Triton's own launch is asked in two equal starts."""
+    """Start a kernel twice with equal arguments and return how often Triton's own launch ran."""
     theirs.clear()
     for _ in range(2):
         kernel.start(3, values, 4, 2)
@@ -141,7 +148,7 @@ def test_only_the_first_start_goes_tritons_way(card: Driver, theirs: list[Any]) 
     kernel = Kernel(example)
     assert repeated(card, theirs, kernel) == 1
     assert repeated(card, theirs, kernel) == 0
-    card.streams[0] = 99  # whichever stream is the current one
+    card.streams[0] = 99  # a direct start must use the current stream
     kernel.start(3, VALUES, 4, 2)
     assert card.started[-1].stream == 99 and same(*[one._replace(stream=0) for one in card.started[-2:]])
 
@@ -190,13 +197,13 @@ def test_a_switch_makes_another_kernel(where: Callable[[], Any], name: str, valu
 def test_a_changed_source_is_compiled_again(card: Driver, theirs: list[Any]) -> None:
     kernel = Kernel(example)
     repeated(card, theirs, kernel)
-    example.device_caches.clear()  # what one does after changing a source
+    example.device_caches.clear()  # users clear the caches after a change of the source
     assert repeated(card, theirs, kernel) == 1
     assert card.started[-1].compiled is not card.started[0].compiled
 
 
 class Loading:
-    """A kernel, and what is compiled of it, which note whether two threads load at the same time."""
+    """A stub of a kernel and of its compiled form, which counts launcher loads that overlap in time."""
 
     def __init__(self) -> None:
         self.inside, self.loads, self.overlaps = 0, 0, 0
@@ -216,8 +223,11 @@ class Loading:
 
 
 def test_launchers_are_loaded_one_at_a_time() -> None:
-    """Python reloads an extension module into the object that its name had last, and all of Triton's launchers
-    have one name: of two threads that load, one may get the other's launcher."""
+    """Two threads never load a launcher at the same time.
+
+    All launchers of Triton have the same module name, and Python reloads an extension module into the last
+    object of that name. With two loads at once, one thread could get the launcher of the other.
+    """
     kernel, loading = Kernel(example), Loading()
     kernel.kernel, kernel.plain = loading, False
     calls = [lambda: kernel.compile((X,), 4, 2, load=True), lambda: kernel.start(1, (X,), 4, 2)] * 8
@@ -326,7 +336,7 @@ def test_other_cards_go_tritons_way(card: Driver, theirs: list[Any]) -> None:
 
 def test_integers_may_run_over_while_assertions_are_checked(card: Driver,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which Triton's own launch would not let them."""
+    """Direct starts turn off the overflow check that Triton adds when assertions are enabled."""
     asked, compiled = list[tuple[bool, bool]](), triton.compiler.compile
 
     def noted(src: Any, target: Any, options: dict[str, Any]) -> Any:
@@ -382,7 +392,7 @@ def test_ops_start_what_tritons_launch_would(case: Case, card: Driver, theirs: l
 
 @pytest.mark.parametrize("version", OTHERS)
 def test_the_same_under_another_release(version: str) -> None:
-    """All of this file in a process that imports it."""
+    """All other tests of this file pass in a process that imports another Triton release."""
     assert nearest(version).direct
     try:
         environment = triton_environment(version)

@@ -1,5 +1,4 @@
-"""The launch table: what it says of a launch, what planning and doctor make of it, and that it says no more
-than the results do."""
+"""Tests of the launch table: its entries, their use by planning and doctor, agreement with the results."""
 from __future__ import annotations
 
 import json
@@ -83,8 +82,13 @@ Launches = Callable[[str], dict[str, Launch]]
 
 @pytest.fixture
 def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
-    """launches_where(slow, failed)(place): what is planned there by kernel, where these configurations are
-    slow, as in a ``launch_table.Slow``, and those failed. No plan says a word of it."""
+    """Return launches_where(slow, failed), which installs a launch table with these configurations.
+
+    Its result is a function that plans for a target and returns the launches by kernel name. The plans must
+    not announce the table's influence.
+    slow: metrics of slow configurations, as in ``launch_table.Slow``.
+    failed: configurations that failed.
+    """
     def known(slow: dict[str, tuple[int, ...]], failed: tuple[str, ...] = ()) -> Launches:
         cards = ("sm80", "sm90")
         table = {config: {"3.6.0": {"slow": dict.fromkeys(cards, figures)}}
@@ -119,13 +123,16 @@ def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., La
 
 
 def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
-    """A slow launch, less so with fewer warps and stages."""
+    """Return spill metrics for a launch with 4 or 8 warps and 1 or 2 stages; fewer of them spill less."""
     return {launch._replace(num_warps=warps, num_stages=stages).config:
             (spills + 100 * warps + stages,) for warps in (4, 8) for stages in (1, 2)}
 
 
 def slow_throughout(launches_where: Callable[..., Launches]) -> dict[str, tuple[int, ...]]:
-    """simple_gla_states, however it is planned, with longer chunks less than with short ones."""
+    """Return spill metrics for every plan of simple_gla_states on an Ampere GPU.
+
+    The chunk of 64 spills least among the planned chunk lengths.
+    """
     slow: dict[str, tuple[int, ...]] = {}
     for BT, spills in ((64, 20000), (32, 30000), (16, 40000)):
         states = launches_where(slow)(AMPERE)["simple_gla_states"]
@@ -182,7 +189,10 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
 
 
 def found(**compiled: Compiled) -> CellState:
-    """Two launches of one configuration; the verdicts on them: n1, n2."""
+    """Return the state of a matrix cell with two launches of one configuration.
+
+    compiled: compilation results by name; the last digits "1" and "2" of a name select the launch.
+    """
     outcomes = (Outcome(op="op", call="", card="sm90", path="triton",
                         launches=("gate_cumsum-1", "gate_cumsum-2")),)
     launches = {f"gate_cumsum-{n}": Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, (),
@@ -194,7 +204,10 @@ def found(**compiled: Compiled) -> CellState:
 
 
 def test_a_configuration_is_that_of_its_card(tmp_path: Path) -> None:
-    """One code for both, but a card without bf16 starts it for a call in float32."""
+    """A configuration is recorded for the GPU that uses it, even if two GPUs share the compiled code.
+
+    The GPU without bf16 uses the kernel with the configuration of a float32 call.
+    """
     one = Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, (), f"{CONFIG} bf16")
     on = {"sm75": one._replace(config=CONFIG), "sm80": one}
     result = CellResult(cell=Cell(triton="3.6.0", kind="gate"))

@@ -1,5 +1,8 @@
-"""What the matrix keeps of a release: a line per launch, the same for the same code, of which a change
-touches no more than it must. And that a checkout stays small enough to be carried to a GPU."""
+"""Tests of the stored matrix results of a release, which have one line for each launch.
+
+The same code must give the same line, and a change of code must change as few lines as possible. The tests
+also limit the size of a checkout, so that it can be copied to a GPU machine.
+"""
 from __future__ import annotations
 
 import difflib
@@ -85,7 +88,10 @@ CALL = "def f(x):\n    return tile(x, 1, n + 1, D=K)"
     "tile(x, 1, n + 1, K)", "tile(x=x, first=1, rows=n + 1, D=K)",
     "tile(D=K, rows=n + 1, x=x, first=1)", "tile(x, 1, D=K, rows=n + 1)"])
 def test_an_argument_counts_by_its_parameter(call: str) -> None:
-    """Whether it is given by name or by position; only of functions whose parameters are known."""
+    """A call has the same normal form if an argument is passed by name or by position.
+
+    This holds only for functions whose parameters are known.
+    """
     parameters = {"tile": ("x", "first", "rows", "D", "SIDE")}
     other = CALL.replace("tile(x, 1, n + 1, D=K)", call)
     assert normalised(other, parameters) == normalised(CALL, parameters)
@@ -110,7 +116,7 @@ def test_a_default_that_is_left_out_stays_left_out() -> None:
 
 
 def test_swapped_tensors_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the real kernels: the parameters come from the functions that they call."""
+    """Swapping two tensors in a call inside a real kernel changes its hash; reordering keywords does not."""
     before, original = source_of("flashlin.kernels.dplr.forward", "dplr_prepare"), inspect.getsource
     for old, new, same in (("q=q, k=k", "k=k, q=q", True), ("q=q, k=k", "q=k, k=q", False)):
         monkeypatch.setattr(
@@ -119,8 +125,10 @@ def test_swapped_tensors_are_another_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_the_same_on_every_python() -> None:
-    """Newer ones have type parameters and print fewer fields: in words, because hashes made under one are
-    read under all."""
+    """The normal form of code is the same under every Python version, because stored hashes depend on it.
+
+    Newer versions have type parameters and print fewer fields of a syntax tree.
+    """
     assert normalised("@a\ndef f(x: int = -1, *y):\n    'text'\n    return x[1:, None] if y else {**y, 'k': "
                       "lambda: 2.50}") == (
 "(Module body [ (FunctionDef name 'f' args (arguments args [ (arg arg 'x' annotation (Name id 'int' ) ) ] "
@@ -154,7 +162,10 @@ REFUSED = Compiled(status="abort", message="SIGABRT", cause="Assertion `x' faile
 
 
 def kept(folder: Path, cell: Cell = CELL, **verdicts: Compiled) -> CellResult:
-    """Of two kernels; the verdicts on one launch, by card."""
+    """Save and return a cell's result with launches of two kernels.
+
+    verdicts: compilation results of the launch of conv_backward_x, by GPU.
+    """
     result = CellResult(cell=cell, date="2026-11-22", layers={"compile": 1.5},
                         verdicts=(Verdict(layer="import", name="import", ok=True),))
     result.enter(launch("gate_cumsum", 64), "gate_cumsum-b", "sm90", Compiled(shared=512))
@@ -228,7 +239,7 @@ def test_a_cell_that_was_run_elsewhere_is_taken_in(tmp_path: Path) -> None:
     kept(here, sm80=Compiled(), sm90=Compiled())
     kept(there, sm80=Compiled(), sm90=Compiled())
     kept(there, other, sm80=REFUSED)
-    (there / f"{CELL.name}.json").unlink()  # of its other cells it knows no more than was checked out
+    (there / f"{CELL.name}.json").unlink()  # the other run has a new result for one cell only
     kept(here, sm80=REFUSED)
     both = Matrix(card=(), cell=(CELL, other))
     assert take(both, there, here) == [other] and not take(both, tmp_path, here)
@@ -257,8 +268,10 @@ def test_verdicts_on_a_kernel_that_has_changed_are_gone_and_no_others(tmp_path: 
 
 
 def test_the_results_are_as_they_would_be_written(tmp_path: Path) -> None:
-    """So that the next run changes no line but those of which it has something to say. None is of a kernel as
-    it was."""
+    """The stored results have the format of a new run, so that it changes only lines with new results.
+
+    They contain no launches of older versions of a kernel.
+    """
     for cell in cells.whole().cell:
         result = load_result(ROOT / "matrix" / "results", cell)
         result.save(tmp_path)
@@ -286,7 +299,7 @@ def test_a_row_of_a_gpu_says_what_is_worth_knowing(tmp_path: Path) -> None:
 
 
 def test_a_checkout_is_small() -> None:
-    """9.4 MB, so that it fits, beside a Triton, into what is carried to a GPU."""
+    """A checkout has at most 9.4 MB, so that it can be copied to a GPU machine together with a Triton."""
     if shutil.which("git") and subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True,
                                               check=False).returncode == 0:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,

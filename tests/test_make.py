@@ -1,4 +1,4 @@
-"""``make test`` and ``make quick``: every step runs, whatever the others find, and the end says how each went."""
+"""Tests of ``make test`` and ``make quick``: all steps run, even after a failure; a summary lists them."""
 from __future__ import annotations
 
 import os
@@ -14,10 +14,10 @@ BEFORE = {"ruff": "-m ruff check .", "mypy": "-m mypy"}
 STEPS = {"test": {**BEFORE, "tests": "-m pytest tests --ignore=tests/interpret",
                   "interpreter": "-m pytest tests/interpret"},
          "quick": {**BEFORE, "tests": "-m pytest tests/plan/", "interpreter": "-m pytest tests/interpret/"}}
-# The suite itself runs under make.
+# Without make's own variables, because the suite itself may run under make.
 CLEAN = {name: value for name, value in os.environ.items()
          if name != "TRITON_INTERPRET" and not name.startswith("MAKE")}
-# Replaces the environment's Python: logs its arguments, and fails if $1 $2 ... begins so.
+# A fake Python that logs its arguments, and fails if they begin with one of the patterns.
 STUB = """#!/bin/sh
 echo "interpret=${{TRITON_INTERPRET}} threads=$OMP_NUM_THREADS $*" >> "{log}"
 case "$*" in {failing}) exit 7;; esac
@@ -42,7 +42,7 @@ def test_quick_takes_a_few_files_of_each_step(tmp_path: Path) -> None:
 
 
 def steps_run(target: str, failing: tuple[str, ...], tmp_path: Path) -> None:
-    """Every step of this target runs, in order, and the end says which failed."""
+    """Check that make runs every step of a target in order, and that its summary names the failed steps."""
     log, stub, steps = tmp_path / "log", tmp_path / "python", STEPS[target]
     patterns = "|".join(f'"{steps[step]}"*' for step in failing) or "nothing"
     stub.write_text(STUB.format(log=log, failing=patterns))

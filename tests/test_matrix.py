@@ -1,5 +1,7 @@
-"""The matrix runner: what it compiles, what it makes of the answers, and that nothing is lost or left blank.
-tests/matrix compiles for real."""
+"""Tests of the matrix runner with a fake compiler: its jobs, its use of the results, and complete tables.
+
+tests/matrix uses the real compiler.
+"""
 from __future__ import annotations
 
 import json
@@ -36,11 +38,14 @@ Compiler = Callable[..., Iterator[tuple[int, Result]]]
 
 @pytest.fixture
 def one_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[workload.Call]]:
-    """The only call that a run makes. What it lets plans know, other tests' plans do not."""
+    """Limit a matrix run to one call, and yield a list with it.
+
+    The launch table is restored afterwards, so that results of the run do not affect plans of other tests.
+    """
     found = [call for call in workload.calls() if str(call) == "chunk_simple_gla bfloat16 D=128"]
     monkeypatch.setattr(workload, "calls", lambda: iter(found))
     monkeypatch.setattr(matrix, "triton_environment", lambda version: {})
-    shipped = launch_table.table  # for which a test may have put another
+    shipped = launch_table.table  # a test may replace it
     yield found
     shipped.cache_clear()
 
@@ -108,7 +113,10 @@ AMPERE = Card(name="sm80", example="A100", kind="gate")
 
 def test_what_compiles_to_slow_code_is_planned_otherwise_in_the_same_run(
         one_call: list[workload.Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And remembered, or the next plan would go back."""
+    """A run re-plans launches that compile to slow code, and stores that they are slow.
+
+    Without the stored result, the next plan would choose the slow launch again.
+    """
     def verdict(job: Job) -> Result:
         if job.launch.kernel == "simple_gla_states" and job.launch.num_stages == 2:
             return Result("ok", shared=1, registers=32, spills=19104, instructions=6181, local=3175)
@@ -212,8 +220,11 @@ def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(
 def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[workload.Call],
                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                            kind: Any) -> None:
-    """The first of a card speaks for the others: no linker for it, no room for any. Another card's are
-    tried."""
+    """If the first compilation for a GPU cannot be tried, the others for this GPU are skipped.
+
+    The reason is reported once and not stored, so that the next run tries again. Examples are a missing
+    linker or a full disk. Compilations for other GPUs continue.
+    """
     seen: list[Job] = []
     monkeypatch.setattr(matrix, "compiling",
                         compiler(lambda job: Result(NOT_TRIED, "no room") if job.sm == 90 else fine(job),
@@ -293,7 +304,7 @@ def outcome(path: str = "triton", remedies: tuple[str, ...] = (), launches: tupl
     ([outcome(remedies=("limit_num_warps",))], "a record", "worked around"),
     ([outcome("torch", ("torch_path",), ())], "a record", "torch path"),
     ([outcome("refused", (), ())], "", "refused"), ([outcome(launches=("a", "b"))], "", "not run"),
-    # where nobody has run what compiles, on AMD
+    # on AMD, where kernels compile but have not been run
     ([outcome("torch", ("torch_path",))], "", "compiled only"),
     ([outcome("torch", ("torch_path",)), outcome()], "", "compiled only"),
     ([outcome("torch", ("torch_path",)), outcome("torch", ("torch_path",), ())], "", "torch path"),
@@ -315,7 +326,7 @@ def test_a_square_is_the_worst_of_its_calls(outcomes: list[Outcome], record: str
 
 
 def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
-    """What has changed since has another id, of which nothing is known."""
+    """A record of a run does not count for a kernel that has changed since; its new id has no results."""
     result = CellResult(cell=CELL, launches={"a": Tried(config="", cards={"sm90": Compiled()})})
     ran = {("op", "sm90", "3.6.0"): "a record"}
     then, now = (squares([CellState(result, Planned((outcome(launches=(name,)),), {(name, "sm90"): LAUNCH}))],
@@ -416,7 +427,10 @@ RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
 
 @pytest.fixture(scope="module")
 def some() -> list[CellState]:
-    """Every release with a card, each another one; with TEST_WHOLE=1 every release with every card."""
+    """Return the state of every release for a share of the GPUs, which differs from release to release.
+
+    With TEST_WHOLE=1, every release covers all GPUs.
+    """
     def state(n: int, cell: Cell) -> CellState:
         result, cards = load_result(RESULTS, cell), share(WHOLE.card, n, len(WHOLE.card))
         if "plan" not in cell.layers:
@@ -433,7 +447,10 @@ def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> 
 
 
 def test_no_call_fails_on_any_card() -> None:
-    """Where a launch takes more shared memory than its recipe reckons with, say, the recipe is mended."""
+    """The support table has no failed square.
+
+    A failure shows an error in a recipe, for example too low an estimate of shared memory.
+    """
     marks = support.marks_of(TABLE.read_text(encoding="utf-8"))
     assert len(marks) > 10_000 and support.MARKS["FAILED"] not in marks.values()
 

@@ -1,4 +1,4 @@
-"""The children of the scripts that try things on a GPU: what they say, and how they end."""
+"""Tests of the child processes of scripts that run kernels on a GPU: their messages and how they end."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,6 +17,6 @@ def test_a_child_says_what_it_has_found_and_how_it_ended(tmp_path: Path, monkeyp
     (tmp_path / "trying.py").write_text("import os, sys\nprint('a word')\nprint('{\"found\": 1}', flush=True)\n"
                                         f"print(os.environ['PLACE'], sys.argv[1:], file=sys.stderr)\n{end}\n")
     child = record.child("trying", "--one", "x", seconds=5.0, PLACE="here")
-    # what was said last is part of the sentence
+    # The failure text continues with the child's last message.
     assert (child.messages, child.failure.partition(":")[0], child.code) == ([{"found": 1}], ending, code)
     assert "['--one', 'x']" in child.stderr or code is None

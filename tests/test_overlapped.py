@@ -1,5 +1,7 @@
-"""The scans whose loads, products and stores overlap: when they are planned, and that every kind compiles for
-Hopper. tests/gpu/test_overlapped.py runs it."""
+"""Tests of the overlapping kernels: when they are planned, and that every kind compiles for Hopper.
+
+tests/gpu/test_overlapped.py runs them.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -38,7 +40,7 @@ def op(request: pytest.FixtureRequest) -> str:
 
 
 def planned(op: str, machine: str = HOPPER, policy: Policy = TRIAL, **facts: Any) -> str:
-    """The config of the forward scan."""
+    """Return the configuration of the forward scan that is planned for an op."""
     given: dict[str, Any] = {"B": 2, "T": 1024, "H": 4, "K": 128, "V": 128, "N": 2, "dtype": "bfloat16",
                              "options": ("g",), **facts}
     problem = flashlin.Problem(op, FAMILY[op], "chunk", **given)
@@ -74,11 +76,14 @@ def test_an_invariant_call_takes_one_scan_for_all_lengths(op: str) -> None:
 
 
 def test_two_gated_programs_share_a_multiprocessor() -> None:
-    """By registers and by shared memory, of which each takes a KB more than it asks for."""
+    """Two programs fit into the registers and the shared memory of one multiprocessor.
+
+    Each program takes 1 KB more shared memory than it requests.
+    """
     for name in ("a decay a token", "heads of 64", "groups, in float32", "groups, in float32, gradients"):
         [launch] = starts(name)
         [result] = compile_launches([Job(90, launch)])
-        threads = 32 * 2 * launch.num_warps  # those that load have as many as those that multiply
+        threads = 32 * 2 * launch.num_warps  # as many warps load as multiply
         assert 2 * result.registers * threads <= 65_536 and 2 * (result.shared + 1024) <= 233_472, result
     [alone] = starts("a decay a head")
     assert dict(alone.constants)["REGISTERS"] == 0
@@ -105,8 +110,11 @@ def starts(name: str) -> list[Recorded]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
-    """Bytes of a thread, written and read: next to nothing where two programs share a multiprocessor, or dq
-    and dk stay in registers, of which a thread has 232."""
+    """Every kind of overlapping kernel compiles with few spilled bytes per thread.
+
+    Up to 80 bytes are allowed if two programs share a multiprocessor. Up to 240 bytes are allowed for sums
+    over heads, where dq and dk stay in the 232 registers of a thread. All other kernels must not spill.
+    """
     [launch] = starts(name)
     [result] = compile_launches([Job(90, launch)])
     most = 240 if name == SHARED else 80 if dict(launch.constants).get("REGISTERS") else 0
@@ -117,7 +125,10 @@ def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers, and descriptors of which Triton's launcher makes the same but for where their memory is."""
+    """Later starts pass the same arguments as the first one, apart from addresses.
+
+    Arguments are numbers and tensor descriptors. Triton's launcher builds the same descriptor each time.
+    """
     from triton.backends.nvidia import driver
     kind = {"swizzle": 3, "elem_size": 2, "elem_type": 9, "block_size": [64, 64], "fp4_padded": False}
     addresses: list[int] = []
@@ -145,7 +156,10 @@ def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: p
 
 
 def test_kernels_get_tensors_that_begin_at_16_bytes() -> None:
-    """In forward and in backward, whatever begins elsewhere: inputs, and gradients that come back."""
+    """Kernels receive tensors that start at a multiple of 16 bytes, in forward and backward.
+
+    This holds even if inputs and incoming gradients are not aligned.
+    """
     begins: list[int] = []
 
     def look(one: Launch, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:

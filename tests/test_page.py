@@ -1,4 +1,4 @@
-"""The support page: what it embeds, and that no text out of the results can become HTML."""
+"""Tests of the support page: its embedded data, and that no text from the results can become HTML."""
 from __future__ import annotations
 
 import json
@@ -27,14 +27,14 @@ HOSTILE = ["</script><img src=x onerror=alert(1)>", "<!--<script>", "\"'`&amp;\\
 
 
 def embedded(html):
-    """What a browser would read: up to the first thing that ends a script element."""
+    """Return the page's embedded JSON data as a browser reads it: up to the first ``</script``."""
     text = re.split(r"</script", html.split('<script type="application/json" id="data">', 1)[1], maxsplit=1,
                     flags=re.IGNORECASE)[0]
     return json.loads(text)
 
 
 def by_place(found):
-    """(op, triton, card) -> the square in words, as the page looks it up."""
+    """Return the squares of the page's data in words, by (op, triton, card)."""
     op, triton, card = ([item["name"] for item in found["axes"][axis]] for axis in ("op", "triton", "card"))
     at = {(o, t, c): found["squares"][(i * len(triton) + j) * len(card) + k]
           for i, o in enumerate(op) for j, t in enumerate(triton) for k, c in enumerate(card)}
@@ -86,7 +86,7 @@ def test_hostile_text_stays_text(text):
     html = page(MATRIX, [square], text)
     assert by_place(embedded(html))[f"op {text}", "3.2.0", "sm75"] == ("FAILED", 0, text, [text])
     assert embedded(html)["date"] == text
-    # Apart from the data the page is as without it: no element more, none less.
+    # The data adds no HTML element: the page has the same tags as one without squares.
     assert re.findall(r"<[!/a-zA-Z]", html) == re.findall(r"<[!/a-zA-Z]", page(MATRIX, [], ""))
 
 
@@ -103,7 +103,7 @@ def test_every_status_is_explained_and_coloured():
     assert all(f'[data-status="{status}"]' in template for status in STATUSES)
 
 
-# --- what the page draws: its script, run by node on a document that only remembers ---
+# --- drawing: node runs the script of the page on a fake document that only records changes ---
 
 DOCUMENT = r"""
 const fs = require('fs'), vm = require('vm');
@@ -197,8 +197,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @pytest.mark.skipif(not BROWSER, reason="no chromium is installed: nobody looked at the page")
 def test_a_browser_draws_the_page(tmp_path):
-    """What node's document cannot tell: that a browser runs the script without an error, and shows something.
-    ``build/support.png`` is what it saw."""
+    """A real browser runs the script of the page without an error and draws something.
+
+    The screenshot is kept as ``build/support.png``.
+    """
     def looked(html, *options):
         (tmp_path / "page.html").write_text(html, encoding="utf-8")
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",

@@ -1,4 +1,4 @@
-"""The table beside other packages: what it shows, and that the questions behind it tell right from wrong."""
+"""Tests of the comparison with other packages: its table, and that its checks detect wrong results."""
 from __future__ import annotations
 
 import json
@@ -16,8 +16,11 @@ from matrix import peers, record
 
 
 def test_every_op_over_sequences_is_asked_about() -> None:
-    """fused_chunk_ ops are chunk_ ops under another name, Mamba2's layer is its scan among others, and ops by
-    mode are one of the others; fla has no delta product token by token."""
+    """The comparison covers every op over sequences, apart from a few.
+
+    Not covered are aliases (fused_chunk_), Mamba2's layer, whose scan is covered, ops with mode "auto", and
+    the recurrent delta product, which fla does not have.
+    """
     aside = ("fused_chunk_", "mamba_split_", "fused_recurrent_gated_delta_product")
     ops = {name for name, (_, mode) in dispatch.OPS.items() if mode in ("chunk", "fused_recurrent")
            and not name.startswith(aside)}
@@ -29,7 +32,10 @@ def test_every_op_over_sequences_is_asked_about() -> None:
                           "mamba_chunk_scan_combined", "selective_scan_fn", "chunk_gated_delta_product",
                           "chunk_gdn2", "fused_recurrent_comba", "mamba3_siso_combined"])
 def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Written apart from those the cases use: two derivations of the same recurrence."""
+    """An op on the CPU agrees with the comparison's own reference, which detects a wrong result.
+
+    That reference is written independently of the references of the cases.
+    """
     op = next(op for op in peers.OPS if op.name == name)
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
     assert peers.answer("flashlin", op, "CPU") == "right"
@@ -46,7 +52,7 @@ def test_the_other_reference_agrees_on_the_cpu(monkeypatch: pytest.MonkeyPatch, 
                                   "fused_recurrent_hgrn", "mamba3_siso_combined"])
 def test_the_other_reference_agrees_about_packed_sequences(monkeypatch: pytest.MonkeyPatch,
                                                            name: str) -> None:
-    """One without tokens among them, which ends as it began."""
+    """An op agrees with the comparison's own reference on packed sequences, one of which has no tokens."""
     op = next(op for op in peers.OPS if op.name == name)
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(1, 9, K=8, V=8, edges=(0, 4, 4, 9)))
     assert peers.answer("flashlin", op, "CPU") == "right"
@@ -54,7 +60,7 @@ def test_the_other_reference_agrees_about_packed_sequences(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("part", range(4))
 def test_each_state_of_mamba3_is_looked_at(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    """One that the op does not take in, and one that comes out wrong, are told by name."""
+    """The comparison names each of Mamba-3's states that the op ignores, or whose final value is wrong."""
     op = next(op for op in peers.OPS if op.name == "mamba3_siso_combined")
     monkeypatch.setitem(peers.SIZES, "CPU", peers.Sizes(T=9, K=8, V=8))
     right, name = flashlin.mamba3_siso_combined, op.initial.split()[part]
@@ -107,7 +113,7 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     assert peers.joined(record(("gone", "right")), record(("chunk_kda", "right"))) == record(
         ("chunk_kda", "right"))["rows"], "of an op that is asked about no more"
     begun = record(("selective_scan_fn", "right"))
-    del begun["rows"][0]  # of two sides the second is first
+    del begun["rows"][0]  # only the second of the two sides has been recorded yet
     assert [row["side"] for row in peers.joined(before, begun)] == 2 * ["fla", "flashlin"]
 
 

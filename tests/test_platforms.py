@@ -1,6 +1,8 @@
-"""Where there is no Triton and no CUDA: Windows, macOS, Intel's GPUs. All of flashlin can be imported there,
-its ops run in plain torch, and doctor says so. Such a machine is pretended: what Python lacks there is taken
-away."""
+"""Tests of platforms without Triton and CUDA: Windows, macOS and Intel GPUs.
+
+All of flashlin can be imported there, its ops run in plain torch, and doctor reports it. The tests simulate
+such a machine by removing the Python features that it lacks.
+"""
 from __future__ import annotations
 
 import json
@@ -18,7 +20,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.target import probe
 from tests.machines import CLEAN, ROOT
 
-# torch and the standard library are loaded first: they look at the real platform.
+# Imports torch and the standard library before the simulation, because they depend on the real platform.
 BEFORE = """
 import faulthandler, importlib, json, os, pathlib, pkgutil, shutil, signal, subprocess, sys, tempfile
 import warnings
@@ -55,7 +57,7 @@ for name in ("sched_getaffinity", "EX_TEMPFAIL"):
 torch.backends.mps.is_available = lambda: True
 torch.mps.device_count = lambda: 1
 """
-# Every module, then ops of each kind with gradients, doctor, and what verdicts are kept by.
+# Imports every module, runs ops of each kind with gradients, runs doctor, and stores a local result.
 WORK = """
 import flashlin
 no_triton = []
@@ -113,7 +115,7 @@ def on(platform: str, home: object) -> dict[str, Any]:
 def test_on_windows_ops_run_in_plain_torch(tmp_path: Path) -> None:
     found = on(WINDOWS, tmp_path)
     assert [one.partition(":")[0] for one in found["devices"]] == ["cpu"]
-    # without locks nothing is written that another process might write at the same time
+    # Without file locks, flashlin writes no file that another process might write at the same time.
     assert found["kept"] and "no file locks on this system" in found["told"][0]
     assert not list(tmp_path.glob("*.json"))
 
@@ -138,7 +140,7 @@ def two_arcs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_of_intel_ops_run_in_plain_torch_and_say_so_once(two_arcs: None) -> None:
     found = probe(torch.device("xpu", 1))
     assert (found.backend, found.name, found.sm, found.capability) == ("xpu", ARC, "xpu", (0, 0))
-    machine._probed[torch.device("cpu")] = found  # there are no tensors of an xpu here
+    machine._probed[torch.device("cpu")] = found  # CPU tensors stand in for xpu tensors
     x = torch.randn(1, 70, 2, 8, requires_grad=True)
     with pytest.warns(UserWarning, match="an Intel GPU") as told:
         for _ in range(2):

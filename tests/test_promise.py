@@ -1,6 +1,8 @@
-"""README's promise of what stays compatible: public names and their signatures, as tests/promise.txt has them.
+"""Tests of the README's compatibility promise: public names and signatures stay as in tests/promise.txt.
 
-    python -m tests.test_promise --write      after a deliberate change, for the diff to be read
+After a deliberate change, update that file and review the diff:
+
+    python -m tests.test_promise --write
 """
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ PROMISE = Path(__file__).parent / "promise.txt"
 
 
 def signature(function: Any) -> str:
-    """Names, order, kinds and defaults; the types are the stubs' and mypy's business."""
+    """Return a signature with names, order, kinds and defaults, but without types, which mypy checks."""
     known = inspect.signature(function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in known.parameters.values()]
     text = str(known.replace(parameters=bare, return_annotation=inspect.Signature.empty))
@@ -28,7 +30,7 @@ def signature(function: Any) -> str:
 
 
 def public() -> Iterator[str]:
-    """A line for each public function, class, method and attribute of our own."""
+    """Yield a line for each public function, class, method and attribute that flashlin defines."""
     for package in (flashlin, flashlin.mamba, flashlin.serving, flashlin.backends):
         for name in package.__all__:
             thing, whole = getattr(package, name), f"{package.__name__}.{name}"
@@ -42,21 +44,23 @@ def public() -> Iterator[str]:
 
 
 def ours(value: Any) -> bool:
-    """Whether it is a method or property of our own: torch, pydantic and NamedTuple add others."""
+    """Return True if flashlin defines this method or property, rather than torch, pydantic or NamedTuple."""
     function = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
     return getattr(function, "__module__", "").startswith("flashlin")
 
 
 def broken(before: list[str], after: list[str]) -> list[str]:
-    """Names that are gone, and functions that no longer take what they took."""
+    """Return the old lines whose name is removed, or whose function rejects calls that were valid before."""
     now = {line.partition("(")[0]: line for line in after}
     return [line for line in before
             if line not in after and not grown(line, now.get(line.partition("(")[0], ""))]
 
 
 def grown(before: str, after: str) -> bool:
-    """Whether ``after`` is the same signature with more parameters that nobody has to give, at its end or
-    behind a ``*``."""
+    """Return True if ``after`` is the signature ``before`` plus optional parameters.
+
+    The new parameters must be at the end or after a ``*``.
+    """
     old, new = before.rstrip(")").split(", "), after.rstrip(")").split(", ")
     added = [part for part in new if part not in old]
     return [part for part in new if part in old] == old and all(
@@ -75,8 +79,8 @@ def test_what_breaks_the_promise() -> None:
     assert not broken(before, [*before, "h()"])
     assert not broken(before, ["f(q, k, v=None, w=None)", "g(x, *, y=1, z=2)"])
     assert broken(before, ["f(q, k, v=None)"]) == ["g(x, *, y=1)"]
-    assert broken(before, ["f(q, k, w, v=None)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]  # without a default
-    assert broken(before, ["f(q, k, w=None, v=None)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]  # in v's place
+    assert broken(before, ["f(q, k, w, v=None)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]  # w is required
+    assert broken(before, ["f(q, k, w=None, v=None)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]  # w before v
     assert broken(before, ["f(k, q, v=None)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]
     assert broken(before, ["f(q, k, v=0)", "g(x, *, y=1)"]) == ["f(q, k, v=None)"]
 

@@ -1,8 +1,6 @@
-"""The README tells the truth: its generated parts are what flashlin answers today, its Python runs, its
-settings exist.
+"""Tests that the README is true: its generated sections are current, its Python runs, its settings exist.
 
-After a change of what the planner decides: ``python -m tests.test_readme --write``, and look at the
-difference.
+After a change of the plans, run ``python -m tests.test_readme --write`` and review the diff.
 """
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 1
 
 
 def outcome(plan: Plan) -> str:
-    """What a plan comes to, in the table's words."""
+    """Return the outcome of a plan in the words of the README's table."""
     if plan.refused:
         return "refused"
     if plan.path == "torch":
@@ -51,7 +49,7 @@ def outcome(plan: Plan) -> str:
 
 
 def cell(target: Target) -> str:
-    """The outcome on one machine; by dtype only where they differ."""
+    """Return the outcome on one machine; it is listed by dtype only if the dtypes differ."""
     found: dict[str, list[str]] = {}
     for dtype, short in DTYPES.items():
         found.setdefault(outcome(flashlin.plan(TRAINING._replace(dtype=dtype), target, Policy())),
@@ -62,7 +60,10 @@ def cell(target: Target) -> str:
 
 
 def ranges() -> dict[str, list[str]]:
-    """Neighbouring releases between which no card sees a difference, as one column each."""
+    """Return the columns of the README's table, each with its releases.
+
+    Consecutive releases with the same outcome on every GPU share one column.
+    """
     def column(version: str) -> tuple[str, ...]:
         return tuple(cell(parse(f"triton={version},sm={major}{minor}")) for major, minor in USUAL_CARD)
 
@@ -109,8 +110,10 @@ def error_example() -> str:
 
 
 def speed() -> str:
-    """The tables and plots of benchmarks/report.py; and of what benchmarks/compare.py has not been run for
-    yet, the table of an earlier script's records."""
+    """Return the README's section on speed: tables and plots of benchmarks/report.py, then older records.
+
+    Older records come from an earlier script, for calls that benchmarks/compare.py has not measured yet.
+    """
     name = report.PLOT.relative_to(README.parent)
     picture = f"![the time of flashlin over that of others]({name})"
     if report.CURVES.exists():
@@ -119,7 +122,10 @@ def speed() -> str:
 
 
 def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
-    """(record, row, whose function it is compared with) of benchmarks/results/compare-fla-*.json."""
+    """Return (record, row, name of the compared package) for each older row that is not measured again yet.
+
+    The rows come from benchmarks/results/compare-fla-*.json.
+    """
     files = sorted(report.RESULTS.glob("compare-fla-*.json"))
     again = {named(row) for record in report.records() for row in record["rows"]}
     return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
@@ -128,7 +134,7 @@ def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
 
 
 def named(row: dict[str, Any]) -> tuple[str, str]:
-    """(op, what is special about its tensors)."""
+    """Return (op, note on the layout of its tensors), the key by which rows of records are compared."""
     return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
 
 
@@ -137,7 +143,7 @@ def drawn() -> str:
 
 
 def earlier_speed() -> str:
-    """Out of benchmarks/results/compare-fla-*.json: one row for each op and shape."""
+    """Return a table of benchmarks/results/compare-fla-*.json with one row for each op and shape."""
     lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
              "|---" * 8 + "|"]
     said = set()
@@ -214,11 +220,11 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.g
          *sorted(ROOT.glob(".github/*/*.yml"))]
 PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip install|python |flashlin |make |ruff |mypy|pytest |git )"
 QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
-USERS = ("train.py", "program.py")  # files of whoever reads it
+USERS = ("train.py", "program.py")  # names that stand for files of the reader
 
 
 def commands(text: str) -> list[str]:
-    """What a page tells its readers to type: in blocks without a language, and within lines of text."""
+    """Return the shell commands of a page, from code blocks without a language and from inline code."""
     text = re.sub(r"^```\w+\n.*?^```\n", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     inline = re.findall(rf"`({PROGRAM}[^`\n]*)`", text)
@@ -226,7 +232,7 @@ def commands(text: str) -> list[str]:
 
 
 def complaint(line: str) -> str:
-    """Why this command does not work as it is printed, in any shell and in this folder; ``""`` if it does."""
+    """Return why a printed command does not work in every shell in this folder; ``""`` if it works."""
     if special := re.findall(r"[\[\]*?$(){}~!;]", QUOTED.sub("", line.partition(" #")[0])):
         return f"a shell takes {special[0]} for something else: quote it"
     for simple in re.split(r" (?:&&|\|) ", line.replace(" 2>&1", "")):
@@ -268,7 +274,7 @@ def of_python(words: list[str]) -> str:
 
 
 def of_flashlin(words: list[str]) -> str:
-    try:  # a name alone is a mention
+    try:  # --help: a command without arguments is only mentioned, so it must not require any
         parser().parse_args([*words, "--help"] if len(words) == 1 else words)
     except SystemExit as ended:
         return f"SystemExit: {ended.code}" if ended.code else ""
@@ -311,7 +317,10 @@ def test_there_are_commands_and_wrong_ones_are_noticed() -> None:
 
 
 def test_users_are_told_an_install_in_which_type_checkers_find_the_stubs() -> None:
-    """An editable one, as setuptools makes it of this folder, is a hook that they do not run."""
+    """The README's first install command is not editable, because type checkers cannot read such an install.
+
+    The editable install by setuptools is an import hook, which type checkers do not run.
+    """
     first = next(line for line in commands(README.read_text(encoding="utf-8")) if line.startswith("pip install"))
     assert shlex.split(first, comments=True) == ["pip", "install", "."]
 

@@ -1,5 +1,7 @@
-"""The table of Triton's releases: what is in it holds together, a release added to it is known everywhere,
-and nothing beside it lists releases by hand."""
+"""Tests of the table of Triton releases.
+
+Its entries are consistent, a release that is added is supported everywhere, and no other code lists releases.
+"""
 from __future__ import annotations
 
 import ast
@@ -33,7 +35,7 @@ PRETENDED = Release(
 
 @pytest.fixture
 def one_more(monkeypatch: pytest.MonkeyPatch) -> Release:
-    """The table with a release that nobody has made yet."""
+    """Add a release that does not exist to the table, and return it."""
     monkeypatch.setattr(releases, "RELEASES", (*RELEASES, PRETENDED))
     return PRETENDED
 
@@ -92,7 +94,7 @@ def test_what_is_no_release_is_refused_with_what_there_is(asked: str) -> None:
         in_full(asked)
 
 
-# --- a release more ---
+# --- one more release ---
 
 def test_a_new_release_is_known_to_plans(one_more: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in checks.PTXAS_VARIABLES:
@@ -206,10 +208,13 @@ def test_all_jobs_have_the_oldest_python_that_serves_every_release(monkeypatch: 
         text()
 
 
-# --- nowhere else ---
+# --- no lists of releases outside the table ---
 
 def listed(node: ast.AST) -> set[str]:
-    """Releases that a list, tuple, set or dict names, as text or as ``(3, 9)``; not those of calls in it."""
+    """Return the releases in a list, tuple, set or dict literal, written as text or as ``(3, 9)``.
+
+    Arguments of calls inside the literal do not count.
+    """
     if isinstance(node, ast.Constant):
         return {node.value} if isinstance(node.value, str) and VERSION.fullmatch(node.value) else set()
     if isinstance(node, ast.Dict):
@@ -221,7 +226,7 @@ def listed(node: ast.AST) -> set[str]:
 
 
 def lists_of_releases(source: str) -> Iterator[int]:
-    """The lines where three releases or more stand in one list."""
+    """Yield the line numbers of literals that contain three or more releases."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)) and len(listed(node)) >= 3:
             yield node.lineno

@@ -1,4 +1,4 @@
-"""tools/same_code.py: text may change, code may not."""
+"""Tests of tools/same_code.py, which ignores changes of comments and texts but reports changes of code."""
 from __future__ import annotations
 
 from collections import Counter

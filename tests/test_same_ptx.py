@@ -1,4 +1,4 @@
-"""tools/same_ptx.py: which launches are compared, and what counts as the same PTX."""
+"""Tests of tools/same_ptx.py: its choice of launches, and its comparison of PTX."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""Attacks by another user of the machine: modules in the current directory, folders and links of other users,
-files of any size. SECURITY.md lists every place that imports, executes or writes outside the package."""
+"""Tests against attacks by another user of the machine.
+
+The attacks are modules in the current directory, folders and links of other users, and files of any size.
+SECURITY.md must list all code that imports, executes or writes files outside the package.
+"""
 from __future__ import annotations
 
 import ast
@@ -31,7 +34,7 @@ NAMES = ("json", "re", "platform", "pip", "numpy", "torch", "triton", "flashlin"
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a current directory full of modules that report when they are imported."""
+    """Make a current directory with modules that record their import; return the file of the record."""
     here = tmp_path / "here"
     here.mkdir()
     for name in NAMES:
@@ -49,7 +52,10 @@ def started(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("search", ["", ":", "{root}:", ":{root}"])
 def test_first_aid_imports_nothing_from_the_current_directory(search: str, trap: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty entry of PYTHONPATH, which Python treats as the current directory, changes nothing."""
+    """First aid imports nothing from the current directory, even if PYTHONPATH has an empty entry.
+
+    Python treats an empty entry as the current directory.
+    """
     monkeypatch.setenv("PYTHONPATH", search.format(root=ROOT))
     for module in ("json", "packaging"):
         good, text = first_aid.imported(module)
@@ -65,7 +71,10 @@ def test_first_aid_that_was_saved_among_other_files_imports_none_of_them(trap: P
 
 
 def test_a_child_of_an_interactive_python_has_no_current_directory(trap: Path) -> None:
-    """sys.path begins with "" there, which means the current directory at each import."""
+    """A child of an interactive Python does not import from the current directory.
+
+    In the parent, sys.path begins with "", which means the current directory at each import.
+    """
     code = ("import sys; assert sys.path[0] == ''; sys.path.remove('')\n"
             "from flashlin.compat.subprocesses import python; import subprocess; sys.path.insert(0, '')\n"
             "sys.exit(subprocess.run(python('flashlin.trial.child', '--help')).returncode)")
@@ -80,7 +89,7 @@ def test_flashlin_of_a_checkout_is_found_by_a_child_all_the_same(monkeypatch: py
 
 
 def test_python_m_flashlin_imports_as_flashlin_does(trap: Path, tmp_path: Path) -> None:
-    """The command line has no current directory on its path, however it is started."""
+    """``python -m flashlin`` does not import from the current directory."""
     for name in ("flashlin", "json", "re", "runpy", "platform"):  # python -m imports these first
         Path(f"{name}.py").unlink()
     for name in ("torch", "triton"):
@@ -118,7 +127,7 @@ def nobody() -> int:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder such as /tmp: everyone may write there, and rename only what is theirs."""
+    """Return a folder like /tmp, where all users may write, but may rename only their own files."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -137,7 +146,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, shared: Path) -> Iterator[Path]:
 
 
 def planted(folder: Path, owner: int | None = None, mode: int = 0o755) -> Path:
-    """Make a release of Triton that an attacker has put there."""
+    """Create a fake Triton release in ``folder``, as an attacker would, and return its path."""
     made = folder / "triton-9.9.9"
     package(made, "triton", TRAP)
     if owner is not None:
@@ -160,7 +169,7 @@ def test_without_a_home_nothing_is_imported_from_a_folder_of_another_user(
 
 def test_nor_from_one_that_another_user_has_made_around_it(homeless: Path, nobody: int,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner of a folder may replace the folders in it."""
+    """No release is used from a folder that another user owns, because the owner may replace its content."""
     planted(cache_folder())
     os.chown(next(homeless.iterdir()), nobody, nobody)
     with pytest.raises(NotInstallable, match="belongs to another user"):
@@ -238,14 +247,17 @@ def test_what_packages_write_is_not_executed() -> None:
 
 
 def test_no_advice_names_a_folder_that_another_user_can_make_first() -> None:
-    """Triton loads libraries from its cache."""
+    """No advice puts Triton's cache into /tmp, where another user can create the folder first.
+
+    Triton loads libraries from its cache, so the other user's code would run.
+    """
     from flashlin.compat.known_failures import KNOWN_FAILURES
     from flashlin.diagnostics.environment import elsewhere
     for text in (elsewhere(), json.dumps([vars(one) for one in KNOWN_FAILURES], default=str)):
         assert "CACHE_DIR=/tmp/" not in text and "/tmp/triton" not in text and "TMPDIR/triton" not in text
 
 
-# What starts programs, executes or loads code, or writes files.
+# Names of functions and modules that start programs, execute or load code, or write files.
 RISKY = {"subprocess", "tempfile", "runpy", "exec", "eval", "fork", "load", "pickle", "mkdir", "write_text",
          "write_bytes", "spec_from_file_location", "exec_module", "broadcast_object_list", "rmtree", "unlink",
          "chmod", "system", "popen", "Process", "run_to_end", "forked", "compiled_in_forks"}
@@ -281,7 +293,10 @@ def test_every_place_that_is_risky_is_in_the_review() -> None:
 
 
 def test_a_relative_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The XDG specification says so. A folder below the current directory may be another user's."""
+    """A relative XDG_CACHE_HOME is ignored, as the XDG specification requires.
+
+    A folder below the current directory may belong to another user.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("FLASHLIN_CACHE", "FLASHLIN_HOME"):
         monkeypatch.delenv(name, raising=False)

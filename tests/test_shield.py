@@ -1,5 +1,7 @@
-"""shield on machines one does not own: what a user's launch becomes, without a GPU. Tensors are small or have
-no memory behind them."""
+"""Tests of shield on simulated GPUs: the launches that it makes from a user's launch.
+
+The tensors are small, or meta tensors without memory.
+"""
 from __future__ import annotations
 
 import copy
@@ -33,8 +35,10 @@ Starts = list[dict[str, Any]]
 
 
 def watched(kernel: Any, target: str, **declared: Any) -> tuple[Any, Starts]:
-    """The shielded kernel, planned for another machine, and what it would start: named arguments, and the
-    grid."""
+    """Shield a kernel for a simulated machine; return it, and a list that receives its launches.
+
+    Each launch is recorded as its arguments by name, including the grid; no kernel runs.
+    """
     starts: Starts = []
     shielded = flashlin.shield(kernel, **declared)
     launcher = shielded
@@ -285,7 +289,7 @@ def test_traits_of_operands_follow_from_their_types_and_the_tile() -> None:
     assert with_operands(scan, halves, tile=(("K", 256),)) == scan | {"half_dot", "bf16", "tall_state"}
     assert with_operands(product, frozenset({"float32"}), tile=(("K", 64),)) == product | {"fp32_dot", "tf32_dot"}
     assert with_operands(product, HALVES) == product | {"half_dot", "bf16", "both_halves"}
-    # on fp32 copies, and where the kernel itself makes 16-bit operands
+    # First on fp32 copies; then for a kernel that itself makes 16-bit operands.
     copied = with_operands(with_operands(product, HALVES), frozenset({"float32"}))
     assert copied == product | {"fp32_dot", "tf32_dot"}
     assert with_operands(product, frozenset(), half=True) == product | {"half_dot"}
@@ -313,7 +317,7 @@ def test_a_recurrence_is_a_state_that_is_scaled_and_multiplied_by(loop: str, sta
     ("o = tl.sum(tl.load(x), 1)", False, False),
     ("o += tl.load(x)\n    tl.store(p, tl.sum(o, 1))", False, False),
     ("o = o * a + tl.sum(tl.load(x), 1)", False, False),
-    # that of the loop inside begins with what is no constant
+    # The inner loop's sum does not begin with a constant.
     ("for j in range(3):\n      o += tl.sum(tl.load(x), 1)\n    tl.store(p, o)", True, False)])
 def test_sums_of_rows_that_a_loop_adds_up(loop: str, summed: bool, peeked: bool) -> None:
     found = source.read(f"def f():\n  for i in range(3):\n    {loop}").traits
@@ -321,7 +325,10 @@ def test_sums_of_rows_that_a_loop_adds_up(loop: str, summed: bool, peeked: bool)
 
 
 def test_a_sum_that_its_loop_reads_is_refused_where_it_would_be_wrong() -> None:
-    """Until somebody says that it is right there."""
+    """A kernel whose loop reads a running sum of rows is refused where Triton computes it wrongly.
+
+    It runs if the user ignores the known issue, or on a release without it.
+    """
     x = torch.zeros(64, 64)
     shielded, starts = watched(foreign.running, A100)
     with pytest.raises(flashlin.UnsupportedError, match="row-sums-read-inside"):
@@ -398,7 +405,7 @@ def test_a_batch_that_the_argument_of_a_call_does_not_have_is_an_error() -> None
     assert not starts
 
 
-# --- functions; what they launch is in tests/interpret ---
+# --- shielded functions; tests/interpret tests their launches ---
 
 def test_a_function_of_an_empty_batch_is_called_once() -> None:
     calls: list[int] = []
@@ -423,7 +430,7 @@ def test_a_function_without_any_tensor_that_has_the_batch_is_called_as_it_is() -
 
 
 class Nested(torch.autograd.Function):
-    """Backward is a backward of its own, as that of a checkpoint; it fails where it is told to."""
+    """A function whose backward runs another backward, as checkpoints do; it raises if ``fails`` is set."""
     seen: ClassVar[list[int]] = []
     fails = False
 
@@ -530,7 +537,7 @@ def test_cpu_tensors_are_refused_by_the_plan_not_by_the_driver() -> None:
         flashlin.shield(foreign.scaled)[(1, 6)](*tokens(2, 3), 1, 2, H=3, BT=16)
 
 
-# --- what is remembered ---
+# --- cached decisions ---
 
 def test_a_decision_is_made_once_per_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     shielded, starts = watched(foreign.scaled, H100, **BATCH)

@@ -1,4 +1,4 @@
-"""The stubs: what type checkers know of names that are loaded when first used."""
+"""Tests of the stub files, which give type checkers the public names that flashlin loads on first use."""
 from __future__ import annotations
 
 import shutil
@@ -21,10 +21,10 @@ def test_the_stub_says_what_the_package_has(package: str) -> None:
 
 def test_a_name_that_is_not_there_is_an_error_to_a_type_checker(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    for path in STUBS.values():  # the stubs alone: what they import from would take a minute to check
+    for path in STUBS.values():  # only the stubs: checking the modules that they import takes a minute
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
-    (tmp_path / "flashlin/backends.pyi").touch()  # the only one of them without a stub
+    (tmp_path / "flashlin/backends.pyi").touch()  # the only public module without a stub
     user = tmp_path / "user.py"
     user.write_text("import flashlin\n"
                     "flashlin.chunk_gla, flashlin.RMSNorm, flashlin.doctor, flashlin.__version__\n"

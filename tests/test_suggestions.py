@@ -1,4 +1,4 @@
-"""Errors about an unknown name: at most five suggestions, wherever the name is given."""
+"""Tests of errors about unknown names: they give at most five suggestions, for every kind of name."""
 from __future__ import annotations
 
 import inspect

@@ -1,6 +1,9 @@
-"""Tokens out of range. The GPU's part, which reads nothing on the host, is held against F.embedding here on
-CPU tensors; its reports run with a paper GPU: CPU tensors that say they are on one, and events that a test
-lets happen. tests/gpu/test_tokens.py has the real one."""
+"""Tests of tokens that are out of range.
+
+The GPU path, which reads no tensor on the host, is compared with F.embedding on CPU tensors. Its deferred
+reports are tested on a simulated GPU: CPU tensors whose ``is_cuda`` is True, and events that tests complete.
+tests/gpu/test_tokens.py uses a real GPU.
+"""
 from __future__ import annotations
 
 import copy
@@ -29,12 +32,12 @@ HERE = __file__
 
 
 class OnGpu(Tensor):
-    """A CPU tensor that takes the GPU's way through flashlin."""
+    """A CPU tensor that takes flashlin's path for GPU tensors."""
     is_cuda = property(lambda self: True)
 
 
 class PaperEvent:
-    """An event that is over when the test says so."""
+    """A fake CUDA event, which is complete when a test sets ``over``."""
     over = True
 
     def __init__(self):
@@ -52,7 +55,10 @@ class PaperEvent:
 
 @pytest.fixture
 def paper_gpu(monkeypatch):
-    """Turns a tensor into one on the paper GPU. ``paper_gpu.capture(True)`` begins a graph."""
+    """Return a function that turns a tensor into one on a simulated GPU.
+
+    ``paper_gpu.capture(True)`` begins the capture of a CUDA graph.
+    """
     for name, value in (("Event", PaperEvent), ("current_stream", lambda device: None),
                         ("synchronize", lambda device: None), ("is_current_stream_capturing", lambda: False)):
         monkeypatch.setattr(torch.cuda, name, value)
@@ -69,7 +75,7 @@ def paper_gpu(monkeypatch):
     deferred_checks.owed.clear()
 
 
-# What raw torch does, and what the same call says here
+# Errors of raw torch, and of the same call in flashlin
 
 
 def test_raw_torch_names_neither_token_nor_place():
@@ -161,7 +167,7 @@ def test_arguments_that_do_not_fit(call, kind, says):
     assert str(error.value) == says
 
 
-# The part that reads nothing on the host, against F.embedding
+# The GPU path, which reads no tensor on the host, compared with F.embedding
 
 OPTIONS = [{}, {"padding_idx": 2}, {"padding_idx": -3}, {"scale_grad_by_freq": True},
            {"scale_grad_by_freq": True, "padding_idx": 1}, {"sparse": True},
@@ -177,7 +183,7 @@ def masked(ids: Tensor, weight: Tensor, padding_idx=None, max_norm=None, norm_ty
 
 
 def run(op, ids, start, upstream, options):
-    """Output, gradient and the table afterwards."""
+    """Run an embedding forward and backward; return the output, the gradient and the table afterwards."""
     weight = start.clone().requires_grad_()
     out = op(ids, weight, **options)
     out.backward(upstream)
@@ -202,7 +208,7 @@ def test_a_bad_token_gives_a_zero_row_and_touches_no_row(options, everything_bad
                                                                       [-9, 0, 8, 3]])
     good = (ids >= 0) & (ids < 7)
     start, upstream = torch.randn(7, 6) * 3, torch.randn(3, 4, 6)
-    upstream[~good] = torch.nan     # nothing of it may arrive anywhere
+    upstream[~good] = torch.nan  # gradients of bad tokens must reach no row of the table
     out, grad, after = run(masked, ids, start, upstream, options)
     want, want_grad, want_after = run(F.embedding, ids[good], start, upstream[good], options)
     assert torch.equal(out[good], want)
@@ -269,7 +275,7 @@ def test_a_flag_keeps_the_first_replay_that_was_wrong():
     assert flag.tolist() == [1, 70]
 
 
-# Reports that come later
+# Deferred reports
 
 
 def test_the_call_runs_on_and_the_next_one_names_it(paper_gpu):
@@ -280,7 +286,7 @@ def test_the_call_runs_on_and_the_next_one_names_it(paper_gpu):
     out.sum().backward()
     assert out[1, 1].tolist() == [0, 0]
     assert weight.grad.sum(1).tolist() == [0, 2, 2, 2, 2, 0, 2, 0, 0, 0]
-    embedding(torch.tensor([1]), weight)    # not arrived: nobody waits
+    embedding(torch.tensor([1]), weight)  # the event is not complete, and no call waits for it
     PaperEvent.over = True
     with pytest.raises(ValueError) as error:
         embedding(torch.tensor([1]), weight)
@@ -288,7 +294,7 @@ def test_the_call_runs_on_and_the_next_one_names_it(paper_gpu):
         f"embedding called at {HERE}:{at} in test_the_call_runs_on_and_the_next_one_names_it: "
         "input: got 50 at position 4 = [1, 1], need 0 <= token < 10, the vocabulary size\n"
         '  note     the GPU was not waited for; flashlin.settings(tokens="sync") raises in the call itself')
-    embedding(torch.tensor([1]), weight)    # told once
+    embedding(torch.tensor([1]), weight)  # each error is reported once
     synchronize()
 
 
@@ -351,7 +357,7 @@ def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu
     check_tokens(paper_gpu([1]), 10)    # warm-up
     deferred_checks.poll()
     paper_gpu.capture(True)
-    # one line, one flag: replays look like this
+    # Calls from one source line share one flag, as replays of a captured call do.
     for ids in ([[1, 2], [3, 4]], [[1, 2], [30, 4]], [[9, 20], [1, 1]]):
         out = embedding(paper_gpu(ids), torch.ones(10, 2))
     check_tokens(paper_gpu([5]), 10)
@@ -361,7 +367,7 @@ def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu
     deferred_checks.poll()
     with pytest.raises(ValueError, match=r"^embedding called .*: input: got 30 at position 2 = \[1, 0\]"):
         synchronize()
-    synchronize()   # told once
+    synchronize()  # each error is reported once
 
 
 def test_captured_calls_without_a_flag_are_announced(paper_gpu, monkeypatch):

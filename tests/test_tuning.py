@@ -1,5 +1,7 @@
-"""autotune and patch with the installed Triton, without a GPU: launches are noted, a table says how long each
-would take."""
+"""Tests of autotune and patch with the installed Triton, without a GPU.
+
+A fake kernel records its launches, and a fake timer gives the time of each configuration.
+"""
 from __future__ import annotations
 
 import multiprocessing
@@ -30,7 +32,7 @@ NAMES = ["x", "BK", "n", "o", "m"]
 
 @pytest.fixture(autouse=True)
 def everything_is_put_back() -> Iterator[None]:
-    tuning.unhook("functions")  # which a shielded function of another test has put in, for good
+    tuning.unhook("functions")  # a shielded function of another test has installed this hook permanently
     before = (triton.autotune, triton.runtime.autotune, Autotuner.run)
     yield
     flashlin.unpatch("triton")
@@ -38,8 +40,10 @@ def everything_is_put_back() -> Iterator[None]:
 
 
 class Kernel:
-    """As much of a kernel as a tuner touches; notes what it is started with. fails: configurations that do
-    not work, by BK."""
+    """A stub with only the attributes of a kernel that the autotuner uses; it records its launches.
+
+    fails: errors to raise for configurations, by BK.
+    """
     arg_names = NAMES
 
     def __init__(self, fails: dict[int, Exception] | None = None) -> None:
@@ -48,7 +52,7 @@ class Kernel:
 
     @staticmethod
     def fn(x, BK, n, o, m=0):  # type: ignore[no-untyped-def]
-        """Only its signature counts."""
+        """Stand in for the kernel's function, of which only the signature is used."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
@@ -62,7 +66,10 @@ def configs(*sizes: int) -> list[Any]:
 
 
 def timer(kernel: Kernel, asked: list[int] | None = None) -> Callable[..., list[float]]:
-    """The smallest BK is the fastest."""
+    """Return a fake do_bench for which the configuration with the smallest BK is the fastest.
+
+    asked: receives the BK of each configuration that is timed.
+    """
     def bench(call: Callable[[], None], quantiles: Any = None) -> list[float]:
         call()
         size = kernel.started[-1]["BK"]
@@ -97,7 +104,7 @@ def test_an_argument_that_is_left_out_is_not_taken_for_another() -> None:
     tuner.run(torch.zeros(8), n=1, o=None, grid=(1,), warmup=False)
     tuner.run(torch.zeros(8), o=None, m=1, grid=(1,), warmup=False)
     assert len(asked) == 4
-    tuner.run(torch.zeros(8), n=1, o=None, m=0, grid=(1,), warmup=False)  # what m is by default
+    tuner.run(torch.zeros(8), n=1, o=None, m=0, grid=(1,), warmup=False)  # 0 is the default of m
     assert len(asked) == 4
 
 
@@ -111,7 +118,7 @@ def test_unknown_names_are_dropped_with_a_warning() -> None:
 
 @pytest.mark.parametrize("what", ["restore_value", "reset_to_zero"])
 def test_unknown_names_of_tensors_are_an_error(what: str) -> None:
-    # Without them a kernel that adds to its output would be wrong after tuning.
+    # If the names were ignored, a kernel that adds to its output would give wrong results after tuning.
     with pytest.raises(ValueError, match=f"{what}: got 'y' as names of arguments of fn, "
                                          "need one of x, BK, n, o, m"):
         tuned(Kernel(), **{what: ["o", "y"]})
@@ -152,7 +159,7 @@ def test_an_unknown_way_is_an_error() -> None:
 
 
 def rank(number: int, rendezvous: str, found: Any) -> None:
-    """One of two. Here the smallest configuration is the fastest, there the largest."""
+    """Run one of two ranks; on rank 0 the smallest configuration is the fastest, on rank 1 the largest."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number,
                                          world_size=2, timeout=timedelta(seconds=60))
 
@@ -264,7 +271,7 @@ def test_results_are_kept_on_disk_where_the_tuner_is_told_to(tmp_path: Path,
         call()
         asked.append(1)
         return [float(len(asked))]
-    for _ in range(2):  # as two processes would
+    for _ in range(2):  # two tuners, as in two processes
         tuner = triton.autotune([triton.Config({"BK": 16}), triton.Config({"BK": 32})], ["n"], do_bench=bench,
                                 cache_results=True)(foreign.keyed)
         kernel = flashlin.shield(tuner)
@@ -324,7 +331,7 @@ def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
                 time.sleep(60)
             super().run(*args, **kwargs)
     monkeypatch.setattr(tuning, "CHILD_SECONDS", 1)
-    if works:  # then wait until it has worked, even on a busy machine
+    if works:  # then the signal must succeed, even on a busy machine
         monkeypatch.setattr(subprocesses, "PATIENCE", 1000)
     pretend(parse("triton=3.6.0,sm=90"))
     kernel = Hanging()
@@ -339,7 +346,7 @@ def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
 def test_patching_is_reversible_and_twice_is_once() -> None:
     original, kernel, asked = triton.autotune, Kernel({32: RuntimeError("not mine")}), list[int]()
     before = original(configs(64, 32), ["n"], do_bench=timer(kernel, asked))(kernel)
-    with pytest.raises(RuntimeError, match="not mine"):  # Triton lets one failing configuration end the call
+    with pytest.raises(RuntimeError, match="not mine"):  # unpatched, one failure ends the call
         call(before)
     flashlin.patch("triton")
     with flashlin.patched("triton"):
@@ -347,7 +354,7 @@ def test_patching_is_reversible_and_twice_is_once() -> None:
         assert triton.autotune is tuning.autotune is flashlin.autotune
     assert triton.autotune is tuning.autotune
     with pytest.warns(UserWarning, match="not mine"):
-        call(before)  # decorated before, repaired all the same
+        call(before)  # decorated before the patch, but repaired by it
     flashlin.unpatch("triton")
     flashlin.unpatch("triton")
     assert triton.autotune is original
@@ -363,7 +370,7 @@ def test_the_last_block_out_puts_things_back_in_whatever_order_they_end() -> Non
     second.enter_context(flashlin.patched("triton"))
     first.close()
     assert triton.autotune is flashlin.autotune
-    flashlin.unpatch("triton")  # takes back a patch, of which there is none
+    flashlin.unpatch("triton")  # no effect: only the with blocks have patched
     assert triton.autotune is flashlin.autotune and Autotuner.run is not run
     second.close()
     assert triton.autotune is original and Autotuner.run is run
@@ -401,13 +408,13 @@ def test_what_another_package_has_patched_since_stays(monkeypatch: pytest.Monkey
         later.setattr(Autotuner, "run", lambda *args, **kwargs: ours(*args, **kwargs))
         flashlin.unpatch("triton")
         assert triton.autotune is theirs and triton.runtime.autotune is original and Autotuner.run is not runs
-        # through theirs to Triton's own, which lets a failing configuration end the call
+        # Their wrapper calls Triton's own run, where a failing configuration ends the call.
         with pytest.raises(RuntimeError, match="not mine"):
             call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
         with flashlin.patched("triton"), pytest.warns(UserWarning, match="not mine"):
             call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
         assert triton.autotune is theirs
-    triton.autotune, Autotuner.run = original, runs  # what theirs puts back is what it found, which was ours
+    triton.autotune, Autotuner.run = original, runs  # leaving the block has restored our functions
 
 
 def test_an_unknown_package_is_an_error() -> None:
@@ -428,6 +435,6 @@ def test_shield_keeps_a_tuner_and_tunes_what_is_planned() -> None:
     shielded.fn._start = lambda *args, **kwargs: starts.append(kwargs["BK"])
     pretend(parse("triton=3.6.0,sm=90"))
     x = torch.zeros(64)
-    with flashlin.settings(policy="off"):  # no children
+    with flashlin.settings(policy="off"):  # no trials in child processes
         shielded[lambda meta: (meta["BK"] // 16,)](x, n=64, o=x, m=0)
     assert starts == [16, 32, 16]

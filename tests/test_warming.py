@@ -1,5 +1,8 @@
-"""Processes that fill Triton's cache together: each kernel is compiled by one of them, and nothing is
-launched, timed or written down. The compiler and the card are stand-ins."""
+"""Tests of several processes that fill Triton's cache together.
+
+One process compiles each kernel. No kernel is launched or timed, and no autotuning result is stored. The
+compiler and the GPU are fakes.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ class Card(Driver):
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
-    """The constants of all that the JIT hands to the compiler."""
+    """Replace Triton's compiler, and yield a list that receives the constants of each kernel it compiles."""
     made: Compiled = []
 
     def compile(src: Any, target: Any, options: Any) -> Any:
@@ -45,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
 
 
 def tuned() -> tuple[Any, Any]:
-    """A tuner that would keep its results on disk, and its kernel; new ones, as in another process."""
+    """Return a new autotuner that stores its results on disk, and its kernel, as in another process."""
     @triton.jit
     def copied(x, o, BK: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(o + tl.arange(0, BK), tl.load(x + tl.arange(0, BK)))
@@ -69,8 +72,8 @@ def test_each_kernel_is_compiled_once_and_none_is_launched(tmp_path: Path, compi
                 tuner[(1,)](x, x)
                 kernel[(1,)](x, x, BK=128)
     assert [one["BK"] for one in compiled] == [16, 32, 64, 128]
-    assert not list(tmp_path.glob("cache/*/*.json"))  # a winner that nobody has timed
-    with pytest.raises(AssertionError, match="timed"):  # outside everything is as it was
+    assert not list(tmp_path.glob("cache/*/*.json"))  # no winner is stored without timing
+    with pytest.raises(AssertionError, match="timed"):  # outside the block, tuning times again
         tuned()[0][(1,)](x, x)
 
 
@@ -92,7 +95,7 @@ def test_a_configuration_that_fails_is_passed_by(tmp_path: Path, compiled: Compi
 def test_only_a_tuner_without_a_timer_is_given_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[dict[str, float]]()
     monkeypatch.setattr("triton.testing.do_bench", lambda call, quantiles, **time: asked.append(time))
-    monkeypatch.setattr(Autotuner, "__init__", Autotuner.__init__)  # put back in the end
+    monkeypatch.setattr(Autotuner, "__init__", Autotuner.__init__)  # restores it after the test
     warming.hurry()
     tuned()[0].do_bench(None, quantiles=(0.5,))
     assert asked == [{"warmup": 5, "rep": 25}]
@@ -115,7 +118,7 @@ def test_who_has_finished_helps_with_what_nobody_has(tmp_path: Path) -> None:
     items = ["a", "b", "c", "d"]
     first, second = (warming.unfinished(items, share(tmp_path, number)) for number in range(2))
     assert [next(first), next(second)] == ["a", "c"]
-    assert [next(second), next(second)] == ["d", "a"]  # c and d are finished, a is still gone through
+    assert [next(second), next(second)] == ["d", "a"]  # c and d are finished, but a is still in work
     assert next(first) == "b"
     assert list(second) == ["b"]
     assert not list(first)
@@ -130,7 +133,7 @@ def test_what_lacks_memory_is_tried_again_and_what_fails_is_not(tmp_path: Path,
         tried.append(item)
         if item == "wrong":
             raise ValueError("not to be seen here")
-        if tried.count(item) == 1:  # raised, or caught and told
+        if tried.count(item) == 1:  # the error is raised, or caught and returned
             error = torch.cuda.OutOfMemoryError("full")
             if item == "raises":
                 raise error

@@ -1,6 +1,6 @@
-"""What users install: wheel and sdist, built, installed in a folder, tried without the source tree.
+"""Tests of the wheel and the sdist: they are built, installed in a folder and used without the source tree.
 
-Nothing is fetched: setuptools and pip are those of this environment (the extra ``test`` brings them).
+Nothing is downloaded: the tests use setuptools and pip of this environment (installed by the extra ``test``).
 """
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ print(flashlin.__version__)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of both archives, built from a copy of the source tree, into which setuptools writes."""
-    # metadata, not find_spec("pip"): setuptools takes that for an import of pip and can no longer be imported itself
+    """Build both archives and return their folder.
+
+    They are built from a copy of the source tree, because setuptools writes into the tree.
+    """
+    # Not find_spec("pip"): setuptools treats it as an import of pip, and then cannot be imported itself.
     present = {found.name.lower() for found in importlib.metadata.distributions() if found.name}
     absent = sorted({"pip", "setuptools"} - present)
     if absent:
         reason = f"building a wheel needs {' and '.join(absent)}: pip install {' '.join(absent)}"
-        if os.environ.get("CI"):  # nobody looks at skips there
+        if os.environ.get("CI"):  # skips go unnoticed in CI
             pytest.fail(reason)
         pytest.skip(reason)
     source, archives = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("archives")
@@ -73,7 +76,7 @@ def do(command: list[str], folder: Path, **environment: str) -> str:
 
 
 def packed(archive: Path) -> set[str]:
-    """The names of the archive's files, as they lie in a source tree or an installation."""
+    """Return the paths of an archive's files, relative to the source tree or the installation folder."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as opened:
             return set(opened.namelist())

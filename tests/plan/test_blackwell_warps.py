@@ -1,5 +1,8 @@
-"""matrix/results/blackwell-warps-*.json: that it names the issues which take warps away today, and that an
-owner who ignores those gets the warps back."""
+"""Tests of matrix/results/blackwell-warps-*.json.
+
+The record names the known issues that reduce the number of warps today. A user who ignores these issues
+gets the original number of warps.
+"""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Exceptions go from one process to another and back: whoever catches one has what was raised."""
+"""Tests that flashlin's exceptions keep their content when they are copied or sent to another process."""
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
-"""Known issues in plans: where each begins and ends, what triggers it, that plans meet those with remedies
-and only tell of the others."""
+"""Tests of known issues in plans: the releases and GPUs that have them, and the traits that trigger them.
+
+Planning avoids issues with remedies, and only reports the others.
+"""
 from __future__ import annotations
 
 import ast
@@ -29,19 +31,19 @@ from tests.plan.test_plan import AUTO, BUILDS, ENDS, RELEASES, asked_of, few, fr
 
 RESULTS = Path(__file__).parents[2] / "matrix" / "results"
 
-# Compiled for each of AMD's cards; every other issue names those that it is known of.
+# Issues of all AMD GPUs, as compilation for each has shown. Every other AMD issue names its GPUs.
 OF_ALL_AMD = {"amd-loop-counts"}
 
 
 def before(version: str) -> str:
-    """A release just older than that one."""
+    """Return a release just before ``version``."""
     major, minor, micro = Version(version).release
     return (f"{major}.{minor}.{micro - 1}" if micro else f"{major}.{minor - 1}.99" if minor
             else f"{major - 1}.99.99")
 
 
 def afflicted(issue: KnownIssue) -> Target:
-    """A machine that has it: the oldest card and Triton of its ranges."""
+    """Return a target that has the issue, with the oldest GPU and Triton of its ranges."""
     if issue.amd:
         arch = next(arch for arch in USUAL_AMD if arch.startswith(issue.amd))
         return parse(f"{arch},triton={issue.since or '3.0.0'}")
@@ -90,7 +92,7 @@ def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
         named = {arch for arch in USUAL_AMD if issue.here(on._replace(arch=arch))}
         assert named and named == {arch for arch in USUAL_AMD if arch.startswith(issue.amd)}
         assert (named == set(USUAL_AMD)) == (issue.id in OF_ALL_AMD)
-        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # gfx90a, gfx11 and gfx12
+        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # numbers that resemble gfx90a, gfx11 and gfx12
         return
     assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
     assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
@@ -118,11 +120,15 @@ def constants(tree: ast.AST) -> set[str]:
 
 
 def test_every_trait_is_one_that_some_launch_can_have() -> None:
-    """Traits without a rule are named by recipes or by the reader of sources, called functions apart."""
+    """Some launch can have each trait.
+
+    A trait without a rule must occur in a recipe or in the code that reads kernel sources, unless the name of
+    a called function sets it.
+    """
     kernels = Path(families.__file__).parent
     named = set().union(*(constants(ast.parse(path.read_text())) for path in kernels.rglob("*.py")))
     given = {trait.name for trait in TRAITS.values() if trait.rule is None and trait.found != CALL}
-    assert given - named == {"autotuned", OVERLAPPED}  # of no launch: tuned before it; named by the constant
+    assert given - named == {"autotuned", OVERLAPPED}  # set before any launch; named by a constant
     assert not {name for on in targets("3.6.0") for asked in few()
                 for launch in FAMILIES[asked.family].launches(asked, on) for name in launch.traits} - {*TRAITS}
 
@@ -137,7 +143,10 @@ def test_a_misspelt_trait_is_an_error_that_names_the_others(make: Callable[[], o
 
 
 def test_what_asks_for_a_trait_asks_for_one_that_there_is() -> None:
-    """``"dot" in launch.traits`` cannot raise, so the text is read."""
+    """Every trait that flashlin's code tests exists.
+
+    A misspelled name in ``"dot" in launch.traits`` raises no error, so the test searches the source code.
+    """
     asked = set[str]()
     for path in Path(flashlin.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -154,7 +163,10 @@ def test_facts_of_a_tile_and_other_tile_come_together() -> None:
 
 
 def test_every_tile_that_failed_on_a_card_is_one_that_an_issue_objects_to() -> None:
-    """matrix/narrow_tiles.py tried them; each of its three issues is there because of a failure."""
+    """A known issue rejects every tile that failed in the run of matrix/narrow_tiles.py.
+
+    Each of the three issues on narrow tiles is confirmed by a failure in that record.
+    """
     record = json.loads((RESULTS / "narrow-tiles-NVIDIA-H200-triton-3.6.0.json").read_text())
     on, failed = target(record["triton"], 90), set[str]()
     for row in record["rows"]:
@@ -171,8 +183,10 @@ def test_every_tile_that_failed_on_a_card_is_one_that_an_issue_objects_to() -> N
 
 
 def ours(issue: KnownIssue) -> bool:
-    """Whether any launch of our own kernels would trigger it on its machines. If not, it is there for other
-    people's kernels."""
+    """Return True if a launch of flashlin's kernels would trigger the issue on a machine that has it.
+
+    Other issues concern only kernels of users.
+    """
     machines = filter(issue.here, itertools.chain.from_iterable(targets(triton) for triton in RELEASES))
     return any(issue.hits(launch.traits, launch.num_warps, launch.num_stages)
                for on in machines for asked in few() for launch in FAMILIES[asked.family].launches(asked, on))
@@ -180,8 +194,10 @@ def ours(issue: KnownIssue) -> bool:
 
 @lru_cache(maxsize=1)
 def codes() -> dict[Target, tuple[frozenset[str], ...]]:
-    """Of each machine the codes of all reasons that each plan of ``few()`` meets. It takes ten seconds: for
-    tests to call, not while they are collected, which every worker does."""
+    """Return by target, for each problem of ``few()``, the codes of all reasons in its plan.
+
+    This takes ten seconds. Call it in tests only, because every worker repeats the collection of tests.
+    """
     def of(plan: Plan) -> frozenset[str]:
         return frozenset(reason.code for reason in (*plan.refused, *(reason for reason, _ in plan.steps)))
     return {on: tuple(of(fresh(asked, on)) for asked in few()) for triton in BUILDS for on in targets(triton)}
@@ -189,7 +205,7 @@ def codes() -> dict[Target, tuple[frozenset[str], ...]]:
 
 @lru_cache(maxsize=1)
 def met() -> frozenset[str]:
-    """Codes of all reasons that some plan meets."""
+    """Return the codes of all reasons that occur in some plan of ``few()``."""
     return frozenset[str]().union(*itertools.chain.from_iterable(codes().values()))
 
 
@@ -200,7 +216,7 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
     draft = checks.Draft(asked, family, (trigger(issue),), on, AUTO)
-    assert next(checks.check_known_issues(draft)).remedies  # whoever launches it
+    assert next(checks.check_known_issues(draft)).remedies  # in every family
 
 
 def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:

@@ -1,5 +1,7 @@
-"""Strips of half a state's columns, where scans leave most of a card idle: when they are planned. What they
-compute is in the cases whose names begin with narrow-strips, which matrix/gpu.py runs."""
+"""Tests of when scans are planned with strips of half the columns of a state, which use more of a GPU.
+
+The results of such scans are tested by the cases narrow-strips*, which matrix/gpu.py runs.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,7 +23,7 @@ SCANS = {"chunk_gated_delta_rule": "delta", "chunk_kda": "dplr", "chunk_simple_g
 
 def planned(op: str = "chunk_gated_delta_rule", machine: str = HOPPER, policy: Policy = TRIAL,
             **facts: Any) -> dict[str, Launch]:
-    """Launches by kernel."""
+    """Return the planned launches of an op by kernel name."""
     given: dict[str, Any] = {"B": 8, "T": 1024, "H": 8, "K": 64, "V": 64, "N": 8, "dtype": "bfloat16",
                              "options": ("beta",) if op == "chunk_kda" else ("g",), "needs_grad": True,
                              **facts}
@@ -41,7 +43,7 @@ def test_twice_the_programs_with_more_than_one_stage(op: str) -> None:
 @pytest.mark.parametrize("op", SCANS)
 def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatch,
                                          fresh: Callable[[], None]) -> None:
-    few = {"B": 2, "N": 2, "T": 1030}  # tokens that the scan in Gluon does not take
+    few = {"B": 2, "N": 2, "T": 1030}  # a number of tokens that the overlapping scan does not support
     narrow = {launch.config for name, launch in planned(op, **few).items()
               if "_grads" not in name and dict(launch.tile).get("BV") == 32}
     missing = sorted(narrow)[0]
@@ -57,8 +59,11 @@ def test_not_before_all_of_them_have_run(op: str, monkeypatch: pytest.MonkeyPatc
     (HOPPER, {"B": 9, "N": 9}), (HOPPER, {"T": 1023}), (HOPPER, {"dtype": "float32"}),
     (HOPPER, {"max_warps": 2}), (HOPPER, {"K": 32}), (HOPPER, {"V": 32}), ("triton=3.6.0,sm=80,sms=108", {"B": 4, "N": 4})])
 def test_where_they_are_not(machine: str, facts: dict[str, Any]) -> None:
-    """Where twice the programs would wait for each other, for short sequences, without matrix units for it,
-    beside few rows (wrong with two stages), on cards that nobody has timed."""
+    """Narrow strips are not planned where they do not help or are not known to be right.
+
+    They do not help if twice the programs do not fit on the GPU at once, for short sequences, or for dtypes
+    without matrix units. With few rows of a state they are wrong with two stages. Other GPUs are not timed.
+    """
     launches = planned(machine=machine, **facts)
     wide = min(64, facts.get("V", 64))
     found = launches.keys() & {"delta_scan", "delta_states", "delta_reverse"}
@@ -96,9 +101,12 @@ ERASING = ("a", "beta", "delta", "erase", "gk")
     ({"N": 64, "options": ("gk",)}, ("BV=32", 4)),
     ({"N": 64, "machine": "triton=3.2.0,sm=75"}, ("BV=32", 4))])
 def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
-    """One warp, which waits for nobody; a single token of many states, or with a rate of erasing, in wider
-    rows, but where no choice may depend on the batch or its length. As ever where nothing is taken back, and
-    on other cards, some of which have not the shared memory."""
+    """A recurrent delta rule on Hopper uses one warp per program, which needs no synchronization.
+
+    A single token of many states, or a call with an erase rate, gets wider rows. In invariant mode the tile
+    depends neither on the batch nor on the length. Calls without a delta term and other GPUs, some of which
+    lack the shared memory, keep the tile of 4 warps.
+    """
     facts = dict(facts)
     invariant, machine = facts.pop("invariant", False), facts.pop("machine", HOPPER)
     given = {"B": facts["N"], "T": 1, "H": 16, "K": 128, "V": 128, "dtype": "bfloat16",

@@ -1,4 +1,4 @@
-"""Where kernels of one decay reference are planned, forward and backward."""
+"""Tests of when kernels with one decay reference per chunk are planned, forward and backward."""
 from __future__ import annotations
 
 import pytest
@@ -19,8 +19,11 @@ def by_one(op: str, label: str, machine: str) -> set[str]:
 @pytest.mark.parametrize("label", ["bfloat16 D=64", "bfloat16 D=128"])
 @pytest.mark.parametrize("op", one_reference.GATES)
 def test_they_are_where_they_have_run(op: str, label: str, triton: str) -> None:
-    """Nothing tries them first: what the launch table knows is enough. RWKV-7 with gradients halves where
-    heads are of 64: by one reference it would take 4 % more memory (tests/ops/test_memory.py)."""
+    """Kernels with one decay reference are planned without a trial on machines where they have run.
+
+    The launch table lists these machines. RWKV-7 with gradients and heads of 64 channels halves the chunk
+    instead, because one reference takes 4 % more memory there (tests/ops/test_memory.py).
+    """
     family, first = ("gla", "scores") if op in ("chunk_gla", "chunk_rwkv6") else ("dplr", "prepare")
     halves = (op, label) == ("chunk_rwkv7", "bfloat16 D=64")
     both = set() if halves else {f"{family}_{first}_one", f"{family}_grads_one"}

@@ -1,8 +1,9 @@
-"""What plans promise, over every machine and every kind of call, and what they say today (snapshots.json,
-kept as data).
+"""Tests of properties that every plan must have, for all machines and kinds of calls, and of plan snapshots.
 
-    python -m tests.plan.test_plan --write    from the root of the checkout, after a deliberate change: writes
-                                              the snapshots anew, for the diff to be read
+The snapshots are in snapshots.json. After a deliberate change, update them from the root of the checkout and
+review the diff:
+
+    python -m tests.plan.test_plan --write
 """
 from __future__ import annotations
 
@@ -35,25 +36,25 @@ SNAPSHOTS = Path(__file__).with_name("snapshots.json")
 RELEASES = tuple(one.version for one in releases.RELEASES)
 BUILDS = ("", "2.3.1", *RELEASES, "3.4.0.dev20250401", "3.6.0+git1a2b3c", "3.7.0rc1")
 CAPABILITIES = (60, 70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
-# What is asked of every policy is asked of these.
+# Tests of every policy use only these releases.
 ENDS = ("", "3.0.0", "3.2.0", "3.3.1", "3.6.0", RELEASES[-1])
-# one in so many problems is asked of a machine; a prime, so that every dtype and size gets its turn
+# Each machine plans one of so many problems. The number is prime, so that all dtypes and sizes take part.
 SHARE = 7
 POLICIES = tuple(Policy(policy=policy, path=path) for policy in CHOICES["policy"] for path in CHOICES["path"])
 AUTO = Policy()
 
-WAYS = tuple(dict.fromkeys(dispatch.OPS.values()))  # (family, mode), each of which several ops share
+WAYS = tuple(dict.fromkeys(dispatch.OPS.values()))  # all pairs (family, mode); several ops share one
 OP_OF = {way: next(op for op, its in dispatch.OPS.items() if its == way) for way in WAYS}
-OTHERS = ("chunk_rwkv7", "rwkv7")  # of a way, too, but with other optional tensors, so with other kernels
+OTHERS = ("chunk_rwkv7", "rwkv7")  # same (family, mode) as others, but other optional tensors and kernels
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DIMS = (16, 64, 100, 128, 256, 512, 513, 1024)
-# (B, T, H): usual, decoding, fla's B * H > 65535, none at all, more programs than a grid has, offsets beyond
-# 32 bits
+# (B, T, H): usual, decoding, B * H > 65,535 (fails in fla), empty, more programs than a grid has, offsets
+# beyond 32 bits
 SIZES = ((2, 2048, 8), (4, 1, 16), (10923, 64, 6), (0, 128, 4), (2**29, 64, 6), (8, 64, 2**22))
 
 
 def target(triton: str, sm: int, backend: str = "cuda") -> Target:
-    """Any machine; unlike ``parse``, also one without Triton."""
+    """Return the target with this Triton and compute capability; ``triton=""`` means without Triton."""
     found = parse(f"triton={triton or '3.0.0'},sm={sm},torch=2.9.0,backend={backend}")
     return found._replace(triton=triton,
                           ptxas=bundled_ptxas(triton, found.capability) if backend == "cuda" else "")
@@ -70,10 +71,13 @@ def problem(
     op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
     needs_grad: bool = True,
 ) -> Problem:
-    """As explain makes it of a family's record, with gates, and rows and tokens that a grid can count."""
+    """Return a problem as explain makes it, with a gate.
+
+    T is limited, so that rows and tokens can be counted by a grid.
+    """
     family, usual, (B, T, H) = family_of(op), typical(op), size
     first = next(iter(usual.values()))
-    sizes = Sizes(B, T, H, K, V if first.V >= 16 else first.V)  # else V is a filter's taps, or follows from K
+    sizes = Sizes(B, T, H, K, V if first.V >= 16 else first.V)  # small V: taps of a filter, or follows from K
     if varlen and any(known.packed for known in usual.values()):
         sizes = sizes._replace(B=1, T=B * T, N=B, packed=True)
     options = {*PUBLIC[op].options, *(["g"] if family.head_dim else [])}
@@ -83,8 +87,10 @@ def problem(
 
 
 def asked_of(number: int, problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    """What machine ``number`` is asked. Machines next to each other, releases or cards, plan nearly alike:
-    seven of them are asked everything."""
+    """Return the share of the problems that machine ``number`` plans.
+
+    Neighbouring releases or GPUs plan nearly alike, so seven consecutive machines plan all problems together.
+    """
     return tuple(share(problems, number, SHARE))
 
 
@@ -94,39 +100,44 @@ def unique(found: Iterator[Problem]) -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=1)
 def usual() -> tuple[Problem, ...]:
-    """Every pair of head sizes in a usual size, with gradients, which make all launches of a call without."""
+    """Return problems of usual size for every pair of head sizes.
+
+    They have gradients, because such calls include all launches of calls without gradients.
+    """
     return unique(problem(op, dtype, K, V)
                   for op, dtype, K, V in itertools.product((*OP_OF.values(), *OTHERS), DTYPES, DIMS, DIMS))
 
 
 @lru_cache(maxsize=1)
 def odd() -> tuple[Problem, ...]:
-    """Every size, packed or not, with gradients or not."""
+    """Return problems of every size in SIZES, packed and dense, with and without gradients."""
     return unique(problem(op, dtype, 128, 256, size, varlen, grad) for op, dtype, size, varlen, grad in
                   itertools.product((*OP_OF.values(), *OTHERS), DTYPES, SIZES, (False, True), (False, True)))
 
 
 @lru_cache(maxsize=1)
 def few() -> tuple[Problem, ...]:
-    """A handful for what is asked of every policy."""
+    """Return a small set of problems for tests of every policy."""
     return unique(problem(OP_OF[way], dtype, K, K, size, needs_grad=grad) for way, dtype, K, size, grad in
                   itertools.product(WAYS, DTYPES, (64, 512, 1024), (SIZES[0], SIZES[4]), (False, True)))
 
 
 def too_wide(asked: Problem) -> bool:
-    """Whether it is beyond a limit in its family's record."""
+    """Return True if the problem exceeds a limit of its family."""
     return any(getattr(asked, axis) > most for axis, most, _ in FAMILIES[asked.family].limits)
 
 
-# What every plan promises. Each answers whether the plan keeps it.
+# Properties that every plan must have. Each function returns True if the plan has the property.
 
 def it_is_short(plan: Plan, policy: Policy) -> bool:
-    return len(plan.steps) <= 64  # 31 halvings of a batch, and then some
+    return len(plan.steps) <= 64  # 31 halvings of a batch, and other steps
 
 
 def no_reason_stands(plan: Plan, policy: Policy) -> bool:
-    """Every check asked again about what the plan would start: nothing is left to say. A plan of no path
-    answers no check."""
+    """Return True if no check has a reason against the plan's launches.
+
+    Refusals and plans on the torch path have no launches to check.
+    """
     draft = checks.Draft(plan.problem, FAMILIES[plan.problem.family], plan.launches, plan.target, policy)
     return bool(plan.refused) or plan.path == "torch" or not any(list(check(draft)) for check in CHECKS)
 
@@ -137,8 +148,10 @@ def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
 
 
 def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
-    """It gives its reason, which names remedies, and each of them is barred by the policy or cannot help this
-    problem any more."""
+    """Return True unless the plan is a refusal whose reasons are incomplete or that had a usable remedy left.
+
+    A remedy is not usable if the policy forbids it or if it no longer changes the problem.
+    """
     def barred(name: str) -> bool:
         return (policy.policy == "strict" and not REMEDIES[name].exact) or (policy.path == "triton"
                                                                             and name == "torch_path")
@@ -163,8 +176,11 @@ def the_path_is_the_one_asked_for(plan: Plan, policy: Policy) -> bool:
 
 
 def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
-    """Stated without the checks: grid, shared memory, offsets, threads, and tiles that hold something, of
-    which STAGES is no side, and SIDE and REGISTERS none where they are 0."""
+    """Return True if all launches respect the limits of the machine, independently of flashlin's own checks.
+
+    The limits concern the grid, shared memory, offsets and threads. Tile sizes must be positive powers of
+    two, except STAGES, which need not be a power of two, and SIDE and REGISTERS, which may be 0.
+    """
     return all(launch.shared <= plan.target.shared and launch.span <= OFFSET_LIMIT
                and 32 * launch.num_warps <= 1024
                and all(0 <= size <= limit for size, limit in zip(launch.grid, AXIS_LIMITS, strict=False))
@@ -175,7 +191,7 @@ def launches_fit_the_machine(plan: Plan, policy: Policy) -> bool:
 
 
 def nothing_that_matters_was_rewritten(plan: Plan, policy: Policy) -> bool:
-    """Remedies touch how a call runs, never what it computes."""
+    """Return True if the remedies changed only how the call runs, not its result."""
     how = dict(mode="", path="", max_warps=0, dot="", batch_part=0, avoid=frozenset())
     return plan.problem._replace(**how) == plan.asked._replace(**how)
 
@@ -194,7 +210,7 @@ def shown(failures: list[str]) -> str:
     return f"{len(failures)} failures, the first of which are\n" + "\n\n".join(failures[:3])
 
 
-fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # past the cache
+fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # plans without the cache
 
 
 @pytest.mark.parametrize("triton", BUILDS, ids=lambda triton: triton or "none")
@@ -252,8 +268,11 @@ def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
 
 
 def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
-    """Planning ends, whatever the checks say: a remedy lowers its own measure and raises that of none. The
-    measures cannot fall for ever: there are so many facts to avoid, and the others are not negative."""
+    """Planning always ends, because each remedy lowers its own measure and raises no other.
+
+    The measures have lower bounds: one counts the facts to avoid, which are limited; the others are never
+    negative.
+    """
     def measures(p: Problem) -> dict[str, int]:
         return {name: remedy.measure(p) for name, remedy in REMEDIES.items()}
 
@@ -290,7 +309,7 @@ def test_every_remedy_that_a_check_or_issue_names_exists() -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_no_size_is_refused(way: tuple[str, str]) -> None:
-    """Sizes beyond the memory of any card, which is no reason to end without a path."""
+    """Calls larger than the memory of any GPU still get a plan with a path."""
     for N, T in ((1, 2**40), (2**36, 64)):
         asked = problem(OP_OF[way], "bfloat16", 64, 64, (N, T, 8))
         for one in (asked, asked._replace(B=1, T=N * T, varlen=True)):
@@ -299,7 +318,7 @@ def test_no_size_is_refused(way: tuple[str, str]) -> None:
 
 
 def test_no_step_is_taken_in_vain() -> None:
-    """A reason that is still there, word for word, after its remedy was applied: the remedy did nothing."""
+    """No plan repeats a step: if a reason stays the same after its remedy, the remedy had no effect."""
     for on, asked in itertools.product(targets("3.6.0"), odd()):
         steps = dispatch.plan(asked, on).steps
         assert not [step
@@ -320,7 +339,10 @@ def test_remedies_combine_on_a_t4() -> None:
                           ("3.9.0", 80, "native"),
                          ("3.2.0", 75, "native"), ("3.1.0", 75, "native")])
 def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, dot: str) -> None:
-    """Scalar code on 16-bit operands spills ten times as much. Not where there is nothing to multiply."""
+    """Without tensor cores, matrix products run on fp32 copies of 16-bit operands.
+
+    Scalar code on 16-bit operands spills ten times as much. Kernels without matrix products keep 16 bits.
+    """
     asked = problem("chunk_simple_gla", "float16", 128, 128)
     plan = dispatch.plan(asked, target(triton, sm))
     assert plan.path == "triton" and plan.problem.dot == dot and len(dispatch.inexact_steps(plan)) == (dot
@@ -340,7 +362,10 @@ def test_without_tensor_cores_16_bit_operands_are_made_32(triton: str, sm: int, 
     ("3.2.0", "chunk_delta_rule", 256, 256, ["narrow-state-32", "tall-state-32"])])
 def test_a_tile_that_fails_is_passed_over_for_the_next(triton: str, op: str, K: int, V: int,
                                                        codes: list[str]) -> None:
-    """The trail says why; but nobody has to hear of it, and strict has nothing against it."""
+    """A tile with a known issue is replaced by the next tile, which policy strict allows.
+
+    The plan's steps give the reason, but no warning announces it.
+    """
     asked, on = problem(op, "bfloat16", K, V), target(triton, 90)
     plan = dispatch.plan(asked, on)
     assert [reason.code for reason, _ in plan.steps] == codes and plan.steps[0][1] == "other_tile"
@@ -350,13 +375,15 @@ def test_a_tile_that_fails_is_passed_over_for_the_next(triton: str, op: str, K: 
     for launch in plan.launches:
         if "rmw_acc" in launch.traits:
             assert launch.block("BT") == 32 and "narrow_state" not in launch.traits
-            still = 32 if (op, triton) == ("chunk_kda", "3.9.0") else 64  # its scores are too narrow, too
+            still = 32 if (op, triton) == ("chunk_kda", "3.9.0") else 64  # its scores are also too narrow
             assert ignored.launch(launch.kernel).block("BT") == still
 
 
 def test_a_tile_that_fails_is_rejected_for_each_of_its_kernels() -> None:
-    """Without the issue of the scans KDA's scores of so few channels still need short chunks, and where
-    nothing objects to those either, its gradients do."""
+    """Each of three issues alone makes KDA with 16 channels use short chunks.
+
+    The issues concern different kernels: the scans, the scores and the gradients.
+    """
     asked, on = problem("chunk_kda", "bfloat16", 16, 16), target("3.6.0", 90)
     ids = ["hopper-narrow-state", "hopper-narrow-scores", "hopper-narrow-grads"]
     found = [dispatch.plan(asked, on, Policy(ignore=frozenset(ids[:count]))) for count in range(4)]
@@ -366,7 +393,7 @@ def test_a_tile_that_fails_is_rejected_for_each_of_its_kernels() -> None:
 
 
 def test_where_no_tile_is_without_a_fault_plain_torch_is_left() -> None:
-    """A recipe that has one tile only: the reason is then no choice any more, and is announced."""
+    """A recipe without another tile runs on the torch path, and the reason is then forced and announced."""
     issue = next(issue for issue in KNOWN_ISSUES if issue.id == "hopper-narrow-state")
     on = target("3.6.0", 90)
     asked = problem("chunk_simple_gla", "bfloat16", 256, 256)
@@ -396,7 +423,10 @@ def test_amd_takes_the_torch_path_unless_checks_are_off() -> None:
 
 
 def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
-    """fla's grids have B * H on axis 1, which ends at 65535; ours are flat."""
+    """A call with 65,538 heads needs no remedy, because flashlin's grids have one axis.
+
+    fla's grids have B * H on axis 1, whose limit is 65,535.
+    """
     for way in WAYS:
         plan = dispatch.plan(problem(OP_OF[way], "bfloat16", 128, 128, (10923, 64, 6)), target("3.6.0", 90))
         assert plan.path == "triton" and not dispatch.inexact_steps(plan)
@@ -405,8 +435,10 @@ def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
 
 @pytest.mark.parametrize("triton", RELEASES)
 def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> None:
-    """What is announced or refused comes from the machine, from sizes no launch table has, or from a known
-    issue; all else just runs."""
+    """flashlin's kernels need an announced remedy only because of a documented limit or a known issue.
+
+    Documented limits are those of the machine, of dtypes and of sizes.
+    """
     for number, on in enumerate(targets(triton), RELEASES.index(triton)):
         here = {issue.id for issue in issues_here(on)}
         for asked in asked_of(number, usual()):
@@ -421,8 +453,8 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
             elif on.backend == "cuda" and max(asked.K,
                                               asked.V) > 128 and (on.shared < 102400
                                                                   or release(triton) < (3, 3)):
-                # No room for the widest heads in fp32: on cards of 100 KB and less, and before 3.3, where
-                # fp32 operands take twice as much.
+                # The widest heads in fp32 do not fit into shared memory of 100 KB or less. Before Triton
+                # 3.3, fp32 operands take twice as much.
                 assert codes <= here | {"shared-memory"}, (asked, on)
             elif on.backend == "cuda":
                 assert codes <= here, (asked, on)
@@ -431,14 +463,14 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
 @pytest.mark.parametrize("sm", (80, 86, 89, 90))
 @pytest.mark.parametrize("triton", RELEASES)
 def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
-    # wider ones may need fewer warps or, in fp32, more room than there is
+    # Wider heads may need fewer warps or, in fp32, more shared memory than the GPU has.
     widest = MAX_HEAD_DIM if release(triton) >= (3, 3) else 128
     for asked in usual():
-        # 100 KB hold a chunk's inverse and a state of 512 rows in 16 bits, not in fp32.
+        # The inverse of a chunk and a state of 512 rows fit into 100 KB in 16 bits, but not in fp32.
         crowded = asked.family in ("delta",
                                    "dplr") and asked.dtype == "float32" and asked.K > 256 and sm in (86, 89)
-        # Up to 3.2 two warps for a state taller than its chunks, which are short beside few columns:
-        # tall-state-32.
+        # Up to 3.2, a state with more rows than its chunk has tokens runs with two warps (tall-state-32).
+        # Chunks are short if the state has few columns.
         tall = (asked.family in ("simple_gla", "delta", "gla") and asked.dtype != "float32"
                 and asked.K >= 64 > asked.V
                 and sm == 90 and release(triton) < (3, 3))
@@ -461,7 +493,10 @@ def test_mode_auto_decides_from_tokens_gradients_and_card(T: int, grad: bool, sm
 # Snapshots
 
 def summary(plan: Plan) -> str:
-    """``triton via fp32: scan 32/64/64 w4 s2, ...``; sizes as the launch has them: BT/BK/BV, or BT/BD."""
+    """Return a plan as text, such as ``triton via fp32: scan 32/64/64 w4 s2, ...``.
+
+    The numbers are the tile sizes of the launch (BT/BK/BV or BT/BD), its warps and its stages.
+    """
     if not plan.launches:
         return plan.path
     tiles: dict[str, list[str]] = {}
@@ -477,7 +512,10 @@ Snapshots = dict[str, dict[str, list[str]]]
 
 
 def snapshots() -> Snapshots:
-    """By op, dtype and head size, then by plan: the cards, each with a stretch of Triton releases."""
+    """Return by call (family, mode, dtype and head size), then by plan text, the machines with this plan.
+
+    Each machine is a text of a GPU and a range of Triton releases.
+    """
     found: Snapshots = {}
     for way, dtype, D, sm in itertools.product([way for way in WAYS if way[1] != "auto"], DTYPES[:3],
                                                (64, 128, 256, 512), CAPABILITIES[1:]):
@@ -498,7 +536,7 @@ def rows(found: Snapshots) -> dict[str, str]:
 
 
 def read() -> Snapshots:
-    """Return what ``write`` has written: the machines of a plan are one string."""
+    """Return the stored snapshots; in the file, the machines of a plan are one string."""
     kept = json.loads(SNAPSHOTS.read_text())
     return {call: {text: machines.split(", ") for text, machines in plans.items()}
             for call, plans in kept.items()}

@@ -1,4 +1,4 @@
-"""What ops do with a plan: raise a refusal, warn once about what differs, and the exact words of both."""
+"""Tests that ops raise a refused plan and warn once about a plan that differs, with the exact messages."""
 from __future__ import annotations
 
 import warnings
@@ -58,7 +58,7 @@ def test_what_is_normal_or_exact_is_not_told() -> None:
     pretend(H100)
     assert told(CALL) == []
     assert told(CALL._replace(op="simple_gla", mode="auto")) == []
-    assert told(CALL._replace(B=2**30, N=2**30)) == []  # in parts
+    assert told(CALL._replace(B=2**30, N=2**30)) == []  # runs in several launches
     flashlin.settings(path="torch")
     assert told(CALL) == []
 
@@ -136,7 +136,7 @@ def test_gradients_are_wanted_where_autograd_would_give_them() -> None:
 
 @pytest.mark.parametrize("rates", ["erase", "undecayed"])
 def test_with_gradients_a_rate_is_planned_as_what_then_runs(rates: str) -> None:
-    """With gradients another recurrence takes the call's place."""
+    """A call of fused_recurrent_gdn2 with gradients is planned as the recurrence that then runs instead."""
     def config(needs_grad: bool, *options: str) -> str:
         asked = Problem("fused_recurrent_gdn2", "recurrent", "fused_recurrent", 128, 1, 16, 128, 128, 128,
                         dtype="bfloat16", needs_grad=needs_grad, options=options)

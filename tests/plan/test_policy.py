@@ -1,4 +1,4 @@
-"""The policy: where it comes from, what it may be, and that it can be put back."""
+"""Tests of the policy: its sources, its valid values, and that a with block restores it."""
 from __future__ import annotations
 
 import itertools
@@ -140,7 +140,7 @@ def test_settings_called_alone_are_for_the_whole_process() -> None:
 def test_a_with_block_is_its_threads_alone() -> None:
     with settings(path="torch"):
         assert in_another_thread(current) == Policy() and current().path == "torch"
-        # for the process, and the block keeps what it has set
+        # This changes the policy of the process; the block keeps its own settings.
         in_another_thread(lambda: settings(policy="strict", path="triton"))
         assert current() == Policy(policy="strict",
                                    path="torch") and in_another_thread(current).path == "triton"
@@ -148,8 +148,7 @@ def test_a_with_block_is_its_threads_alone() -> None:
 
 
 def test_no_thread_ever_sees_the_block_of_another() -> None:
-    # Nor between the call of settings and the beginning of the block, where Python may turn to another
-    # thread.
+    # This includes the time between the call of settings and the start of the block.
     seen, done, interval = set[str](), threading.Event(), sys.getswitchinterval()
 
     def watch() -> None:
@@ -174,7 +173,7 @@ def test_no_thread_ever_sees_the_block_of_another() -> None:
 
 def test_settings_that_are_kept_hold_in_their_thread_at_once_and_for_the_process_when_it_goes_on() -> None:
     kept = settings(path="torch")
-    assert in_another_thread(current) == Policy()  # it may yet be entered
+    assert in_another_thread(current) == Policy()  # it may still be used in a with statement
     assert current().path == in_another_thread(current).path == "torch"
     with kept:
         assert current().path == "torch"
@@ -229,7 +228,7 @@ def test_one_object_can_be_entered_twice_and_by_two_threads() -> None:
             assert current().path == "torch"
         assert current().path == "torch"
     assert current() == Policy()
-    once.__exit__(None, None, None)  # nothing is left to end
+    once.__exit__(None, None, None)  # no effect: the block has ended
     assert current() == Policy()
 
 

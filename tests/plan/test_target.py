@@ -1,4 +1,4 @@
-"""Targets: parsed from text, probed once per device, and pretended."""
+"""Tests of targets: they are parsed from text, probed once for each device, or simulated."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -179,7 +179,7 @@ def test_a_torch_of_another_build_launches_nothing(text: str, built_for: str) ->
     ("H100,triton=latest", "got triton=latest, need a version "),
     ("H100,torch=stable", f"got torch=stable, need a version such as {RELEASES[-1].torch[-1]}"),
     ("H100,sms=many", "got sms=many, need a whole number"),
-    # str.isdigit is true of these, and int() refuses them
+    # str.isdigit() is True for these characters, but int() raises an error.
     ("H100,sms=²", "got sms=², need a whole number above 0"),
     ("H100,shared=²", "got shared=², need a whole"),
     ("sm=²", "got sm=², need the compute capability"), ("sm=²,backend=xpu", "got sm=², need the compute"),
@@ -237,7 +237,7 @@ def test_the_wheel_brings_its_ptxas(triton: str, capability: tuple[int, int], ve
     ("3.9.0", (8, 0), "PTXAS"), ("3.9.0", (9, 0), "PTXAS_BLACKWELL")])
 def test_the_environment_names_another_ptxas_of_the_one_that_is_called(
         triton: str, capability: tuple[int, int], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # read off each release's backends/nvidia/compiler.py and knobs.py
+    # According to backends/nvidia/compiler.py and knobs.py of each release.
     for name in ("PTXAS", "PTXAS_BLACKWELL"):
         monkeypatch.setenv(f"TRITON_{name}_PATH", f"/opt/{name}")
     found = ptxas_path(triton, capability)
@@ -268,7 +268,7 @@ def test_the_interpreter_runs_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def cards(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """An H100 and a T4 in one host; what is asked of which device is kept."""
+    """Simulate an H100 and a T4 in one machine, and return a list that receives each device that is probed."""
     asked: list[torch.device] = []
 
     def properties(device: torch.device) -> SimpleNamespace:

@@ -1,5 +1,7 @@
-"""Version ranges: plain bounds on the release number; an unreleased build of the fixing release counts as
-affected."""
+"""Tests of version ranges, which are bounds on the release number.
+
+An unreleased build of the release with the fix still counts as affected.
+"""
 from __future__ import annotations
 
 import pytest
@@ -77,7 +79,7 @@ def test_a_range_is_both_of_its_bounds(parts: tuple[int, ...], since: tuple[int,
 @given(numbers, numbers, numbers)
 def test_releases_are_ordered_as_numbers(older: tuple[int, ...], newer: tuple[int, ...],
                                          fixed_in: tuple[int, ...]) -> None:
-    """Once fixed, fixed for good; and 3.10 comes after 3.9."""
+    """Every release after the one with the fix is unaffected; releases are compared as numbers, 3.10 > 3.9."""
     older, newer = sorted((older, newer))
     assert affected(text(older), None, text(fixed_in)) or not affected(text(newer), None, text(fixed_in))
     assert affected(text(older), None, text(fixed_in)) == (older < fixed_in)

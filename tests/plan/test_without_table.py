@@ -1,5 +1,7 @@
-"""Gradients of simple GLA's states in dq and dk: when that is planned. What they are then is in
-tests/interpret/test_without_table.py."""
+"""Tests of when simple GLA computes the gradients of its states in the kernel of dq and dk.
+
+tests/interpret/test_without_table.py tests the results.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,12 +27,12 @@ IN_GLUON = "simple_gla_overlapped_back"
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were no scans in Gluon, which trials would take."""
+    """Turn off the overlapping kernels, which plans with trials would otherwise use."""
     monkeypatch.setattr(scans, "OVERLAPS", (99, 0))
 
 
 def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
-    """The two launches by kernel; of dv alone where heads share q and k."""
+    """Return the planned launches of the two gradient kernels, or of the overlapping one, by name."""
     found = flashlin.Problem("chunk_simple_gla", "simple_gla", "chunk", **{**FIELDS, **facts})
     launches = dispatch.plan(found, parse(machine), Policy(canary="trial")).launches
     return {launch.kernel: launch for launch in launches if launch.kernel in (*KERNELS, IN_GLUON)}
@@ -39,10 +41,10 @@ def planned(machine: str = HOPPER, **facts: Any) -> dict[str, Launch]:
 @pytest.mark.parametrize(("machine", "facts", "side"), [
     (HOPPER, {}, 64), (AMPERE, {}, 32), (HOPPER, {"dtype": "float32", "V": 64}, 32),
     (HOPPER, {"K": 64, "V": 72}, 64),
-    (HOPPER, {"B": 8, "N": 8, "T": 1024, "H": 8, "K": 64, "V": 64}, 64),  # in narrow strips
-    (HOPPER, {"B": 1, "N": 1, "T": 8192, "H": 2}, 64),  # and in parts
+    (HOPPER, {"B": 8, "N": 8, "T": 1024, "H": 8, "K": 64, "V": 64}, 64),  # in strips of half the columns
+    (HOPPER, {"B": 1, "N": 1, "T": 8192, "H": 2}, 64),  # also in segments
     (HOPPER, {"T": 4097}, 64), (HOPPER, {"B": 1, "T": 16384, "varlen": True}, 64),
-    # more than dq and dk hold; strips that do not fill them; sums of heads
+    # Not planned: the state is too large for dq and dk; strips that do not fill the tile; sums over heads.
     (HOPPER, {"V": 136}, 0), (HOPPER, {"dtype": "float32"}, 0), (BLACKWELL, {}, 0), (HOPPER, {"K": 104}, 0),
     (HOPPER, {"options": ("g", "gva")}, 0)])
 @pytest.mark.usefixtures("plain")

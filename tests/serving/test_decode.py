@@ -1,4 +1,4 @@
-"""flashlin.serving on the torch path: decoding, drafts and prompts on pools of states."""
+"""Tests of flashlin.serving on the torch path: decoding, drafts and prompts with pools of states."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,7 +15,7 @@ from tests.serving import checks
 from tests.serving.checks import KINDS, Layer, at, decoded, prefilled, same
 
 F32, BF16 = torch.float32, torch.bfloat16
-# of each kind, another shape and other dtypes
+# One layer of each kind, with different shapes and dtypes.
 LAYERS = [Layer(kind, *sizes, *dtypes, neg=neg) for kind, sizes, dtypes, neg in zip(
     KINDS, [(1, 1, 16, 16), (2, 4, 24, 40), (2, 2, 33, 7), (1, 3, 48, 16), (3, 3, 20, 12), (1, 2, 5, 64)],
     [(F32, F32), (BF16, BF16), (BF16, F32), (F32, F32), (F32, BF16), (torch.float16, F32)],
@@ -71,7 +71,7 @@ def test_float64_is_what_float64_gives() -> None:
 
 
 def test_threads_and_neighbours_change_no_bit() -> None:
-    """One request alone, and in a batch large enough for torch to share it between threads."""
+    """A request gives bitwise the same result alone and in a batch that torch splits between threads."""
     layer = Layer("channels, raw", 2, 4, 64, 64)
     options, pool, tokens = layer.parameters(), layer.pool(40), layer.tokens(40)
     threads, before = torch.get_num_threads(), pool.clone()
@@ -86,7 +86,7 @@ def test_threads_and_neighbours_change_no_bit() -> None:
 
 
 def test_a_strided_pool_and_strided_tokens() -> None:
-    """A layer's part of a pool for all layers; q, k and v of one projection."""
+    """Decoding supports a strided view of a pool for all layers, and strided q, k and v of one projection."""
     whole = torch.randn(5, 3, 2, 8, 16)
     pool, before = whole[:, 1], whole.clone()
     q, k, v = torch.randn(3, 1, 2, 40).split([16, 16, 8], -1)
@@ -112,8 +112,11 @@ def test_it_is_the_fused_recurrent_op() -> None:
 
 
 def test_rows_of_sequences_that_are_not_wanted_and_of_none() -> None:
-    """Edges as only a GPU has them, whose values nobody looks at: rows before the first sequence, behind the
-    last one, and no sequence at all."""
+    """Rows of unwanted sequences and rows outside of every sequence are left out.
+
+    Only cu_seqlens on a GPU can leave rows before the first or after the last sequence, because the host does
+    not read its values.
+    """
     y, edges = torch.ones(1, 7, 2), torch.tensor([1, 2, 4, 4, 6])
     rows = pool_torch.rows_of(y, edges, torch.tensor([True, False, True, True]))
     assert rows[0, :, 0].tolist() == [0, 1, 0, 0, 1, 1, 0] and torch.equal(rows[..., 0], rows[..., 1])
@@ -122,7 +125,7 @@ def test_rows_of_sequences_that_are_not_wanted_and_of_none() -> None:
 
 @pytest.mark.parametrize(("N", "slots", "rows"), [(0, 3, 0), (2, 0, 2), (2, 3, 0)])
 def test_nothing_to_do(N: int, slots: int, rows: int) -> None:
-    """No requests, no slots, no tokens."""
+    """Calls without requests, slots or tokens return zeros or empty tensors and do not change the pool."""
     layer = Layer("heads, raw")
     options, pool = layer.parameters(), layer.pool(slots)
     before = pool.clone()

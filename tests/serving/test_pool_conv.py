@@ -1,5 +1,7 @@
-"""flashlin.serving's convolutions: prompts and their pieces, then tokens and drafts, on one pool, beside the
-whole prompt's convolution."""
+"""Tests of flashlin.serving's convolutions: pieces of prompts, then tokens and drafts, with one pool.
+
+The results are compared with one convolution of the whole sequence.
+"""
 from __future__ import annotations
 
 from itertools import accumulate
@@ -20,7 +22,7 @@ def seed() -> None:
 
 
 def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """silu of one request's convolution, x [T, D], in float64, a tap at a time."""
+    """Return silu of the causal convolution of one request, x [T, D], in float64, tap by tap."""
     padded = torch.cat([x.new_zeros(W - 1, D), x]).double()
     y = bias.double() + sum(padded[w:w + len(x)] * weight[:, w].double() for w in range(W))
     return y / (1 + (-y).exp())
@@ -39,8 +41,11 @@ def call(x: torch.Tensor, pool: torch.Tensor, weights: tuple[torch.Tensor, torch
 @pytest.mark.parametrize("L", [W - 1, W + 2], ids="L={}".format)
 @pytest.mark.parametrize("ring", [False, True], ids=["shifted", "ring"])
 def test_pieces_then_tokens_then_drafts(ring: bool, L: int, dtype: torch.dtype) -> None:
-    """Two requests in pieces of many lengths, beside padding; then a token each; then, in a ring, drafts of
-    which some are rejected."""
+    """Two requests, with padding between them, match the convolution of the whole sequence.
+
+    They run in pieces of several lengths, then token by token. With a ring buffer, they run with drafts, some
+    of which are rejected.
+    """
     weights = torch.randn(D, W), torch.randn(D)
     x = {slot: torch.randn(40, D).to(dtype) for slot in (4, 1)}
     wanted = {slot: whole(rows, *weights) for slot, rows in x.items()}
@@ -62,7 +67,7 @@ def test_pieces_then_tokens_then_drafts(ring: bool, L: int, dtype: torch.dtype) 
         rows = torch.stack([x[slot][done[slot]:done[slot] + T] for slot in (4, 1)] + [torch.randn(T, D)
                                                                                   .to(dtype)])
         accepted = 1 + step % T
-        rows[:, accepted:] = torch.randn(3, T - accepted, D).to(dtype)  # what was drafted wrongly
+        rows[:, accepted:] = torch.randn(3, T - accepted, D).to(dtype)  # rejected drafts
         more: dict[str, Any] = dict(cache_seqlens=torch.tensor([done[4], done[1], 0])) if ring else {}
         y = serving.causal_conv1d_update(rows.mT, pool, *weights, "silu",
                                          conv_state_indices=torch.tensor([4, 1, -1]), **more)

@@ -1,4 +1,4 @@
-"""examples/serve.py as a user meets it."""
+"""Tests of examples/serve.py, run as a user would run it."""
 from __future__ import annotations
 
 import importlib.util
@@ -26,7 +26,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve", module)  # where dataclasses look for it
+    monkeypatch.setitem(sys.modules, "serve", module)  # dataclasses look the module up there
     spec.loader.exec_module(module)
     return module
 
@@ -60,7 +60,7 @@ def test_help_teaches_and_a_wrong_number_is_one_line(example: ModuleType, monkey
 
 def test_it_notices_a_wrong_answer(example: ModuleType, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
-    """Pieces that do not go on from the piece before."""
+    """The example reports an error if a piece of a prompt does not continue from the piece before."""
     right = serving.prefill
 
     def forgetful(q: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:

@@ -1,5 +1,8 @@
-"""On AMD, where nobody has run our kernels: plain torch, until ``flashlin warmup`` has found them right on
-the machine; nothing is ever tried that the user did not ask for, and nothing after a hang."""
+"""Tests of plans on AMD GPUs, where flashlin's kernels have not been run.
+
+Ops run in plain torch until ``flashlin warmup`` has found the kernels right on the machine. No trial starts
+unless the user requests it, and none starts after a hang.
+"""
 from __future__ import annotations
 
 import itertools
@@ -36,7 +39,11 @@ def planned(dtype: str = "bfloat16", op: str = OP, K: int = 64, policy: Policy =
 
 
 class Children:
-    """Instead of children: each comes to its word, having started what is planned for its call."""
+    """A replacement of the trials' child processes.
+
+    Each trial reports the planned configurations as started, and ends with the word given for its op.
+    words: results by op, such as "hang"; the default is "ran".
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **words: str) -> None:
         self.words, self.asked = words, list[Trial]()
@@ -57,7 +64,7 @@ def warm(*ops: str, **given: Any) -> list[str]:
 
 
 def call(dtype: torch.dtype) -> set[str]:
-    """What a call starts."""
+    """Call chunk_simple_gla and return the names of the kernels that it starts."""
     started: set[str] = set()
     door.replace_starter(lambda launch, *rest: started.add(launch.kernel))
     x = torch.zeros(1, 64, 2, 64, dtype=dtype)
@@ -82,8 +89,11 @@ def test_what_warmup_has_found_right_is_started_from_then_on(monkeypatch: pytest
 
 
 def test_what_was_not_tried_stays_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another dtype, whose kernel is another one though its tile may be the same; another size of heads;
-    another op with the same kernels; another card."""
+    """Calls outside of the successful trial stay in plain torch.
+
+    They differ in dtype (another kernel, even with the same tile), head size, op (even with the same
+    kernels), GPU, or the release of Triton or torch.
+    """
     Children(monkeypatch)
     warm(OP)
     assert planned("float16").path == planned(K=256).path == planned(op="chunk_retention").path == "torch"

@@ -1,5 +1,7 @@
-"""The first call of an op that nobody has run on such a card: a child process goes first, what fails there is
-planned otherwise, and what could not be tried changes nothing."""
+"""Tests of the first call of an op on a GPU without records, which starts a trial in a child process.
+
+Kernels that fail in the trial are re-planned. A trial that could not run changes nothing.
+"""
 from __future__ import annotations
 
 import logging
@@ -35,8 +37,10 @@ BOTH = {"gate_cumsum 4", "simple_gla_scan 4"}
 
 
 class Child:
-    """Instead of a child: what was asked of it, and what it comes to. ``bad`` blames the scan as planned
-    then."""
+    """A replacement of the trials' child process, which records the trials and returns given results.
+
+    words: the result of each trial, in order. A bad result names the scan kernel that is planned at the time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
         self.words, self.asked = list(words), list[Trial]()
@@ -70,7 +74,7 @@ def next_process() -> None:
 
 
 def call(target: str, op: str = "chunk_simple_gla") -> set[str]:
-    """The kernels that one call starts, by name and warps; none on the torch path."""
+    """Call an op and return "name warps" of each kernel that it starts; empty on the torch path."""
     started: set[str] = set()
     machine._probed[CPU] = parse(target)
     door.replace_starter(lambda launch, *rest: started.add(f"{launch.kernel} {launch.num_warps}"))
@@ -122,7 +126,10 @@ def test_what_could_not_be_tried_is_used_as_planned_with_one_warning_and_asked_a
 
 
 def test_a_trial_of_the_future_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was wrong, so the wait for that date would take years."""
+    """A trial with a date in the future is repeated at once.
+
+    A wrong clock may have caused the date; waiting for it could take years.
+    """
     child = Child(monkeypatch, "ran")
     local_results.keep(Table({}, {"chunk_simple_gla float32 64": Verdict(
         "not tried", time.time() + 400 * local_results.A_DAY, "chunk_simple_gla float32 64")}), parse(NEWER))
@@ -145,7 +152,10 @@ def test_not_tried_takes_nothing_from_what_has_run_here(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("target", [NEWER, RAN])
 def test_a_users_own_kernel_is_started_untried(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No child could call it. On the machine itself: what is only pretended is never tried."""
+    """A user's own kernel starts without a trial, because a child process cannot call it.
+
+    The target is set as the probed machine, because a simulated machine never starts trials.
+    """
     child, started = Child(monkeypatch), []
     machine._probed[CPU] = parse(target)
     shielded = flashlin.shield(foreign.scaled)
@@ -208,7 +218,7 @@ def test_nothing_is_tried_where_it_has_run_or_nobody_wants_it(target: str, setti
 
 
 def another_rank(word: str) -> None:
-    """Writes while this process waits for it, of everything that is planned."""
+    """Store a result for all planned launches, as another rank does while this process waits for it."""
     one = Verdict(word, time.time(), "chunk_simple_gla float32 64")  # type: ignore[arg-type]
     local_results.keep(Table({launch.config: one for launch in the_plan(parse(NEWER)).launches},
                              {one.trial: one}),
@@ -221,7 +231,7 @@ def another_rank(word: str) -> None:
 def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(monkeypatch, "ran")
-    local_results.local(parse(NEWER))  # this process has looked before the other one knew
+    local_results.local(parse(NEWER))  # this process reads the table before the other rank writes
     alone = local_results.alone
 
     def waiting(trial: str) -> Any:

@@ -1,5 +1,7 @@
-"""This machine's table of verdicts: kept, merged, taken back, and no table at all where the place or the file
-is not what it should be."""
+"""Tests of this machine's table of local results: it is stored, merged and deleted.
+
+An unusable folder or file counts as an empty table.
+"""
 from __future__ import annotations
 
 import errno
@@ -106,14 +108,14 @@ def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -
     assert local_results.local(HOPPER) == NOTHING
     file.unlink()
     os.mkfifo(file)
-    assert local_results._read(file) == NOTHING  # and nobody waits for a writer
+    assert local_results._read(file) == NOTHING  # reading a FIFO must not wait for a writer
 
 
 @pytest.mark.parametrize("named", ["x" * 5000, "with a zero \0", "/dev/null/below", "/proc/1/nothing/here"],
                          ids=lambda name: name[:12])
 def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # putenv refuses the zero
+    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects the zero character
     assert CONFIG in configs()
     with local_results.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
         keep("hang")
@@ -135,7 +137,7 @@ def test_no_home_at_all_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unreadable_place_is_no_table(call: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
-    monkeypatch.setattr(Path, call, refuse)  # tests run as root, whom no permission stops
+    monkeypatch.setattr(Path, call, refuse)  # chmod would not work: tests may run as root
     assert CONFIG in configs()
     with pytest.warns(UserWarning, match="holds in this process only.*Permission denied"):
         keep("hang")
@@ -159,7 +161,10 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
 
 
 def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a file was once read as empty, and the next verdict overwrote it."""
+    """A table is never written larger than the size that is read.
+
+    Such a file was once read as empty, and the next result overwrote it.
+    """
     monkeypatch.setattr(local_results, "LARGEST", 3000)
     for number in range(40):
         with warnings.catch_warnings(record=True) as told:
@@ -211,7 +216,7 @@ def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path,
 
 
 def test_a_system_without_locks_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "fcntl", None)  # Windows
+    monkeypatch.setattr(locks, "fcntl", None)  # as on Windows
     with local_results.alone("a trial"), pytest.warns(UserWarning, match="no file locks on this system"):
         keep("hang")
     assert CONFIG not in configs()

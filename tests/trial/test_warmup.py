@@ -1,5 +1,7 @@
-"""Trials in child processes: however a child ends the parent lives, a kernel is blamed for what kernels do,
-and for nothing else. Kernels run in Triton's interpreter here."""
+"""Tests of trials in child processes: the parent survives every end of a child, and blames the right kernel.
+
+Failures outside of kernels count against no kernel. Kernels run in Triton's interpreter here.
+"""
 from __future__ import annotations
 
 import errno
@@ -34,7 +36,7 @@ AFTER = f"{INSIDE}say(landed={CONFIG!r})\n"
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *codes: str) -> list[tuple[str, ...]]:
-    """Children with this to say and to do, one after the other; what each was asked."""
+    """Replace the next child processes by these codes, in order; return a list of their arguments."""
     left, asked = list(codes), list[tuple[str, ...]]()
 
     def command(*arguments: str) -> list[str]:
@@ -65,7 +67,7 @@ ABORT, SLEEP = "os.abort()", "time.sleep(60)"
      f"SIGABRT, at {CONFIG}: x.cpp:3: Assertion failed", {CONFIG: "abort or illegal access"}),
     (INSIDE + dies("sys.exit(70)", "LLVM ERROR: cannot select"), "abort or illegal access",
      f"exit code 70, at {CONFIG}: LLVM ERROR: cannot select", {CONFIG: "abort or illegal access"}),
-    # what says nothing of a kernel
+    # ends that do not count against a kernel
     (AFTER + dies(ABORT), "not tried", f"SIGABRT, after {CONFIG}", {}),
     (dies(ABORT), "not tried", "SIGABRT, before any kernel", {}),
     (INSIDE + dies("os.kill(os.getpid(), signal.SIGTERM)"), "not tried", f"SIGTERM, at {CONFIG}", {}),
@@ -140,7 +142,10 @@ def test_who_waits_for_something_else_hangs_in_no_kernel(where: str, at: str,
 
 def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pytest.MonkeyPatch,
                                                                 tmp_path: Path) -> None:
-    """This holds for any size; one argument of a command is limited to 128 KiB."""
+    """A child plans with results that its parent could not write to disk, however many they are.
+
+    They are passed through stdin, because one argument of a command is limited to 128 KiB.
+    """
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
     reads = f"open({str(tmp_path / 'known')!r}, 'w').write(sys.stdin.read())\n"
     asked = plant(monkeypatch, INSIDE + says("hang"), INSIDE + says("hang"), reads + AFTER + says("ran"))
@@ -226,7 +231,10 @@ def test_what_a_child_makes_of_an_error(error: Exception, inside: bool, word: st
 
 def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is not there: what a job of another user on a card in exclusive mode looks like, too."""
+    """An error outside of a launch, here a missing device, counts against no kernel.
+
+    A GPU in exclusive mode that another job uses gives the same error.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     here = parse("triton=3.6.0,sm=90")
     [found] = run.run([run.Trial("chunk_simple_gla", "float32", 16)], torch.device("cuda:0"), here)
@@ -252,7 +260,7 @@ def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPa
 
 def test_the_smaller_case_is_right_and_smaller() -> None:
     for op, (_, mode) in dispatch.OPS.items():
-        if mode != "auto":  # every op has a case to be tried with
+        if mode != "auto":  # every op has a case for trials
             size = 64 if family_of(op).head_dim else 0
             whole, small = (child.small_case(op, size, small) for small in (False, True))
             inputs = (case.make(torch.float32, torch.Generator().manual_seed(0)) for case in (whole, small))
