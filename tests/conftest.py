@@ -27,7 +27,7 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # test tensors are so small that more threads only add overhead
-GARBAGE = (100_000, 50, 100)  # thresholds for gc.set_threshold
+GARBAGE = (100_000, 50, 100)  # gc.set_threshold: allocations, and collections of the younger generation
 Compile = Callable[[str, list[Job]], list[Result]]
 
 
@@ -148,7 +148,7 @@ def starts() -> list[str]:
 
 @pytest.fixture
 def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return axis_limits(x, y, z), which lowers the limits of a grid's axes to so many programs.
+    """Return a function that lowers the limits of a grid's axes to (x, y, z) programs.
 
     Small calls then exceed a limit and run in several launches.
     """
@@ -160,7 +160,7 @@ def axis_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def no_host_sync() -> Iterator[Callable[[], None]]:
-    """Return a function after whose call every host synchronization raises, until the end of the test."""
+    """Return a function; once it is called, every host synchronization raises until the end of the test."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
@@ -169,7 +169,7 @@ def no_host_sync() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="session")
 def compiled() -> Iterator[Compile]:
-    """Return compiled(version, jobs), which compiles jobs under a Triton release and returns their results.
+    """Return a function of (version, jobs) that compiles jobs under a Triton release and returns the results.
 
     One child process serves each release. If the release cannot be installed, the test is skipped; in CI it
     fails, because skips go unnoticed there.

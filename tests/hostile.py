@@ -143,4 +143,4 @@ def doubtful(x: Any) -> dict[str, Any]:
     tensor = x if isinstance(x, Tensor) else torch.zeros(3)
     return {"None": None, "3.5": 3.5, "-1": -1, "True": True, "NaN": math.nan, "list": [1.0, 2.0],
             "0-d": torch.tensor(1.0), "two": torch.ones(2), "meta": tensor.to("meta"), "int": tensor.int(),
-            "int64": 2**63, "float64": 10**400}  # too large for int64, and far too large for float64
+            "int64": 2**63, "float64": 10**400}  # too large for int64; too large for float64

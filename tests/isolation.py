@@ -46,7 +46,7 @@ class Call(NamedTuple):
     outputs: the letters of each output.
     extra: further arguments.
     packed: the sequences are packed by cu_seqlens.
-    at_once: number of tokens that are computed together.
+    at_once: number of tokens in a region; NaN may reach all outputs of the region.
     function: replaces the op's function.
     numbered: seq_idx separates the sequences of a row. States then belong to the first and the last
         sequence, and NaN may reach all heads of its own sequence.
@@ -283,7 +283,8 @@ SPECIAL: list[Call] = [
     Call("causal_conv1d_fn", "x:BCT weight:CW bias:C", "BCT", {"activation": "silu"}),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK D:H z:BTHV initial_states:NHVK",
          "BTHV NHVK", {"chunk_size": 64, "return_final_states": True}),
-    # A NaN in the gradient of the final states reaches the whole last sequence, including dC.
+    # A NaN in the gradient of the final states reaches the whole last sequence, even dC, which does not
+    # depend on that gradient. So the sequence counts as one region, and C has no gradient.
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK *C:BTHK D:H z:BTHV", "BTHV NHVK",
          {"chunk_size": 64, "return_final_states": True}, at_once=EDGES[-1], numbered=True),
     Call("mamba_chunk_scan_combined", "x:BTHV dt:BTH A:H B:BTHK C:BTHK", "BTHV", {"chunk_size": 64},

@@ -24,7 +24,7 @@ from flashlin.kernels.delta.reference import recurrence
 def sequences(op: str, device: torch.device, *, D: int = 128, T: int = 256, gated: bool = False,
               state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
               shift: int = 0, gradients: bool = False) -> list[torch.Tensor]:
-    """Call an op without a delta term; return o and the final state if there is one, or the input gradients.
+    """Call an op without a delta term; return o and any final state, or the gradients of the inputs.
 
     shift: number of elements by which q, k and v start after an aligned address. A tensor descriptor needs
     an aligned address.
@@ -71,7 +71,7 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
           state: bool = False, v_first: bool = False, dtype: torch.dtype = torch.bfloat16,
           shift: int = 0, long_keys: bool = False, gradients: bool = False,
           oracle: bool = False) -> list[torch.Tensor]:
-    """Call a delta rule; return o and the final state if there is one, or the input gradients.
+    """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
     shift: as in ``sequences``.
     long_keys: the keys of the first head multiply the state along them by -2.2 per token. The values are zero

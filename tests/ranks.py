@@ -118,7 +118,7 @@ def computed(call: Call, **ranks: Any) -> dict[str, Tensor]:
     options = {**call.options, **({call.state: True} if call.state else {})}
     returned = getattr(flashlin, call.op)(**tokens, **shared, **options, **ranks)
     o, state = returned if isinstance(returned, tuple) else (returned, None)
-    # Gradients of o that depend on its values: then results of the wrong rank cannot go unnoticed.
+    # The gradient of each element of o depends on its value and column, so that mixed-up ranks are noticed.
     pull = (torch.arange(o.shape[-1], device=o.device) + 1) * o.detach().double().sin()
     total = (o.double() * pull).sum()
     if state is not None:

@@ -62,7 +62,7 @@ class World(NamedTuple):
 
     @property
     def seen(self) -> bool:
-        """True if torch can use the GPUs."""
+        """Return True if torch can use the GPUs."""
         return bool(
             self.cards
             and self.cuda

@@ -233,7 +233,7 @@ def test_a_flaw_is_told_where_it_is(name: str, world: World) -> None:
     told, known = flaw(found, name), next(one for one in KNOWN_FLAWS if one.id == name)
     assert told is not None and told.where and told.remedy and told.source
     assert told.status == ("degraded" if known.always else "could not check")
-    assert known.always or told.effect.startswith("if "), "what the program must do is said first"
+    assert known.always or told.effect.startswith("if "), "the effect begins with its condition"
 
 
 @pytest.mark.parametrize(("name", "beside"), [(name, beside) for name, (_, without) in WORLDS.items()
@@ -382,7 +382,7 @@ def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
     hung = importing.tried({"hanging": "hanging", "fine": "fine"}, limit=10.0)
     assert time.monotonic() - since < 45
     assert hung["hanging"][::2] == ("its import gave no answer in 10 s and was ended", False)
-    assert hung["fine"].known, "it had an answer while another hung"
+    assert hung["fine"].known, "the result arrived while another child hung"
 
 
 def test_a_hang_could_not_be_checked(world: World) -> None:
@@ -617,7 +617,7 @@ def test_kernels_of_a_module_that_keeps_them_in_a_module(world: World) -> None:
     (found,) = probing.bound_in(modeling)
     assert found == ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "torch",
                      "fla is not installed")
-    one.forward = lambda *given: None  # as kernelize does
+    one.forward = lambda *given: None  # as kernelize of Hugging Face's kernels does
     assert probing.bound_in(modeling)[0].implementation == "hub kernels"
 
 

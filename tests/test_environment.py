@@ -245,13 +245,13 @@ def test_the_shell_that_runs_is_asked_before_the_users_own(
 ) -> None:
     monkeypatch.setenv("SHELL", "/usr/bin/fish")
     code = "from flashlin.diagnostics import environment; print(environment.unset('CC'))"
-    # Without a second command, sh would replace itself by the program, and not be its parent.
+    # Without a second command, sh would replace itself by Python, which then would have no sh as its parent.
     command = f'{shlex.quote(sys.executable)} -c "{code}" && true'
     said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, cwd=ROOT)
     assert said.stdout == "unset CC\n"
 
 
-# --- the card ---
+# --- the GPU ---
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_every_other_lock_of_threads_is_free_in_a_child() -> None:
 
 
 def test_there_are_no_locks_of_another_kind() -> None:
-    """flashlin creates locks in three modules only, all of them safe after a fork.
+    """Only three modules of flashlin create locks, and these locks are safe after a fork.
 
     ``guards.deferred_checks`` replaces its lock in the child together with its other state. The lock of
     ``subprocesses`` belongs to a thread that waits for a child; a fork does not copy that thread.

@@ -156,7 +156,7 @@ def small(tmp_path: Path) -> Path:
 def test_what_is_counted(small: Path) -> None:
     found = counted(small)
     lines = sum(len(path.read_text().splitlines()) for path in small.rglob("*.py"))
-    dropped = 1 + 1 + 3 + 1 + 1 + 1  # comments and docstrings, which are not code lines
+    dropped = 1 + 1 + 3 + 1 + 1 + 1  # comments, docstrings, and a line in RUN that looks like a comment
     ours = sum(len(path.read_text().splitlines()) for path in (small / "flashlin").rglob("*.py"))
     assert found["figures"] == {
         "root files": 4, "custom ops": 1, "positional": 1, "undocumented": 1, "fp32": 1, "releases": 3,

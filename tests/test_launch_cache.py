@@ -128,7 +128,7 @@ def test_random_arguments_start_what_tritons_launch_starts(card: Driver, theirs:
     for *values, warps, stages in lists:
         kernel.start(1, tuple(values), warps, stages)
         kernel.start(1, tuple(values), warps, stages)
-    # Half of the lists are new on this device, and only their first start goes through Triton's launch.
+    # Half of the lists are new on this device; for them, only the first start goes through Triton's launch.
     assert len(theirs) - started < len(lists)
 
 

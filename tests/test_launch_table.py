@@ -54,7 +54,7 @@ def test_what_failed_is_planned_otherwise(monkeypatch: pytest.MonkeyPatch, fresh
     assert first.config in plan.steps[0][0].got
     assert first.config in {launch.config
                             for launch
-                            in plan_on("triton=3.6.0,sm=80").launches}, "other cards are left alone"
+                            in plan_on("triton=3.6.0,sm=80").launches}, "other GPUs are not affected"
     assert first.config in {launch.config
                             for launch in plan_on("triton=3.6.0,sm=90", Policy(policy="off")).launches}
     assert typical_plans.evidence([plan]) == "no record"
@@ -82,7 +82,7 @@ Launches = Callable[[str], dict[str, Launch]]
 
 @pytest.fixture
 def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
-    """Return launches_where(slow, failed), which installs a launch table with these configurations.
+    """Return a function of (slow, failed) that installs a launch table with these configurations.
 
     Its result is a function that plans for a target and returns the launches by kernel name. The plans must
     not announce the table's influence.
@@ -191,7 +191,7 @@ def test_doctor_tells_the_least_that_is_known(monkeypatch: pytest.MonkeyPatch,
 def found(**compiled: Compiled) -> CellState:
     """Return the state of a matrix cell with two launches of one configuration.
 
-    compiled: compilation results by name; the last digits "1" and "2" of a name select the launch.
+    compiled: compilation results by name, n1 for the first launch and n2 for the second.
     """
     outcomes = (Outcome(op="op", call="", card="sm90", path="triton",
                         launches=("gate_cumsum-1", "gate_cumsum-2")),)

@@ -187,7 +187,7 @@ def test_a_broken_kernel_is_a_failure_that_names_its_place(one_call: list[worklo
     assert line.startswith(
         "chunk_simple_gla sm90 triton 3.6.0: bfloat16 D=128: simple_gla_states(") and says in line
     report = Matrix(card=(CARD.model_copy(update={"kind": "report"}),), cell=(CELL,))
-    assert support.failures(report, found) == [], "a card that is only reported holds nobody up"
+    assert support.failures(report, found) == [], "a GPU that is only reported causes no failure"
 
 
 def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: list[workload.Call],
@@ -274,7 +274,7 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
     [square] = squares([found], {})
     assert square.status == "compiled only"
     assert square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
-    assert support.launch_table([found], tmp_path) == "{\n\n}\n", "nobody plans with it"
+    assert support.launch_table([found], tmp_path) == "{\n\n}\n", "planning ignores it"
 
 
 def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatch) -> None:

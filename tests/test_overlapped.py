@@ -59,7 +59,7 @@ def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
     fresh()
     assert planned(op, policy=Policy()) == config
     assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host would take longer"
-    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "nobody has run it there"
+    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "no record of a run there"
 
 
 @pytest.mark.parametrize("machine, facts", [
@@ -76,7 +76,9 @@ def test_an_invariant_call_takes_one_scan_for_all_lengths(op: str) -> None:
 
 
 def test_two_gated_programs_share_a_multiprocessor() -> None:
-    """Two programs fit into the registers and the shared memory of one multiprocessor.
+    """Two programs of an overlapping kernel with gates fit into one multiprocessor at once.
+
+    Both the registers and the shared memory suffice.
 
     Each program takes 1 KB more shared memory than it requests.
     """

@@ -195,7 +195,7 @@ def test_the_page_says_what_its_words_mean_and_leads_back():
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 
 
-@pytest.mark.skipif(not BROWSER, reason="no chromium is installed: nobody looked at the page")
+@pytest.mark.skipif(not BROWSER, reason="no chromium is installed: the page was not drawn")
 def test_a_browser_draws_the_page(tmp_path):
     """A real browser runs the script of the page without an error and draws something.
 

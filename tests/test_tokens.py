@@ -354,7 +354,7 @@ def test_poll_asks_no_event_while_a_graph_is_captured(paper_gpu):
 
 
 def test_a_captured_call_writes_its_flag_only_and_synchronize_reads_it(paper_gpu):
-    check_tokens(paper_gpu([1]), 10)    # warm-up
+    check_tokens(paper_gpu([1]), 10)  # warm-up, as before every capture of a CUDA graph
     deferred_checks.poll()
     paper_gpu.capture(True)
     # Calls from one source line share one flag, as replays of a captured call do.
@@ -543,7 +543,7 @@ def test_guarded_training_moves_the_same_rows_as_torch():
         assert torch.equal(a, b)
 
 
-# The rest of torch
+# torch.compile and other features of torch
 
 
 def test_compiled_calls_raise_and_name_the_line_that_was_compiled():

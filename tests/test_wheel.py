@@ -129,4 +129,4 @@ def test_an_archive_installs_and_runs_without_the_source_tree(kind: str, built: 
     assert f"flashlin {flashlin.__version__}: " in machine and "Ops, by the worst of their calls" in machine
     h200 = do([sys.executable, "-m", "flashlin", "doctor", "--json", "--target", H200], elsewhere, **path)
     evidence = {plan.evidence for plan in Report.model_validate_json(h200).plans}
-    assert "ran" in evidence, "the launch table has not come along"
+    assert "ran" in evidence, "the launch table is missing in the archive"

@@ -92,7 +92,7 @@ def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
         named = {arch for arch in USUAL_AMD if issue.here(on._replace(arch=arch))}
         assert named and named == {arch for arch in USUAL_AMD if arch.startswith(issue.amd)}
         assert (named == set(USUAL_AMD)) == (issue.id in OF_ALL_AMD)
-        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # numbers that resemble gfx90a, gfx11 and gfx12
+        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # not gfx90a, gfx11, gfx12
         return
     assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
     assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
@@ -120,7 +120,7 @@ def constants(tree: ast.AST) -> set[str]:
 
 
 def test_every_trait_is_one_that_some_launch_can_have() -> None:
-    """Some launch can have each trait.
+    """For each trait, there is a launch that can have it.
 
     A trait without a rule must occur in a recipe or in the code that reads kernel sources, unless the name of
     a called function sets it.
@@ -212,11 +212,11 @@ def met() -> frozenset[str]:
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
 def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: KnownIssue) -> None:
     assert (issue.id in met()) == ours(issue), (
-        "no plan meets what triggers it: another issue, earlier in KNOWN_ISSUES, hits the same launches")
+        "no plan triggers it: another issue, earlier in KNOWN_ISSUES, rejects the same launches")
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
     draft = checks.Draft(asked, family, (trigger(issue),), on, AUTO)
-    assert next(checks.check_known_issues(draft)).remedies  # in every family
+    assert next(checks.check_known_issues(draft)).remedies  # also for a launch that no recipe plans
 
 
 def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:

@@ -101,11 +101,12 @@ ERASING = ("a", "beta", "delta", "erase", "gk")
     ({"N": 64, "options": ("gk",)}, ("BV=32", 4)),
     ({"N": 64, "machine": "triton=3.2.0,sm=75"}, ("BV=32", 4))])
 def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
-    """A recurrent delta rule on Hopper uses one warp per program, which needs no synchronization.
+    """The tile of a recurrent delta rule depends on its sizes, its options and the GPU.
 
-    A single token of many states, or a call with an erase rate, gets wider rows. In invariant mode the tile
-    depends neither on the batch nor on the length. Calls without a delta term and other GPUs, some of which
-    lack the shared memory, keep the tile of 4 warps.
+    On Hopper, most calls use one warp per program, which needs no synchronization between warps. A single
+    token of many states, or a call with an erase rate, gets wider rows. In invariant mode the tile depends
+    neither on the batch nor on the length. Calls without a delta term keep the tile of 4 warps. So do other
+    GPUs, some of which lack the shared memory.
     """
     facts = dict(facts)
     invariant, machine = facts.pop("invariant", False), facts.pop("machine", HOPPER)

@@ -45,7 +45,8 @@ AUTO = Policy()
 
 WAYS = tuple(dict.fromkeys(dispatch.OPS.values()))  # all pairs (family, mode); several ops share one
 OP_OF = {way: next(op for op, its in dispatch.OPS.items() if its == way) for way in WAYS}
-OTHERS = ("chunk_rwkv7", "rwkv7")  # same (family, mode) as others, but other optional tensors and kernels
+# These ops share (family, mode) with another op, but have other optional tensors and so other kernels.
+OTHERS = ("chunk_rwkv7", "rwkv7")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DIMS = (16, 64, 100, 128, 256, 512, 513, 1024)
 # (B, T, H): usual, decoding, B * H > 65,535 (fails in fla), empty, more programs than a grid has, offsets
@@ -148,7 +149,7 @@ def the_launches_are_those_of_the_problem(plan: Plan, policy: Policy) -> bool:
 
 
 def a_refusal_had_no_remedy_left(plan: Plan, policy: Policy) -> bool:
-    """Return True unless the plan is a refusal whose reasons are incomplete or that had a usable remedy left.
+    """Return True if each reason of a refusal is complete, and no usable remedy is left for it.
 
     A remedy is not usable if the policy forbids it or if it no longer changes the problem.
     """
@@ -435,9 +436,9 @@ def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
 
 @pytest.mark.parametrize("triton", RELEASES)
 def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> None:
-    """flashlin's kernels need an announced remedy only because of a documented limit or a known issue.
+    """An announced remedy for flashlin's kernels always has a documented limit or a known issue as its cause.
 
-    Documented limits are those of the machine, of dtypes and of sizes.
+    The limits concern the machine, the dtype, and the sizes.
     """
     for number, on in enumerate(targets(triton), RELEASES.index(triton)):
         here = {issue.id for issue in issues_here(on)}

@@ -54,7 +54,7 @@ def test_each_op_and_reason_is_told_once() -> None:
 
 
 def test_what_is_normal_or_exact_is_not_told() -> None:
-    assert told(CALL) == []  # CPU tensors
+    assert told(CALL) == []  # plain torch for CPU tensors is normal
     pretend(H100)
     assert told(CALL) == []
     assert told(CALL._replace(op="simple_gla", mode="auto")) == []

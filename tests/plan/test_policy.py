@@ -148,7 +148,8 @@ def test_a_with_block_is_its_threads_alone() -> None:
 
 
 def test_no_thread_ever_sees_the_block_of_another() -> None:
-    # This includes the time between the call of settings and the start of the block.
+    # This includes the time between the call of settings and the start of the block, when Python may switch
+    # to another thread.
     seen, done, interval = set[str](), threading.Event(), sys.getswitchinterval()
 
     def watch() -> None:

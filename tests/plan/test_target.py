@@ -268,7 +268,7 @@ def test_the_interpreter_runs_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def cards(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Simulate an H100 and a T4 in one machine, and return a list that receives each device that is probed."""
+    """Simulate a machine with an H100 and a T4, and return a list that receives each probed device."""
     asked: list[torch.device] = []
 
     def properties(device: torch.device) -> SimpleNamespace:

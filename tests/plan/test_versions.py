@@ -79,7 +79,7 @@ def test_a_range_is_both_of_its_bounds(parts: tuple[int, ...], since: tuple[int,
 @given(numbers, numbers, numbers)
 def test_releases_are_ordered_as_numbers(older: tuple[int, ...], newer: tuple[int, ...],
                                          fixed_in: tuple[int, ...]) -> None:
-    """Every release after the one with the fix is unaffected; releases are compared as numbers, 3.10 > 3.9."""
+    """Releases with or after the fix are unaffected; releases are compared as numbers (3.10 > 3.9)."""
     older, newer = sorted((older, newer))
     assert affected(text(older), None, text(fixed_in)) or not affected(text(newer), None, text(fixed_in))
     assert affected(text(older), None, text(fixed_in)) == (older < fixed_in)

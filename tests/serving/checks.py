@@ -147,7 +147,7 @@ def untouched(pool: Tensor, before: Tensor, written: set[int]) -> None:
 
 def allowed(layer: Layer) -> tuple[float, float]:
     """Return the allowed relative errors of outputs and of states."""
-    full = 2e-6 if layer.device == "cpu" else 2e-5  # a GPU has a less exact exp, and products as 3xTF32
+    full = 2e-6 if layer.device == "cpu" else 2e-5  # on a GPU, exp is less exact, and products are 3xTF32
     most = {torch.float32: full, torch.float16: 1e-3, torch.bfloat16: 6e-3}
     return max(most[layer.dtype], most[layer.state]), 2 * most[layer.state]
 

@@ -43,7 +43,7 @@ def test_json_is_the_only_line_on_stdout(example: ModuleType, monkeypatch: pytes
     found = json.loads(said)
     assert said.count("\n") == 1 and found["wrong"] == [] and found["at_once"] == 2
     assert found["most_requests_of_a_slot"] > 1 and found["steps"] < found["steps_alone"] == found["tokens"]
-    assert found["different_tokens"] > 10, "a model that always says the same checks nothing"
+    assert found["different_tokens"] > 10, "a model with constant output checks nothing"
 
 
 def test_help_teaches_and_a_wrong_number_is_one_line(example: ModuleType, monkeypatch: pytest.MonkeyPatch,

@@ -98,7 +98,7 @@ def test_an_op_is_tried_once_on_a_machine_and_then_runs(target: str, why: str,
                                                          caplog: pytest.LogCaptureFixture) -> None:
     child = Child(monkeypatch, "ran")
     with caplog.at_level(logging.WARNING, "flashlin"):
-        assert silently(target) == BOTH, "that all is well needs no warning"
+        assert silently(target) == BOTH, "a successful trial gives no warning"
     assert child.asked == [Trial("chunk_simple_gla", "float32", 64)]
     assert [line for line in caplog.messages if f"chunk_simple_gla {why}" in line
             and "it is tried once" in line]
@@ -175,7 +175,7 @@ def test_what_fails_gets_fewer_warps_and_then_the_torch_path(word: str,
     assert len(child.asked) == 2
     assert [one.word
             for one in local_results.local(parse(NEWER)).kernels.values()] == [
-                word], "what the child has blamed is all that fails"
+                word], "only the kernel that the child has blamed counts as failed"
     local_results.forget()
     next_process()
     child = Child(monkeypatch, word, word, word)
@@ -242,7 +242,7 @@ def test_another_rank_s_answer_is_taken(word: str, started: set[str], asked: int
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert call(NEWER) == started
-    assert len(child.asked) == asked, "for what is planned instead"
+    assert len(child.asked) == asked, "only a bad result leads to a trial of the new plan"
 
 
 def test_rows_and_channels_are_not_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_what_did_not_hold_on_this_machine_is_planned_otherwise_there(word: Word
     keep("ran")
     assert CONFIG in configs()
     keep(word, target=HOPPER._replace(triton="3.6.1"))
-    assert CONFIG in configs(), "what another release did says nothing of this one"
+    assert CONFIG in configs(), "results of another release do not count for this one"
 
 
 def test_what_could_not_be_tried_is_kept_and_read_by_no_plan() -> None:
@@ -115,7 +115,7 @@ def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -
                          ids=lambda name: name[:12])
 def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects the zero character
+    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects the zero
     assert CONFIG in configs()
     with local_results.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
         keep("hang")
@@ -292,7 +292,7 @@ def test_eight_processes_at_once_lose_nothing(home: Path) -> None:
 
 def test_no_table_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_results, "_kernels",
-                        lambda: pytest.fail("our sources were read though nobody has tried anything here"))
+                        lambda: pytest.fail("flashlin's sources were read without any local result"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert local_results.local(HOPPER) == NOTHING

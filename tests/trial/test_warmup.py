@@ -107,7 +107,7 @@ def test_what_lacks_memory_is_asked_again_smaller(first: str, detail: str,
     assert found.verdict == "not tried" and detail in found.detail
     assert {one.word
             for one in local_results.local(probe(CPU)).kernels.values()} == {
-                "ran"}, "the table says what it said before"
+                "ran"}, "the table has not changed"
 
 
 def test_a_parent_gives_back_the_memory_it_does_not_use_unless_it_captures_a_graph(
