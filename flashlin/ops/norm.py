@@ -1,9 +1,13 @@
-"""Layer norm, RMS norm, group norm and l2 norm over the last dimension, plain or gated; mirrors the functions
-of ``fla.modules``.
+"""Layer norm, RMS norm, group norm and l2 norm over the last dimension, with or without a gate.
 
-    y = (s - mean(s)) rsqrt(var(s) + eps) w + b        y = s rsqrt(mean(s^2) + eps) w + b        y = s rsqrt(sum(s^2) + eps)
-Source: Ba et al. 2016 (layer norm), Zhang and Sennrich 2019 (RMS norm). s is x, or x + residual, in fp32.
-Gated, y is multiplied by g sigmoid(g) (Yang et al. 2024, GLA) or by sigmoid(g).
+Mirrors functions of ``fla.modules``. s is x, or x + residual, in fp32:
+
+    y = (s - mean(s)) rsqrt(var(s) + eps) w + b        (layer norm)
+    y = s rsqrt(mean(s^2) + eps) w + b                 (RMS norm)
+    y = s rsqrt(sum(s^2) + eps)                        (l2 norm)
+
+A gated norm multiplies y by g sigmoid(g) (Yang et al. 2024, GLA) or by sigmoid(g). Source: Ba et al. 2016
+(layer norm), Zhang and Sennrich 2019 (RMS norm).
 """
 from __future__ import annotations
 
@@ -33,30 +37,34 @@ ACTIVATIONS = {"swish": SWISH, "silu": SWISH, "sigmoid": SIGMOID}
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
                eps: float = 1e-5, prenorm: bool = False, residual_in_fp32: bool = False,
                is_rms_norm: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Layer norm of each row, after adding a residual if there is one. Drop-in for
-    ``fla.modules.layernorm.layer_norm``.
+    """Return the layer norm of each row of x, or of x + residual.
+
+    Drop-in for ``fla.modules.layernorm.layer_norm``. With s = x or x + residual in fp32, it computes
+
+        y = (s - mean(s)) rsqrt(var(s) + eps) weight + bias
 
     Args:
-        x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any D, any
+        x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, any D and any
             number of rows.
-        weight, bias: [D] or None, of any float dtype.
-        residual: of x's shape and any float dtype, added to x in fp32.
+        weight: [D] or None, any float dtype.
+        bias: [D] or None, any float dtype.
+        residual: shape of x, any float dtype; added to x in fp32.
         eps: added to the variance.
-        prenorm: also return the sum, which is what the next block adds to.
-        residual_in_fp32: without a residual, return that sum in fp32.
-        is_rms_norm: be ``rms_norm``.
+        prenorm: also return the sum s, which is the residual of the next block.
+        residual_in_fp32: without a residual, return s in fp32.
+        is_rms_norm: compute the RMS norm, as ``rms_norm`` does.
 
     Returns:
-        y in x's shape and dtype; with prenorm (y, sum). The sum has residual's dtype; without a residual it
-        is x, or x in fp32. Gradients reach x, weight, bias and residual, also through the sum, and repeat to
-        the bit.
+        y in the shape and dtype of x; with prenorm (y, s). s has the dtype of residual. Without a residual it
+        is x, or x in fp32. Gradients reach x, weight, bias and residual, also through s; repeated runs give
+        bitwise identical gradients.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: rows longer than 64 KB, no rows at all, CPU tensors; and a new number of
-    rows never recompiles.
+    These cases work here and fail in fla: rows longer than 64 KB, inputs without rows, and CPU tensors.
+    Another number of rows never compiles again.
     """
     return _norm(Tensors(x, residual, weight, bias),
                  Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
@@ -66,10 +74,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
              eps: float = 1e-5, prenorm: bool = False,
              residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """RMS norm of each row, after adding a residual if there is one. Drop-in for
-    ``fla.modules.layernorm.rms_norm``.
+    """Return the RMS norm of each row of x, or of x + residual.
 
-    eps is added to the mean of the squares. The rest as ``layer_norm``.
+    Drop-in for ``fla.modules.layernorm.rms_norm``. eps is added to the mean of the squares. All other
+    arguments, the result and the errors are the same as in ``layer_norm``.
     """
     return _norm(Tensors(x, residual, weight, bias), Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
@@ -82,12 +90,15 @@ def group_norm(
     prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Layer norm of each of num_groups equal slices of a row, as RetNet has it. Drop-in for
-    ``fla.modules.layernorm.group_norm``.
+    """Return the layer norm of each of num_groups equal slices of a row, as in RetNet.
 
-    weight, bias: [D], of the whole row. is_rms_norm: an RMS norm of each slice. num_groups: divides D. The
-    rest as ``layer_norm``. Unlike ``torch.nn.GroupNorm``, tokens are normalised one by one. Source: Wu and He
-    2018, Sun et al. 2023.
+    Drop-in for ``fla.modules.layernorm.group_norm``. Unlike ``torch.nn.GroupNorm``, it normalizes each token
+    separately. Source: Wu and He 2018, Sun et al. 2023.
+    weight, bias: [D], for the whole row.
+    is_rms_norm: compute the RMS norm of each slice.
+    num_groups: the number of slices, a divisor of D.
+
+    All other arguments, the result and the errors are the same as in ``layer_norm``.
     """
     return _norm(Tensors(x, residual, weight, bias),
                  Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
@@ -102,12 +113,14 @@ def rms_norm_gated(
     prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMS norm of x + residual, multiplied by a gate. Drop-in for
-    ``fla.modules.fused_norm_gate.rms_norm_gated``.
+    """Return the RMS norm of x or x + residual, multiplied by a gate.
 
-    g: of x's shape and any float dtype; gets a gradient. activation: ``swish`` or ``silu`` multiply by g
-    sigmoid(g), ``sigmoid`` by sigmoid(g). The gate comes after weight and bias. eps is smaller than
-    ``rms_norm``'s, as in fla. The rest as ``layer_norm``.
+    Drop-in for ``fla.modules.fused_norm_gate.rms_norm_gated``.
+    g: shape of x, any float dtype; gets a gradient. The gate is applied after weight and bias.
+    activation: ``swish`` or ``silu`` multiplies by g sigmoid(g), ``sigmoid`` by sigmoid(g).
+    eps: added to the mean of the squares; its default is smaller than in ``rms_norm``, as in fla.
+
+    All other arguments, the result and the errors are the same as in ``layer_norm``.
     """
     return _norm(Tensors(x, residual, weight, bias, g),
                  Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation=activation))
@@ -122,10 +135,10 @@ def layer_norm_gated(
     prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Layer norm of x + residual, multiplied by a gate. Drop-in for
-    ``fla.modules.fused_norm_gate.layer_norm_gated``.
+    """Return the layer norm of x or x + residual, multiplied by a gate.
 
-    Arguments as ``rms_norm_gated``.
+    Drop-in for ``fla.modules.fused_norm_gate.layer_norm_gated``. The arguments are the same as in
+    ``rms_norm_gated``.
     """
     return _norm(Tensors(x, residual, weight, bias, g),
                  Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation=activation))
@@ -133,11 +146,13 @@ def layer_norm_gated(
 
 @entry
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
-    """Each row divided by its length, ``x * rsqrt(sum(x^2) + eps)``. Drop-in for
-    ``fla.modules.l2norm.l2norm``.
+    """Return each row divided by its length, ``x * rsqrt(sum(x^2) + eps)``.
 
-    eps is inside the root (unlike ``torch.nn.functional.normalize``), so a row of zeros gives zeros and a
-    finite gradient. output_dtype: of the result, x's if None. x and errors as ``layer_norm``.
+    Drop-in for ``fla.modules.l2norm.l2norm``. Unlike in ``torch.nn.functional.normalize``, eps is inside the
+    root, so a row of zeros gives zeros and a finite gradient.
+    output_dtype: the dtype of the result; None means the dtype of x.
+
+    x and the errors are the same as in ``layer_norm``.
     """
     if output_dtype is not None:
         check_dtype("output_dtype", output_dtype)
@@ -150,18 +165,23 @@ l2_norm = l2norm
 @entry
 def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None,
                eps: float = 1e-6, group_size: int | None = None, norm_before_gate: bool = True) -> Tensor:
-    """RMS norm of each group_size columns of a row, and Mamba2's gate before or after it. Drop-in for
-    ``rmsnorm_fn`` of ``mamba_ssm.ops.triton.layernorm_gated`` and ``fla.modules.layernorm_gated``.
+    """Return the RMS norm of each group of columns, with the gate of Mamba2 before or after the norm.
+
+    Drop-in for ``rmsnorm_fn`` of ``mamba_ssm.ops.triton.layernorm_gated`` and
+    ``fla.modules.layernorm_gated``.
 
     Args:
-        x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. weight, bias:
-            [D] or None, of any float dtype.
-        z: of x's shape and any float dtype, or None for no gate.
-        group_size: a divisor of D; None means D. norm_before_gate: norm(x) * silu(z), else norm(x * silu(z)).
+        x: [..., D], bfloat16, float16 or float32 (float64 runs in plain torch), any strides.
+        weight: [D] or None, any float dtype.
+        bias: [D] or None, any float dtype.
+        z: shape of x, any float dtype, or None for no gate.
+        eps: added to the mean of the squares.
+        group_size: the number of columns of a group, a divisor of D; None means D.
+        norm_before_gate: compute norm(x) * silu(z), else norm(x * silu(z)).
 
     Returns:
-        y in x's shape and dtype. Arithmetic is in float32, x * silu(z) included; gradients reach x, weight,
-        bias and z. Errors as ``layer_norm``.
+        y in the shape and dtype of x. All arithmetic, including x * silu(z), is in float32. Gradients reach
+        x, weight, bias and z. The errors are the same as in ``layer_norm``.
     """
     return mamba_norm("rmsnorm_fn", RMS, x, weight, bias, z, eps, group_size, norm_before_gate)
 
@@ -170,8 +190,14 @@ def rmsnorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor 
 def layernorm_fn(x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None = None,
                  eps: float = 1e-6, group_size: int | None = None, norm_before_gate: bool = True,
                  is_rms_norm: bool = False) -> Tensor:
-    """``rmsnorm_fn`` with a layer norm of each group, unless is_rms_norm. Drop-in for ``layernorm_fn`` of the
-    same modules."""
+    """Return the layer norm of each group of columns, with the gate of Mamba2 before or after the norm.
+
+    Drop-in for ``layernorm_fn`` of ``mamba_ssm.ops.triton.layernorm_gated`` and
+    ``fla.modules.layernorm_gated``.
+    is_rms_norm: compute the RMS norm of each group.
+
+    All other arguments, the result and the errors are the same as in ``rmsnorm_fn``.
+    """
     return mamba_norm("layernorm_fn", kind_of(is_rms_norm), x, weight, bias, z, eps, group_size,
                       norm_before_gate)
 
@@ -186,9 +212,15 @@ def mamba_norm(
     norm_before_gate: bool,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y in that dtype, x's if None."""
+    """Check the arguments and return the norm of each group of columns, with the gate of Mamba2.
+
+    op: the name of the calling op, for planning and messages.
+    kind: LAYER or RMS.
+    dtype: the dtype of the result; None means the dtype of x. The other arguments are the same as in
+    ``rmsnorm_fn``.
+    """
     asked = checked(Tensors(x, None, weight, bias), Asked(op, kind, eps))
-    asked = asked._replace(output_dtype=dtype or x.dtype)  # x's own, before a gate widens it
+    asked = asked._replace(output_dtype=dtype or x.dtype)  # the dtype of x before the gate
     scalars.flags(norm_before_gate=norm_before_gate)
     D = x.shape[-1]
     size = D if group_size is None else scalars.integer("group_size", group_size, 1, f"a divisor of D = {D}")
@@ -206,8 +238,16 @@ def mamba_norm(
 
 
 class Asked(NamedTuple):
-    """What a norm is asked for beside its tensors. kind: of the kernels. activation: of the gate, where there
-    is one. output_dtype: of y, x's if None. The others as in ``group_norm``."""
+    """The arguments of a norm other than its tensors.
+
+    op: the name of the op.
+    kind: LAYER, RMS or L2.
+    eps, prenorm, residual_in_fp32: as in ``layer_norm``.
+    groups: the number of slices of a row, as in ``group_norm``.
+    activation: the activation of the gate, or None without a gate.
+    output_dtype: the dtype of y; None means the dtype of x.
+    """
+
     op: str
     kind: int
     eps: float
@@ -219,6 +259,7 @@ class Asked(NamedTuple):
 
 
 def kind_of(is_rms_norm: bool) -> int:
+    """Return RMS if is_rms_norm is set, else LAYER; raise an error unless it is a bool."""
     return RMS if scalars.flag("is_rms_norm", is_rms_norm) else LAYER
 
 
@@ -227,7 +268,10 @@ def _norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def run_norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what an op of the family makes of checked tensors."""
+    """Run a norm on checked tensors and return y, or (y, s) with prenorm.
+
+    asked: the arguments as ``checked`` returns them.
+    """
     x, residual, weight, bias, gate = given
     groups, shape, how = asked.groups, x.shape, scalars_of(given, asked)
     if groups > 1:
@@ -241,7 +285,7 @@ def run_norm(given: Tensors, asked: Asked) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def scalars_of(given: Tensors, asked: Asked) -> Scalars:
-    """Return the scalars that the kernels take."""
+    """Return the scalar arguments of the kernels for one norm."""
     x, residual, *_ = given
     y_dtype, needs_grad = asked.output_dtype or x.dtype, wants_grad(*given)
     total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32
@@ -259,18 +303,21 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
         return Tensors(*contiguous(*given)), how
     x, residual, weight, bias, gate = as_planned(given, dot)
     total_dtype = None if how.total_dtype is None else dtype_as_planned(how.total_dtype, dot)
-    # the sum is kept for backward, so it must not be rounded more coarsely than x and residual are
+    # Backward reads the sum, so it must not be rounded to a narrower dtype than x and residual have.
     if residual is not None:
         wide = torch.promote_types(x.dtype, residual.dtype)
         residual, total_dtype = residual.to(wide), None if total_dtype is None else wide
-    # torch 2.8's compiler cannot trace _replace
+    # torch.compile of torch 2.8 cannot trace _replace.
     return Tensors(*contiguous(x, residual, weight, bias, gate)), Scalars(
         how.eps, how.kind, how.activation, how.groups, x.dtype, None if residual is None else residual.dtype,
         dtype_as_planned(how.y_dtype, dot), total_dtype, needs_grad=how.needs_grad, call=how.call)
 
 
 def checked(given: Tensors, asked: Asked, weight: str = "weight", bias: str = "bias") -> Asked:
-    """What is asked for, eps as a float. weight, bias: what they are called."""
+    """Check all arguments of a norm and return ``asked`` with eps as a float.
+
+    weight, bias: the names of these tensors in error messages.
+    """
     scalars.flag("prenorm", asked.prenorm)
     scalars.flag("residual_in_fp32", asked.residual_in_fp32)
     x, activation = given.x, asked.activation
@@ -301,13 +348,19 @@ def _call_of(given: Tensors, asked: Asked, y_dtype: torch.dtype) -> str:
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
+    """Return the problem of one norm for planning: T rows of H groups with K columns each."""
     (op, dtype, options), D, groups = parsed(how.call), x.x.shape[-1], how.groups
     return Problem(op, "norm", "", B=1, T=x.x.numel() // (groups * D), H=groups, K=D, V=D, N=1, dtype=dtype,
                    varlen=False, needs_grad=how.needs_grad, options=options)
 
 
 class Tensors(NamedTuple):
-    """x, residual and gate [..., D] or, with groups, [..., groups, D]; weight, bias [groups * D]."""
+    """The tensor arguments of one norm.
+
+    x, residual, gate: [..., D], or [..., groups, D] with groups.
+    weight, bias: [groups * D].
+    """
+
     x: Tensor
     residual: Tensor | None = None
     weight: Tensor | None = None
@@ -316,8 +369,18 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """activation: of the gate. The dtypes are those of the tensors; total_dtype is None if nobody wants the
-    sum."""
+    """The scalar arguments of the kernels for one norm.
+
+    eps: added to the variance, the mean of the squares or their sum.
+    kind: LAYER, RMS or L2.
+    activation: NO_GATE, SWISH or SIGMOID.
+    groups: the number of slices of a row.
+    x_dtype, residual_dtype, y_dtype: the dtypes of these tensors.
+    total_dtype: the dtype of the sum x + residual, or None if neither the caller nor backward needs it.
+    needs_grad: some tensor needs a gradient.
+    call: the call string (op, dtype and options).
+    """
+
     eps: float
     kind: int
     activation: int
@@ -331,7 +394,14 @@ class Scalars(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """total is returned even where only backward wants it: see ops/_common/gradients.py."""
+    """The results of one norm.
+
+    y: the normalized rows.
+    total: the sum x + residual. It is an output even if only backward reads it
+    (``ops/_common/gradients.py``).
+    mean, rstd: the mean and 1 / standard deviation of each row, which backward reads.
+    """
+
     y: Tensor
     total: Tensor | None
     mean: Tensor | None
@@ -361,15 +431,20 @@ def _empty(x: Tensors, how: Scalars) -> Any:
 
 
 def _kept(x: Tensors, y: Outputs, how: Scalars) -> Kept:
-    """In x's place the rows that backward reads: x, or the sum, or normalised ones. A bias only matters to a
-    gate."""
+    """Return the tensors that forward stores for backward.
+
+    x is replaced by the rows that backward reads: x, the sum, or normalized rows. A bias is stored only with
+    a gate.
+    """
     rows = y.y if _normed(how) else x.x if x.residual is None else y.total
     return (rows, None, x.weight, None if x.gate is None else x.bias, x.gate), (None, None, y.mean, y.rstd)
 
 
 def _normed(how: Scalars) -> bool:
-    """Whether backward reads rows that are normalised already: an l2 norm keeps y, which the next op keeps
-    anyway."""
+    """Return True if backward reads normalized rows.
+
+    An l2 norm stores y for backward, because the next op stores y anyway.
+    """
     return how.kind == L2 and how.y_dtype == how.x_dtype
 
 
@@ -392,7 +467,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
 
 def _backward_on_torch(x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
                        wanted: frozenset[str]) -> Gradients:
-    """A bias that backward has no use for is not there; its gradient is that of zeros."""
+    """Return the gradients by plain torch; a bias that was not stored for backward counts as zeros."""
     zeros = x.x.new_zeros(x.x.shape[-1] * how.groups, dtype=torch.float32)
     s = x._replace(x=x.x.float() / y.rstd[..., None] if _normed(how) else x.x.float(),
                    weight=zeros + 1 if x.weight is None else x.weight.float(),

@@ -1,7 +1,9 @@
-"""Norms with a linear layer behind them, whose input backward makes again instead of keeping it; mirrors the
-functions of ``fla.modules``.
+"""Norms followed by a linear layer; backward computes the normalized rows again instead of storing them.
 
-    out = norm(x + residual) W^T + b        or, gated, norm(x + residual) g sigmoid(g) W^T + b
+Mirrors functions of ``fla.modules``. Without and with a gate g, they compute
+
+    out = norm(x + residual) W^T + b
+    out = (norm(x + residual) g sigmoid(g)) W^T + b
 """
 from __future__ import annotations
 
@@ -37,22 +39,31 @@ def layer_norm_linear(
     prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Found:
-    """``layer_norm`` (or ``group_norm``, for num_groups > 1) and a linear layer. Drop-in for
-    ``fla.modules.layernorm.layer_norm_linear``.
+    """Compute ``layer_norm``, or ``group_norm`` for num_groups > 1, followed by a linear layer.
+
+    Drop-in for ``fla.modules.layernorm.layer_norm_linear``.
 
     Args:
-        x: [..., D], bfloat16, float16, float32 or float64. norm_weight, norm_bias: [D] or None. residual,
-            eps, prenorm, residual_in_fp32, is_rms_norm, num_groups: as in ``layer_norm`` and ``group_norm``.
-        linear_weight: [E, D]. linear_bias: [E] or None. They are used in the autocast dtype, or without
-            autocast in x's.
+        x: [..., D], bfloat16, float16, float32 or float64.
+        norm_weight: [D] or None, the weight of the norm.
+        norm_bias: [D] or None, the bias of the norm.
+        linear_weight: [E, D]. linear_weight and linear_bias are used in the autocast dtype, or without
+            autocast in the dtype of x.
+        linear_bias: [E] or None.
+        residual: as in ``layer_norm``.
+        eps: as in ``layer_norm``.
+        prenorm: also return the sum x + residual, as in ``layer_norm``.
+        residual_in_fp32: as in ``layer_norm``.
+        is_rms_norm: compute an RMS norm.
+        num_groups: as in ``group_norm``.
 
     Returns:
-        [..., E] in that dtype; with prenorm (out, x + residual). The normalised rows are not kept for
-        backward, which makes them again from x.
+        out [..., E] in the dtype of the linear layer; with prenorm (out, x + residual). The normalized rows
+        are not stored for backward, which computes them again from x.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
     """
     kind = kind_of(is_rms_norm)
     op = ("group_norm" if scalars.integer("num_groups", num_groups) > 1 else
@@ -70,8 +81,11 @@ def rms_norm_linear(
     eps: float = 1e-5,
     prenorm: bool = False, residual_in_fp32: bool = False,
 ) -> Found:
-    """``rms_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.rms_norm_linear``; arguments as
-    ``layer_norm_linear``."""
+    """Compute ``rms_norm`` followed by a linear layer.
+
+    Drop-in for ``fla.modules.layernorm.rms_norm_linear``. The arguments, results and errors are the same as
+    in ``layer_norm_linear``.
+    """
     return _projected(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
                       Asked("rms_norm", RMS, eps, prenorm, residual_in_fp32))
 
@@ -86,8 +100,11 @@ def group_norm_linear(
     prenorm: bool = False, residual_in_fp32: bool = False, is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Found:
-    """``group_norm`` and a linear layer. Drop-in for ``fla.modules.layernorm.group_norm_linear``; arguments
-    as ``layer_norm_linear``."""
+    """Compute ``group_norm`` followed by a linear layer.
+
+    Drop-in for ``fla.modules.layernorm.group_norm_linear``. The arguments, results and errors are the same as
+    in ``layer_norm_linear``.
+    """
     return _projected(Tensors(x, residual, norm_weight, norm_bias), linear_weight, linear_bias,
                       Asked("group_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32, num_groups))
 
@@ -101,10 +118,13 @@ def layer_norm_swish_gate_linear(
     prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Found:
-    """``layer_norm_gated`` with swish and a linear layer. Drop-in for
-    ``fla.modules.fused_norm_gate.layer_norm_swish_gate_linear``.
+    """Compute ``layer_norm_gated`` with a swish gate, followed by a linear layer.
 
-    g: of x's shape. eps is smaller than ``layer_norm_linear``'s, as in fla; the rest as there.
+    Drop-in for ``fla.modules.fused_norm_gate.layer_norm_swish_gate_linear``.
+    g: shape of x, the gate.
+    eps: its default is smaller than in ``layer_norm_linear``, as in fla.
+
+    All other arguments, the results and the errors are the same as in ``layer_norm_linear``.
     """
     return _projected(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
                       Asked("layer_norm_gated", LAYER, eps, prenorm, residual_in_fp32, activation="swish"))
@@ -119,9 +139,11 @@ def rms_norm_swish_gate_linear(
     prenorm: bool = False, residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Found:
-    """``rms_norm_gated`` with swish and a linear layer. Drop-in for
-    ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``; arguments as
-    ``layer_norm_swish_gate_linear``."""
+    """Compute ``rms_norm_gated`` with a swish gate, followed by a linear layer.
+
+    Drop-in for ``fla.modules.fused_norm_gate.rms_norm_swish_gate_linear``. The arguments, results and errors
+    are the same as in ``layer_norm_swish_gate_linear``.
+    """
     return _projected(Tensors(x, residual, norm_weight, norm_bias, g), linear_weight, linear_bias,
                       Asked("rms_norm_gated", RMS, eps, prenorm, residual_in_fp32, activation="swish"))
 
@@ -137,12 +159,12 @@ def _projected(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None
 
 @without_autocast
 def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
-    """Return the linear layer of the norm. Backward computes the norm again instead of keeping it."""
+    """Return the linear layer of the norm. Backward computes the norm again instead of storing it."""
     both = partial(_both, asked)
     if not wants_grad(*tensors) or transformed():  # torch.func cannot transform a checkpoint
         return both(*tensors)
-    # Of what is inside only these tensors are kept; nothing random happens there, and the product is not made
-    # again, since nobody needs it.
+    # The checkpoint stores only these tensors. Nothing inside it is random. Backward does not compute the
+    # matrix product again, because it does not read the result.
     contexts: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
         contexts["context_fn"] = partial(_contexts, policy.current())
@@ -150,8 +172,11 @@ def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
 
 
 class _Again:
-    """Where backward makes the norm again: by forward's policy, since planned otherwise it would not keep the
-    same tensors. Entered as often as there are backwards."""
+    """The context for the second computation of the norm in backward, with the policy of forward.
+
+    With another policy, the plan and therefore the stored tensors could differ. Each backward enters the
+    context once.
+    """
 
     def __init__(self, of_forward: Policy) -> None:
         self._of_forward = of_forward
@@ -169,8 +194,10 @@ def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]
 
 
 def _both(asked: Asked, *tensors: Any) -> Found:
-    """Return the linear layer of the norm, in asked.output_dtype. tensors: those of the norm, then the linear
-    layer's weight and bias."""
+    """Return the linear layer of the norm, in asked.output_dtype.
+
+    tensors: the tensors of the norm, then the weight and bias of the linear layer.
+    """
     *given, weight, bias = tensors
     dtype = asked.output_dtype
     normed = run_norm(Tensors(*given), asked)

@@ -1,7 +1,11 @@
-"""Rotary position embeddings; mirrors ``fla.modules.rotary``. Source: Su et al. 2021 (RoFormer).
+"""Rotary position embeddings; mirrors ``fla.modules.rotary``.
 
-Pair i of a head's channels, as a complex number, is multiplied by cos + i sin of its token's place in the
-sequence.
+Each pair of channels of a head is a complex number, which is multiplied by cos + i sin of the token's
+position:
+
+    y = (x_1 cos - x_2 sin, x_1 sin + x_2 cos)
+
+Source: Su et al. 2021 (RoFormer).
 """
 from __future__ import annotations
 
@@ -26,36 +30,41 @@ from flashlin.ops._common.operator import Gradients, Operator, kernels
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
                      seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
                      chunk_indices: Any = None) -> Tensor:
-    """Rotate pairs of channels by tables of angles. Drop-in for ``fla.modules.rotary.rotary_embedding``.
+    """Rotate pairs of channels by the angles of each token's position.
+
+    Drop-in for ``fla.modules.rotary.rotary_embedding``. Row p of the tables cos and sin is for position p. A
+    pair (x_1, x_2) becomes
+
+        (x_1 cos - x_2 sin, x_1 sin + x_2 cos)
 
     Args:
         x: [B, T, H, D], bfloat16, float16 or float32 (float64 runs in plain torch), any D. Evenly spaced
-            tokens, such as a slice of a fused projection, are read where they are. With cu_seqlens B is 1 and
-            the sequences are packed along T.
-        cos, sin: [TR, R] of any float dtype: row p is for place p, 2 R <= D. They get no gradient.
-        interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, R + i). The channels from 2 R on are
-            copied.
-        inplace: write the result into x, and return x. Backward never writes into a gradient.
-        seqlen_offsets: added to every token's place; an int, or [N] int32 or int64 (N sequences). Places
-            below 0 are padding: their pairs are zero, and so are their gradients.
-        cu_seqlens: [N + 1] int32 or int64 on x's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
-        chunk_indices: accepted for compatibility; nothing is looked up in it.
+            tokens, such as a slice of a fused projection, are read without a copy. With cu_seqlens B is 1 and
+            sequences are packed along T.
+        cos: [TR, R], any float dtype, for TR positions and R pairs; 2 R <= D. It gets no gradient.
+        sin: [TR, R], like cos.
+        interleaved: pairs are channels (2 i, 2 i + 1) instead of (i, R + i). Channels from 2 R on are copied.
+        inplace: write the result to x, and return x. Backward never writes to a gradient that it receives.
+        seqlen_offsets: an int, or [N] int32 or int64 for N sequences; added to the position of every token.
+            Tokens with negative positions are padding: their pairs are zero, and so are their gradients.
+        cu_seqlens: [N + 1] int32 or int64 on the device of x. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
 
     Returns:
-        y of x's shape and dtype, computed in float32. cu_seqlens has to cover all rows, else ValueError;
-        where its values are not read (on a GPU outside debug mode, or compiled), rows that it leaves out are
-        zero, as are their gradients. Places from TR on: a ValueError where they are known without waiting for
-        a GPU (an int offset of a batch that is not packed, tensors on the CPU, debug mode); elsewhere such
-        tokens' pairs are NaN, and nothing outside of the tables is read.
+        y in the shape and dtype of x, computed in float32. A position of TR or more raises ValueError if it
+        is known without waiting for a GPU: for an int offset without cu_seqlens, for CPU tensors, and in
+        debug mode. Otherwise the pairs of such tokens are NaN, and no memory outside the tables is read.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: D > 256, B * H > 65535, tables of another dtype than x's, CPU tensors; a
-    place past the tables does not end the CUDA context; inplace tells autograd, and leaves the gradient that
-    it gets alone.
+    These cases work here and fail in fla: D > 256, B * H > 65,535, tables of another dtype than x, and CPU
+    tensors. A position outside the tables does not break the CUDA context. inplace informs autograd, and does
+    not overwrite the gradient that backward receives.
     """
     _check(x, cos, sin)
     interleaved, inplace = scalars.flag("interleaved", interleaved), scalars.flag("inplace", inplace)
@@ -91,7 +100,7 @@ def _check(x: Any, cos: Any, sin: Any) -> None:
 
 
 def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | None]:
-    """seqlen_offsets as an int and, where it is one, a tensor."""
+    """Check seqlen_offsets and return (int, None) for an int, or (0, tensor) for a tensor."""
     if not isinstance(given, Tensor):
         if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
             raise TypeError(f"seqlen_offsets: got {type(given).__name__}, need an int, or an int32 or int64 "
@@ -104,7 +113,7 @@ def _offsets(given: Any, N: int, device: torch.device) -> tuple[int, Tensor | No
 
 
 def _check_places(x: Tensor, TR: int, offset: int, offsets: Tensor | None, bounds: Tensor | None) -> None:
-    """Whether the tables reach as far as the sequences. Reads tensors that there are."""
+    """Raise ValueError if a position is outside the tables; this reads the values of tensors."""
     B, T, H, _ = x.shape
     if not (B and T and H):
         return
@@ -119,7 +128,7 @@ def _check_places(x: Tensor, TR: int, offset: int, offsets: Tensor | None, bound
 
 
 def _evenly(x: Tensor) -> Tensor:
-    """With tokens evenly spaced through the batch and channels contiguous, or a copy that is so."""
+    """Return x itself if its channels are contiguous and its tokens evenly spaced, else a contiguous copy."""
     B, T, H, D = x.shape
     step = x.stride(0) if T == 1 else x.stride(1)
     even = x.stride(3) == 1 and (B == 1 or T == 1
@@ -128,7 +137,7 @@ def _evenly(x: Tensor) -> Tensor:
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
-    """The dtype is the strictest of x and the tables."""
+    """Return the problem of one rotary embedding for planning, with the strictest dtype of x and the tables."""
     B, T, H, D = x.x.shape
     return Problem(how.call, "rotary", "", B=1, T=B * T, H=H, K=D, V=x.cos.shape[1], N=1,
                    dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None,
@@ -136,7 +145,7 @@ def problem_of(x: Tensors, how: Scalars) -> Problem:
 
 
 def _on_torch(x: Tensors, how: Scalars) -> tuple[Tensor]:
-    # torch 2.8's compiler cannot slice a NamedTuple
+    # torch.compile of torch 2.8 cannot slice a NamedTuple.
     return torch_path.compute(x.x, x.cos, x.sin, how.offset, x.offsets, x.bounds, how.interleaved),
 
 
@@ -151,6 +160,14 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one rotary embedding.
+
+    x: [B, T, H, D].
+    cos, sin: the tables, [TR, R].
+    offsets: seqlen_offsets as a tensor [N], or None.
+    bounds: the checked cu_seqlens, [N + 1], or None.
+    """
+
     x: Tensor
     cos: Tensor
     sin: Tensor
@@ -159,6 +176,15 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
+    """The other arguments of one rotary embedding.
+
+    offset: seqlen_offsets as an int.
+    interleaved: pairs are neighbouring channels.
+    in_place: write the result to x.
+    needs_grad: x needs a gradient.
+    call: the name of the op.
+    """
+
     offset: int
     interleaved: bool
     in_place: bool
@@ -167,11 +193,13 @@ class Scalars(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """The result of one rotary embedding, y [B, T, H, D]."""
+
     y: Tensor
 
 
 def _rotated(plan: Plan, rows: Tensor, x: Tensors, how: Scalars, back: bool, in_place: bool) -> Any:
-    """The rows, turned as x is or back."""
+    """Rotate rows [B, T, H, D] by the positions of x, or in the opposite direction if ``back`` is set."""
     return kernels("rotary", "forward").launch_forward(
         plan, rows, x.cos, sin=x.sin, offset=how.offset, offsets=x.offsets, bounds=x.bounds,
         interleaved=how.interleaved, back=back, in_place=in_place)

@@ -1,8 +1,9 @@
-"""RWKV-7, whose state takes back what a key has stored before it stores anew; mirrors ``fla.ops.rwkv7``.
+"""RWKV-7, which removes the old value of a key from the state before it writes; mirrors ``fla.ops.rwkv7``.
 
     S_t = Diag(e^{w_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T r_t
-The layer passes a = -kk and b = kk * (in-context learning rate), with kk of unit length. It is the DPLR delta
-rule in other words. Source: Peng et al. 2025 (arXiv 2503.14456).
+
+The layer passes a = -kk and b = kk * (in-context learning rate), with kk of unit length. The recurrence is
+the DPLR delta rule with other names. Source: Peng et al. 2025 (arXiv 2503.14456).
 """
 from __future__ import annotations
 
@@ -34,14 +35,23 @@ def chunk_rwkv7(
     process_group: Any = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7, chunk by chunk. Drop-in for ``fla.ops.rwkv7.chunk_rwkv7``.
+    """Compute RWKV-7 chunk by chunk.
 
-    r, k, a, b: [B, T, H, K]; v: [B, T, H, V]. w: [B, T, H, K] natural-log decays, normally <= 0 (the layer's
-    lie in -0.607 .. 0), as strong as you like. scale: 1 by default, unlike ``fused_recurrent_rwkv7``; None
-    means K ** -0.5. The rest, returns and errors as ``chunk_dplr_delta_rule``.
+    Drop-in for ``fla.ops.rwkv7.chunk_rwkv7``. The recurrence is
 
-    Differs from fla where fla fails: strong decays are exact in every mode, K above 256 (in plain torch where
-    the card has too little shared memory), float32, any B * H, checked shapes and cu_seqlens, CPU tensors.
+        S_t = Diag(e^{w_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T r_t
+
+    r, k, a, b: [B, T, H, K].
+    v: [B, T, H, V].
+    w: [B, T, H, K], natural-log decays, normally <= 0, of any strength. The layer's decays lie in -0.607 ..
+    0.
+    scale: factor on the output, 1 by default, unlike in ``fused_recurrent_rwkv7``; None means K ** -0.5.
+
+    All other arguments, the results and the errors are the same as in ``chunk_dplr_delta_rule``.
+
+    These cases work here and fail in fla: strong decays (exact in every mode), K above 256, float32, any B *
+    H, checked shapes and cu_seqlens, and CPU tensors. K above 256 runs in plain torch if the GPU has too
+    little shared memory.
     """
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_rwkv7", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
@@ -59,33 +69,39 @@ def fused_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7, token by token: for decoding and short inputs. Drop-in for
-    ``fla.ops.rwkv7.fused_recurrent_rwkv7``.
+    """Compute RWKV-7 token by token, for decoding and short inputs.
+
+    Drop-in for ``fla.ops.rwkv7.fused_recurrent_rwkv7``. ``chunk_rwkv7`` documents the recurrence.
 
     Args:
-        r, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head j reads r and k of head j // (HV
-            / H). bfloat16, float16, float32 (float64 runs in plain torch). Different dtypes are promoted as
-            torch promotes them. Any strides. With cu_seqlens B is 1 and the sequences are packed along T.
-        w: [B, T, HV, K] natural-log decays, normally <= 0 (the layer's lie in -0.607 .. 0).
-        a, b: [B, T, HV, K]: what the old state is read with, before it decays, and where that is written.
-        scale: factor on the output; None means K ** -0.5, unlike ``chunk_rwkv7``, whose default is 1. (The
-            layer passes 1.)
-        initial_state: [N, HV, K, V] (N sequences) of any float dtype and strides.
-        output_final_state: also return the state after each sequence; the default is True, as in fla.
-        cu_seqlens: [N + 1] int32 or int64 on r's device: sequence n is rows cu_seqlens[n] .. cu_seqlens[n +
-            1]. Empty ones are fine.
+        r: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
+            of r, k, v, a and b follow torch's promotion. With cu_seqlens B is 1 and sequences are packed
+            along T.
+        w: [B, T, HV, K], natural-log decays, normally <= 0. The layer's decays lie in -0.607 .. 0.
+        k: [B, T, H, K], like r.
+        v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of r and k.
+        a: [B, T, HV, K], the vectors that read the old state, before its decay.
+        b: [B, T, HV, K], the vectors that write the values read with a.
+        scale: factor on the output; None, the default, means K ** -0.5. (The default of ``chunk_rwkv7`` is 1,
+            and the layer passes 1.)
+        initial_state: [N, HV, K, V] for N sequences, any float dtype and strides.
+        output_final_state: also return the state after each sequence; True by default, as in fla.
+        cu_seqlens: [N + 1] int32 or int64 on the device of r. Sequence n has the rows cu_seqlens[n] to
+            cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
+        **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens has to cover all rows, else ValueError. Where its values are not read
-        (on a GPU outside debug mode, or compiled), rows that it leaves out are zero, as are their gradients.
-        Everything that is a tensor of floats gets a gradient, through o and through the final state.
+        o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
+        tensors), or None. Every float tensor gets a gradient, through o and through the final state.
+        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
+        or in compiled code. There, rows outside all sequences and their gradients are zero.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from fla where fla fails: has a backward, any K, checked shapes and cu_seqlens, CPU tensors.
+    These cases work here and fail in fla: the backward pass, any K, checked shapes and cu_seqlens, and CPU
+    tensors.
     """
     op = "fused_recurrent_rwkv7"
     return run_recurrent(op, Inputs(r, k, v, gk=w, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,
@@ -101,16 +117,19 @@ def fused_mul_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7 as its layer has it, token by token: ``fused_recurrent_rwkv7`` with -kk for a and kk * a for b,
-    multiplied in float32 and, without gradients, inside the one launch. Drop-in for
-    ``fla.ops.rwkv7.fused_mul_recurrent_rwkv7``.
+    """Compute RWKV-7 token by token from kk and the in-context learning rate a, as its layer does.
 
-    kk: [B, T, HV, K], normally of unit length. a: [B, T, HV, K], the in-context learning rate, normally in 0
-    .. 1. scale: 1 by default, None means K ** -0.5. reverse: run each sequence from its last token to its
-    first. The rest, returns and errors as ``fused_recurrent_rwkv7``.
+    Drop-in for ``fla.ops.rwkv7.fused_mul_recurrent_rwkv7``. It is ``fused_recurrent_rwkv7`` with -kk as a and
+    kk * a as b. The product kk * a is computed in float32. Without gradients it is part of the one launch.
+    kk: [B, T, HV, K], normally of unit length.
+    a: [B, T, HV, K], the in-context learning rate, normally from 0 to 1.
+    scale: factor on the output, 1 by default; None means K ** -0.5.
+    reverse: run each sequence from its last token to its first.
 
-    Differs from fla where fla fails: there nothing gets a gradient, without a word; here everything does, kk
-    and a included.
+    All other arguments, the results and the errors are the same as in ``fused_recurrent_rwkv7``.
+
+    Difference from fla: every float tensor gets a gradient, including kk and a. In fla no tensor gets one,
+    and no error says so.
     """
     inputs = Inputs(r, k, v, gk=w, a=kk, b=a, h0=initial_state, bounds=cu_seqlens)
     return run_recurrent("fused_mul_recurrent_rwkv7", inputs, flags_of("rate", reverse=reverse), scale,
@@ -126,10 +145,11 @@ def rwkv7(
     cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
     mode: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7 in the mode that suits the call: ``auto`` decides from T, gradients and the GPU, and
-    ``flashlin.explain`` says why.
+    """Compute RWKV-7 in the mode that suits the call.
 
-    mode: ``auto``, ``chunk`` or ``fused_recurrent``. The rest, and the scale's default, as ``chunk_rwkv7``.
+    mode: ``auto``, ``chunk`` or ``fused_recurrent``. ``auto`` chooses from T, the need for gradients and the
+    GPU; ``flashlin.explain`` prints the reason. All other arguments, and the default of scale, are the same
+    as in ``chunk_rwkv7``.
     """
     check_qkv(r, k, v, first="r")
     shared: dict[str, Any] = dict(scale=scale, initial_state=initial_state,

@@ -1,7 +1,9 @@
-"""Mamba's selective scan, each channel with states of its own; mirrors
-``mamba_ssm.ops.selective_scan_interface``.
+"""The selective scan of Mamba, in which each channel has its own states.
+
+Mirrors ``mamba_ssm.ops.selective_scan_interface``. The recurrence of one channel is
 
     h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
+
 Source: Gu and Dao 2023 (arXiv 2312.00752).
 """
 from __future__ import annotations
@@ -31,33 +33,42 @@ def selective_scan_fn(
     D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
     delta_softplus: bool = False, return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba's scan. Drop-in for ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``.
+    """Compute the selective scan of Mamba.
+
+    Drop-in for ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``. The recurrence of one channel is
+
+        h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t        y_t = (h_t . C_t + D u_t) silu(z_t)
+
+    Each tensor may have its own dtype. All arithmetic is in float32 (float64 for float64 tensors).
 
     Args:
-        u, delta: [b, D, T]; z: the same or None, a gate: y is multiplied by silu(z). bfloat16, float16 or
-            float32 (float64 runs in plain torch), any strides. Made for channels next to each
-            other, as a projection leaves them, and for tokens next to each other in rows of a multiple of 16
-            of them; other rows are read token by token, which takes longer.
-        A: [D, N], real, normally negative; D, delta_bias: [D] or None.
-        B, C: [b, N, T], or [b, G, N, T] where G divides D: channel d reads group d // (D / G); or [D, N] for
-            all tokens (in plain torch).
+        u: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Two layouts are
+            fast: contiguous channels, as after a projection, and contiguous tokens with T a multiple of 16.
+            Other layouts are read token by token, which is slower.
+        delta: [b, D, T], like u.
+        A: [D, N], real, normally negative.
+        B: [b, N, T]; or [b, G, N, T] with G a divisor of D, where channel d reads group d // (D / G); or [D,
+            N], the same for all tokens (in plain torch).
+        C: like B.
+        D: [D] or None, a skip connection.
+        z: [b, D, T] or None, a gate, like u: y is multiplied by silu(z).
+        delta_bias: [D] or None, added to delta.
         delta_softplus: the step dt is softplus(delta + delta_bias).
         return_last_state: also return the state after the last token.
 
-    Each tensor may have a dtype of its own; all arithmetic is in float32 (float64 for float64 tensors).
-
     Returns:
-        y [b, D, T] in u's dtype (of the kernels: lying as u does); or (y, last state [b, D, N] in float32,
-        float64 for float64 tensors). Gradients reach every argument through both, and repeat to the bit. For
-        those of B and C backward takes D / 4 bytes for each state and token: sums of 32 channels each (of 16
-        with more than 128 states), in float32.
+        y [b, D, T] in the dtype of u; the kernels also return it in the layout of u. With return_last_state
+        it is (y, last state [b, D, N] in float32, or float64 for float64 tensors). Every argument gets
+        gradients through both, and repeated runs give bitwise identical gradients. Backward stores partial
+        sums of the gradients of B and C in float32, each over 32 channels (16 with more than 128 states).
+        They need D / 4 bytes for each state and token.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: it needs no CUDA extension and works on CPUs; the last state passes gradients on,
-    where there they are left out; N may be up to 256 in kernels, and larger in plain torch; complex A is an
+    Differences from mamba_ssm: it needs no CUDA extension and works on CPUs. The last state has gradients,
+    which are missing there. Kernels run for N up to 256; a larger N runs in plain torch. Complex A is an
     error.
     """
     scalars.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
@@ -76,7 +87,7 @@ def selective_scan_fn(
     check_optional("u", u, (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
                             ("delta_bias", delta_bias, (channels,), "[D]")))
     given = Tensors(u, delta, A, B, C, D, z, delta_bias)
-    # kernels do not take a B or C without tokens
+    # Kernels do not support a B or C of shape [D, N], which is the option "fixed".
     call = call_of(OP, dtypes_of(given), ["fixed"] * (B.ndim == 2 or C.ndim == 2))
     y, last = OPERATOR.run_planned(given, Scalars(delta_softplus, wants_grad(*given), call))
     y = y.to(u.dtype)
@@ -85,8 +96,13 @@ def selective_scan_fn(
 
 def with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Tensor,
                 beside: str = "u") -> Tensor:
-    """Return B or C as [b, G, N, T], or as [D, N] if it has no T dimension. beside: the name of u in
-    errors."""
+    """Return B or C as [b, G, N, T], or unchanged if it is [D, N]; raise an error for other shapes.
+
+    name: the name of the tensor x in error messages.
+    channels: D.
+    u: the tensor that has the required device.
+    beside: the name of u in error messages.
+    """
     shapes: dict[int, tuple[int | None, ...]] = {2: (channels, N), 3: (b, N, T)}
     shape = shapes.get(x.ndim, (b, None, N, T)) if isinstance(x, Tensor) else (b, N, T)
     need_tensor(name, x, shape, "[D, N], [b, N, T] or [b, G, N, T]", u.device, beside)
@@ -98,6 +114,14 @@ def with_groups(name: str, x: Any, b: int, channels: int, N: int, T: int, u: Ten
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one selective scan.
+
+    u, delta, z: [b, D, T].
+    A: [D, N].
+    B, C: [b, G, N, T] or [D, N].
+    D, bias: [D].
+    """
+
     u: Tensor
     delta: Tensor
     A: Tensor
@@ -109,18 +133,33 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
+    """The other arguments of one selective scan.
+
+    softplus: the step is the softplus of delta + bias.
+    needs_grad: some tensor needs a gradient.
+    call: the call string (op, dtype and options).
+    """
+
     softplus: bool
     needs_grad: bool
     call: str
 
 
 class Outputs(NamedTuple):
+    """The results of one selective scan.
+
+    y: [b, D, T].
+    last: the last state, [b, D, N].
+    states: states that forward stores for backward, or None without gradients.
+    """
+
     y: Tensor
     last: Tensor
     states: Tensor
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
+    """Return the problem of one selective scan for planning, with G as H, N as K and D as V."""
     (_, dtype, options), (b, channels, T) = parsed(how.call), x.u.shape
     groups = x.B.shape[1] if x.B.ndim == 4 else 1
     return Problem(OP, FAMILY, "", B=b, T=T, H=groups, K=x.A.shape[1], V=channels, N=b, dtype=dtype,
