@@ -137,7 +137,7 @@ def _evenly(x: Tensor) -> Tensor:
 
 
 def problem_of(x: Tensors, how: Scalars) -> Problem:
-    """Return the problem of one rotary embedding for planning, with the strictest dtype of x and the tables."""
+    """Return the planning problem of one rotary embedding, with the strictest dtype of x, cos and sin."""
     B, T, H, D = x.x.shape
     return Problem(how.call, "rotary", "", B=1, T=B * T, H=H, K=D, V=x.cos.shape[1], N=1,
                    dtype=strictest(dtypes_of(x[:3])), varlen=x.bounds is not None,

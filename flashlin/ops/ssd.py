@@ -1,8 +1,9 @@
-"""The state space duality of Mamba2, chunk by chunk; mirrors ``mamba_ssm.ops.triton.ssd_combined``.
+"""The state space duality (SSD) of Mamba2, chunk by chunk; mirrors ``mamba_ssm.ops.triton.ssd_combined``.
 
     h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T        y_t = (h_t C_t + D x_t) silu(z_t)
-Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it takes those kernels,
-and elementwise ones for dt x and for what D and z do.
+
+Source: Dao and Gu 2024. It is simple GLA with q = C, k = B, v = dt x and g = dt A, so it runs the kernels of
+simple GLA. Elementwise kernels compute dt x, and apply D and z.
 """
 from __future__ import annotations
 
@@ -44,48 +45,58 @@ def mamba_chunk_scan_combined(
     *,
     cp_context: Any = None, process_group: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Mamba2's scan. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
+    """Compute the scan of Mamba2 chunk by chunk.
+
+    Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``. The recurrence is
+
+        h_t = e^{dt_t A} h_{t-1} + dt_t x_t B_t^T        y_t = (h_t C_t + D x_t) silu(z_t)
 
     Args:
         x: [b, T, H, P], bfloat16, float16 or float32 (float64 runs in plain torch), any strides, never
-            modified.
-        dt: [b, T, H] of any float dtype, the step before bias, softplus and limits. A: [H], normally
-            negative; dt_bias: [H].
-        B, C: [b, T, G, N], where G divides H: head h reads group h // (H / G). Different dtypes of x, B and C
-            are promoted as torch does it.
-        chunk_size: accepted for compatibility (at least 1); the launch table chooses the chunk, which changes
-            nothing beyond rounding.
-        D: [H] or [H, P], a skip connection. z: [b, T, H, P], a gate: y is multiplied by silu(z).
-        initial_states: [b, H, P, N] of any float dtype, for each row's first sequence.
-        seq_idx: [b, T] of integers: a token whose number is not that of the token before it begins a new
-            sequence, with a state of zero. What is not finite stays in its sequence, where it makes NaN of y
-            from its token on, and of all gradients; unless sums of finite numbers overflow float32 in the
-            scan, which only cu_seqlens keeps apart.
-        cu_seqlens: [n + 1] int32 or int64, for b = 1: sequence i is rows cu_seqlens[i] .. cu_seqlens[i + 1].
-            As in mamba_ssm it only counts with return_varlen_states. The initial state is that of sequence 0.
-        dt_softplus: apply softplus to dt + dt_bias. dt_limit: what dt is then clamped to.
-        return_final_states: also return the state after each row. return_varlen_states: also that after each
-            sequence of cu_seqlens.
-        out_dtype: torch.float32 returns y as it is computed, for a norm behind it: one rounding less, in y
-            and in the gradient that comes back. (mamba_ssm has no such argument.)
-        cp_context, process_group: ranks that share the sequences, as in ``chunk_gated_delta_rule``. Then
-            cu_seqlens always counts, seq_idx is refused, and so is return_final_states with cu_seqlens.
+            modified. Mixed dtypes of x, B and C follow torch's promotion.
+        dt: [b, T, H], any float dtype: the step before bias, softplus and limits.
+        A: [H], normally negative.
+        B: [b, T, G, N], G a divisor of H. Head h reads group h // (H / G).
+        C: [b, T, G, N], like B.
+        chunk_size: at least 1, accepted for compatibility. The launch table chooses the chunk size, which
+            changes the result only by rounding.
+        D: [H] or [H, P], a skip connection, or None.
+        z: [b, T, H, P], a gate, or None: y is multiplied by silu(z).
+        dt_bias: [H], added to dt, or None.
+        initial_states: [b, H, P, N], any float dtype: the state before the first sequence of each row.
+        seq_idx: [b, T] integers. A token whose number differs from the previous token's begins a new
+            sequence, with a state of zero. A value that is not finite makes NaN of y from its token to the
+            end of its sequence, and of all gradients of that sequence. Other sequences stay finite, unless
+            sums of finite values overflow float32 in the scan. Only cu_seqlens also prevents that.
+        cu_seqlens: [n + 1] int32 or int64, for b = 1. Sequence i has the rows cu_seqlens[i] to cu_seqlens[i +
+            1] (exclusive). As in mamba_ssm, it has an effect only with return_varlen_states. The initial
+            state belongs to sequence 0.
+        dt_softplus: apply softplus to dt + dt_bias.
+        dt_limit: (lowest, highest), to which the step is clamped after that.
+        return_final_states: also return the state after each row.
+        return_varlen_states: also return the state after each sequence of cu_seqlens.
+        out_dtype: torch.float32 returns y before it is rounded to the dtype of x, for a norm that follows.
+            That saves one rounding in y and one in its gradient. (mamba_ssm has no such argument.)
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. With ranks,
+            cu_seqlens always has an effect, seq_idx is an error, and so is return_final_states with
+            cu_seqlens.
+        process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
 
     Returns:
-        y [b, T, H, P] in x's dtype or out_dtype; or (y, final states [b, H, P, N] in float32); or (y, states
-        of sequences [n, H, P, N] in C's dtype); or (y, final states, states of sequences). (float64 for
-        float64 tensors.)
-        Gradients reach every floating-point argument through each of them.
+        y [b, T, H, P] in the dtype of x or in out_dtype. With return_final_states, return_varlen_states or
+        both it is (y, final states), (y, states of sequences) or (y, final states, states of sequences). The
+        final states are [b, H, P, N] in float32 (float64 for float64 tensors), and the states of sequences
+        are [n, H, P, N] in the dtype of C. Every float argument gets gradients through each result.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name. UnsupportedError: this machine cannot
-            run the call.
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: no autotuning; gradients repeat to the bit; they pass through
-    return_varlen_states, an error there; with it, cu_seqlens separates sequences even without seq_idx, where
-    there they are mixed, and the first one's state holds the initial state even if it is short; seq_idx may
-    start with any number (there the initial state only counts where it is 0) and use a number again for a
-    later sequence.
+    Differences from mamba_ssm: there is no autotuning, and repeated runs give bitwise identical gradients.
+    return_varlen_states has gradients, which are an error there. With it, cu_seqlens separates sequences also
+    without seq_idx, while mamba_ssm mixes them. The state of the first sequence then includes the initial
+    state even if that sequence is short. seq_idx may start with any number, while mamba_ssm uses the initial
+    state only for the number 0. A later sequence may reuse a number.
     """
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
@@ -126,7 +137,7 @@ def mamba_chunk_scan_combined(
 
 
 def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: bool, varlen: bool) -> None:
-    """Check what is asked of ranks that share the sequences."""
+    """Raise ValueError if ranks share the sequences and the call has options that ranks do not support."""
     if seq_idx is not None:
         raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
                          "of all")
@@ -153,34 +164,49 @@ def mamba_split_conv1d_scan_combined(
     ngroups: int = 1,
     norm_before_gate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A Mamba2 layer between its input projection and its output: convolution, scan, gated norm, output
-    projection. Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+    """Compute a Mamba2 layer after its input projection: convolution, scan, gated norm and output projection.
+
+    Drop-in for ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+    ``mamba_chunk_scan_combined`` documents the scan.
 
     Args:
-        zxbcdt: [b, T, 2 M + 2 H P + 2 G N + H], the input projection: what an MLP beside the scan takes (M is
-            what is left over, usually 0), then z, x, B, C and dt. bfloat16, float16 or float32 (float64 runs
-            in plain torch).
-        conv1d_weight: [H P + 2 G N, W]; conv1d_bias: [H P + 2 G N] or None; activation: ``silu``, ``swish``
-            or None. The convolution of x, B and C.
-        dt_bias, A: [H]. D: [H, P], or [H] with headdim = P. ngroups: G. dt always goes through softplus.
-        seq_idx: [b, T] of integers, as ``mamba_chunk_scan_combined``; the convolution does not look across
-            sequences either, and gives zeros for tokens of negative numbers.
-        rmsnorm_weight: [H P] or None for y = scan * silu(z). With it G slices are normalised one by one:
-            norm(scan) * silu(z) if norm_before_gate, else norm(scan * silu(z)); rmsnorm_eps is added to the
-            mean of the squares.
-        outproj_weight: [out, M + H P] or None; outproj_bias: [out] or None. Both have zxbcdt's dtype. Under
-            autocast they may have any: the product is computed in the autocast dtype, as that of
-            ``torch.nn.Linear``, and nothing else is affected.
-        chunk_size, initial_states [b, H, P, N], dt_limit, return_final_states: as
-            ``mamba_chunk_scan_combined``.
+        zxbcdt: [b, T, 2 M + 2 H P + 2 G N + H], bfloat16, float16 or float32 (float64 runs in plain torch):
+            the result of the input projection. The columns are the input of a parallel MLP, then z, x, B, C
+            and dt. M follows from the number of columns and is usually 0 (no MLP).
+        conv1d_weight: [H P + 2 G N, W], for the convolution of x, B and C.
+        conv1d_bias: [H P + 2 G N] or None.
+        dt_bias: [H]. The step is always softplus(dt + dt_bias).
+        A: [H].
+        D: [H, P], or [H] with headdim = P.
+        chunk_size: as in ``mamba_chunk_scan_combined``.
+        initial_states: [b, H, P, N] or None, as in ``mamba_chunk_scan_combined``.
+        seq_idx: [b, T] integers, as in ``mamba_chunk_scan_combined``. The convolution also separates the
+            sequences, and returns zeros for tokens with negative numbers.
+        dt_limit: as in ``mamba_chunk_scan_combined``.
+        return_final_states: as in ``mamba_chunk_scan_combined``.
+        activation: the activation of the convolution: ``silu``, ``swish`` or None.
+        rmsnorm_weight: [H P], or None for y = scan * silu(z). With it, each of G slices is normalized
+            separately: norm(scan) * silu(z) with norm_before_gate, else norm(scan * silu(z)).
+        rmsnorm_eps: added to the mean of the squares.
+        outproj_weight: [out, M + H P], or None for no output projection. outproj_weight and outproj_bias must
+            have the dtype of zxbcdt. Under autocast they may have any dtype: the product runs in the autocast
+            dtype, as in ``torch.nn.Linear``, and nothing else changes.
+        outproj_bias: [out] or None.
+        headdim: P, required if D is [H].
+        ngroups: G.
+        norm_before_gate: apply the norm before the gate; see rmsnorm_weight.
 
     Returns:
-        [b, T, M + H P], or [b, T, out] with outproj_weight; with return_final_states also the final states
+        [b, T, M + H P], or [b, T, out] with outproj_weight. With return_final_states also the final states
         [b, H, P, N] in float32 (float64 for float64 tensors). With an MLP, its columns silu(first half) *
-        second half come before those of the scan.
+        second half come before the columns of the scan.
 
-    Raises, and differs from mamba_ssm, as ``mamba_chunk_scan_combined``; any number of channels will do, and
-    W up to 16 has kernels.
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it.
+        UnsupportedError: this machine cannot run the call.
+
+    The differences from mamba_ssm are the same as in ``mamba_chunk_scan_combined``. Also, any number of
+    channels works, and kernels run for W up to 16.
     """
     y, final = _mixed(
         zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size=chunk_size,
@@ -228,8 +254,8 @@ def _mixed(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt
         y = y.flatten(2)
     else:
         need_tensor("rmsnorm_weight", rmsnorm_weight, (dim,), "[H P]", x.device, "zxbcdt")
-        # A norm takes the scan's result as it is in float32: one rounding less, which gradients where a row
-        # is small would see enlarged.
+        # The norm reads the result of the scan in float32, which saves one rounding. In rows with small
+        # values the norm would enlarge that rounding error in the gradients.
         y, final = _scan(op, given._replace(z=None), limits, True, return_final_states, rounded=False)
         y = mamba_norm("rmsnorm_fn", RMS, y.flatten(2), weight=rmsnorm_weight, bias=None, z=z.flatten(2),
                        eps=rmsnorm_eps, group_size=dim // ngroups, norm_before_gate=norm_before_gate,
@@ -241,7 +267,8 @@ def _mixed(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt
 
 
 class Scan(NamedTuple):
-    """What the scan takes, named and shaped as in ``mamba_chunk_scan_combined``."""
+    """The tensor arguments of one scan, with names and shapes as in ``mamba_chunk_scan_combined``."""
+
     x: Tensor
     dt: Tensor
     A: Tensor
@@ -255,7 +282,7 @@ class Scan(NamedTuple):
 
 
 def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
-    """dt_limit."""
+    """Check the arguments of a scan and return dt_limit as (lowest, highest)."""
     x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx = given
     check_rows("x", x, "[b, T, H, P]", 4)
     b, T, H, P = x.shape
@@ -286,9 +313,15 @@ def _check(given: Scan, limit: Any, chunk_size: int) -> tuple[float, float]:
 def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has_ht: bool,
           bounds: Tensor | None = None, rounded: bool = True, cp_context: Any = None,
           process_group: Any = None) -> tuple[Tensor, Tensor | None]:
-    """(y in x's dtype or, not rounded, that of the arithmetic; with has_ht the states after each row, or
-    after each sequence of bounds). initial_states: one for each of those. Arguments are checked already.
-    limits: of dt. cp_context, process_group: ranks that share the sequences, see ops/_common/ranks.py."""
+    """Run the scan on checked arguments and return y and the states, or None without has_ht.
+
+    limits: the limits of the step.
+    softplus: apply softplus to the step.
+    has_ht: return the states after each row, or with bounds after each sequence.
+    bounds: the checked cu_seqlens. initial_states then has one state for each sequence.
+    rounded: return y in the dtype of x, else in the dtype of the arithmetic.
+    cp_context, process_group: the ranks that share the sequences (ops/_common/ranks.py).
+    """
     x, dt, A, B, C, D, z, dt_bias, h0, seq_idx = given
     compute, dtype = widest(*given), common_dtype(x, B, C)
     step = dt.to(compute)
@@ -317,9 +350,12 @@ def _scan(op: str, given: Scan, limits: tuple[float, float], softplus: bool, has
 
 def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
                bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """What goes into a scan of sequences that share a state, and marks [b, T]: see
-    kernels/pointwise/nonfinite.py. Of the initial states for sequences of bounds only the first one counts; a
-    sequence without tokens keeps its own."""
+    """Replace values that are not finite, so that sequences of seq_idx that share a scan stay independent.
+
+    Return B, C, the decays, the initial states, and marks [b, T] of the replaced values
+    (kernels/pointwise/nonfinite.py). With bounds, only the initial state of the first sequence has an effect.
+    A sequence without tokens keeps its own.
+    """
     (decay, B, C), marks = contained((decay, B, C), endless=True)
     if h0 is not None:
         (state,), of_h0 = contained((h0,), 1)
@@ -331,7 +367,11 @@ def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
 
 def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
               bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The marks of what comes out, and the final states with theirs."""
+    """Return the marks of y [b, T], and the final states with the marks of their sequences added.
+
+    marks: 0 or NaN for each input token. A mark makes NaN of all later results of its sequence.
+    anew: True for tokens that begin a new sequence of seq_idx.
+    """
     if bounds is not None:
         anew = F.pad(anew, (0, 1)).index_fill(1, bounds.long(), True)[:, :-1]
     up_to = spread(marks, anew)
@@ -344,7 +384,7 @@ def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
 
 
 def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int) -> tuple[int, int, int, int]:
-    """H, P, N and M."""
+    """Check the shapes of the layer's tensors and return H, P, N and M."""
     check_rows("zxbcdt", zxbcdt, "[b, T, 2 M + 2 H P + 2 G N + H]", 3)
     check_floats("D", D, "[H, P] or [H]")
     if D.ndim not in (1, 2):

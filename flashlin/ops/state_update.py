@@ -1,7 +1,8 @@
 """One token of a selective state space model; mirrors ``mamba_ssm.ops.triton.selective_state_update``.
 
     h = e^{dt A} h + dt x B^T        y = (h C + D x) silu(z)
-Source: Gu and Dao 2023 (Mamba), Dao and Gu 2024 (Mamba2, where a head has one dt and one A).
+
+Source: Gu and Dao 2023 (Mamba); Dao and Gu 2024 (Mamba2, in which each head has one dt and one A).
 """
 from __future__ import annotations
 
@@ -31,33 +32,44 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token of each sequence. Drop-in for
-    ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``.
+    """Compute the next token of each sequence and update its state in place.
+
+    Drop-in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``. It computes
+
+        h = e^{dt A} h + dt x B^T        y = (h C + D x) silu(z)
+
+    Each tensor may have its own dtype. All arithmetic is in float32 (float64 runs in plain torch). Expanded
+    tensors (stride 0) are read without a copy. If dt, dt_bias and A are expanded along P and N, as in Mamba2,
+    each head computes a single exponential.
 
     Args:
-        state: [b, H, P, N] or, without heads, [b, P, N], of any float dtype and any strides: UPDATED IN
-            PLACE, also where it is a view.
-        x, dt: [b, H, P] or [b, P]; z: the same or None, a gate. A: [H, P, N] or [P, N], normally negative; D,
-            dt_bias: [H, P] or [P] or None. Expanded tensors (stride 0) are read as they are; where dt,
-            dt_bias and A are expanded along P and N, as in Mamba2, a head has a single exponential.
-        B, C: [b, G, N] or [b, N], where G divides H: head h reads group h // (H / G).
-        dt_softplus: dt is softplus(dt + dt_bias).
-        state_batch_indices: [b] int32 or int64: the row of state of each sequence; state may then have any
-            number of rows. Sequences whose index is negative or past the end have none: their y is zero.
-
-    Each tensor may have a dtype of its own; all arithmetic is in float32 (float64 runs in plain torch).
+        state: [b, H, P, N] or, without heads, [b, P, N], any float dtype and strides: the states h. It is
+            UPDATED IN PLACE, also if it is a view.
+        x: [b, H, P] or [b, P].
+        dt: shape of x, the step.
+        A: [H, P, N] or [P, N], normally negative.
+        B: [b, G, N] or [b, N], G a divisor of H. Head h reads group h // (H / G).
+        C: like B.
+        D: [H, P] or [P], a skip connection, or None.
+        z: shape of x, a gate, or None: y is multiplied by silu(z).
+        dt_bias: [H, P] or [P], added to dt, or None.
+        dt_softplus: use softplus(dt + dt_bias) in place of dt + dt_bias.
+        state_batch_indices: [b] int32 or int64: the row of state for each sequence. With it, state may have
+            any number of rows. A sequence whose index is negative or past the end has no state, and its y is
+            zero.
 
     Returns:
-        y of x's shape and dtype.
+        y in the shape and dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, by name; a state that requires a gradient, which
-            cannot pass through a tensor
-        updated in place. UnsupportedError: this machine cannot run the call.
+        TypeError, ValueError: an argument is invalid; the message names it. state must not require a
+            gradient, because gradients cannot pass through an in-place update. ``mamba_chunk_scan_combined``
+            with initial_states has that gradient.
+        UnsupportedError: this machine cannot run the call.
 
-    Differs from mamba_ssm: dt_bias may be None (an error there in 2.2.6 and 2.3), the other tensors have
-    gradients (by plain torch; there they are silently none), indices past the end touch nothing, and CPU
-    tensors work.
+    Differences from mamba_ssm: dt_bias may be None, which is an error in mamba_ssm 2.2.6 and 2.3. The other
+    tensors get gradients (in plain torch), which are silently missing there. Indices past the end access no
+    memory, and CPU tensors work.
     """
     scalars.flags(dt_softplus=dt_softplus)
     heads, pool = _pool(state, x)
@@ -72,7 +84,7 @@ def selective_state_update(
     if given.C.shape != given.B.shape:
         raise ValueError(f"C: got shape {shown(given.C.shape)}, need {shown(given.B.shape)}, as B")
     if state_batch_indices is not None:
-        # kernels skip values outside of state
+        # Kernels skip indices outside state.
         check_integers("state_batch_indices", state_batch_indices, (b,), "[b]", x.device, "x")
     elif pool.shape[0] != b:
         raise ValueError(f"state: got {pool.shape[0]} rows, need {b}, as x (or state_batch_indices)")
@@ -82,7 +94,7 @@ def selective_state_update(
 
 
 def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
-    """Whether state has heads, and state with heads."""
+    """Check state and x, and return (True if state has heads, state with a dimension of heads)."""
     for name, given, dims, meaning in (("state", state, (3, 4), "[b, H, P, N] or [b, P, N]"),
                                        ("x", x, (2, 3), "[b, H, P] or [b, P]")):
         check_floats(name, given, meaning)
@@ -96,8 +108,12 @@ def _pool(state: Any, x: Any) -> tuple[bool, Tensor]:
 
 
 def _with_heads(name: str, given: Any, kind: tuple[tuple[int | None, ...], str, int], x: Tensor) -> Any:
-    """given, which may be None only where the formula does without. kind: its shape, what an error calls
-    that, and which dimension is that of heads."""
+    """Check one argument of the update and return it with a dimension of heads.
+
+    given: the argument. Only D, z and dt_bias may be None.
+    kind: (its shape with heads, the text for that shape in errors, the number of the dimension of heads).
+    x: the tensor with the required device.
+    """
     shape, meaning, at = kind
     if given is None and name in ("D", "z", "dt_bias"):
         return None
@@ -109,6 +125,16 @@ def _with_heads(name: str, given: Any, kind: tuple[tuple[int | None, ...], str, 
 
 
 class Tensors(NamedTuple):
+    """The tensor arguments of one update, with heads.
+
+    pool: the states, [rows, H, P, N], updated in place.
+    x, dt, z: [b, H, P].
+    A: [H, P, N].
+    B, C: [b, G, N].
+    D, dt_bias: [H, P].
+    indices: the row of pool for each sequence, [b], or None.
+    """
+
     pool: Tensor
     x: Tensor
     dt: Tensor
@@ -122,6 +148,8 @@ class Tensors(NamedTuple):
 
 
 class Scalars(NamedTuple):
+    """The only option of an update: apply softplus to the step or not."""
+
     softplus: bool
 
 
@@ -146,11 +174,12 @@ def _update(plan: Plan, given: Tensors, how: Scalars) -> Tensor:
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """x, copied unless each x[n] is contiguous."""
+    """Return x itself if each x[n] is contiguous, else a contiguous copy."""
     return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
 
 
 def problem_of(given: Tensors, how: Scalars) -> Problem:
+    """Return the problem of one update for planning, with N as K and P as V."""
     (b, H, P), N = given.x.shape, given.A.shape[2]
     return Problem(OP, STATE_UPDATE, "", B=b, T=1, H=H, K=N, V=P, N=b, dtype=strictest(dtypes_of(given)))
 
