@@ -198,7 +198,10 @@ def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
 
 
 def _of_one_token(given: Token, state: Tensor) -> Tensors:
-    """Return the arguments of a convolution of N sequences with one token each, which equals an update."""
+    """Return one update as the arguments of a convolution of N sequences with one token each.
+
+    state: [N, D, W], the initial states of these sequences.
+    """
     x, weight, bias, residual, _ = given
     return Tensors(x[:, None], weight, bias, None if residual is None else residual[:, None], state)
 
@@ -260,7 +263,7 @@ def width_class(weight: Tensor) -> int:
 
 
 class Tensors(NamedTuple):
-    """The tensor arguments of one convolution.
+    """The tensor arguments of one convolution; all after weight may be None.
 
     x: [B, T, D].
     weight: [D, W].
@@ -305,8 +308,8 @@ class Token(NamedTuple):
 
     x: [N, D].
     weight: [D, W].
-    bias: [D].
-    residual: [N, D].
+    bias: [D] or None.
+    residual: [N, D] or None.
     cache: [N, D, W], updated in place.
     """
 

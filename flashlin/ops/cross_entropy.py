@@ -208,7 +208,7 @@ def _terms(label_smoothing: float, logit_scale: float, lse_square_scale: float,
 def _check_target(target: Any, rows: Tensor, beside: str) -> None:
     """Raise an error unless target is an integer tensor [N] on the device of the N rows.
 
-    beside: the name of rows in error messages.
+    beside: the name of ``rows`` in error messages.
     """
     tokens.check_dtype("target", target)
     N = rows.shape[0]
@@ -264,7 +264,7 @@ class Scalars(NamedTuple):
 
 
 def terms_of(how: Scalars | LinearScalars) -> Terms:
-    """Return the Terms that are among these scalars."""
+    """Return the numbers of the loss formula that are among these scalars."""
     return Terms(how.scale, how.cap, how.smoothing, how.squares, how.ignore_index)
 
 
@@ -314,7 +314,7 @@ def _backward(plan: Plan, x: Tensors, y: Outputs, grads: Outputs, how: Scalars,
     dlogits = kernels("cross_entropy", "backward").launch_backward(plan, _rows(x.logits), x.target, y.lse,
                                                        grads.loss.contiguous(), *terms_of(how), how.in_place)
     if how.in_place:
-        torch.autograd.graph.increment_version(x.logits)  # another backward that saved them raises an error
+        torch.autograd.graph.increment_version(x.logits)  # other graphs that saved them now raise in backward
     return {"logits": dlogits}
 
 
@@ -380,13 +380,14 @@ class LinearScalars(NamedTuple):
 class LinearOutputs(NamedTuple):
     """The loss of a linear layer and its gradients, which forward computes.
 
-    The gradients are outputs because backward reads them (``ops/_common/gradients.py``). A gradient is None
-    if it is not needed.
     loss: a scalar.
-    dx: the gradient of x before its multiplication by share. Divided by the number of rows in forward, it
-    would underflow in float16 before it is multiplied by the factor of a gradient scaler.
+    dx: the gradient of x before its multiplication by share. Forward does not multiply it, because in float16
+    it would underflow before backward multiplies it by the factor of a gradient scaler.
     dweight, dbias: the gradients of weight and bias, already multiplied by share.
     share: a scalar, 1 / the number of rows that count for a mean, or 1 for a sum.
+
+    The gradients are outputs because backward reads them (``ops/_common/gradients.py``). A gradient is None
+    if it is not needed.
     """
 
     loss: Tensor

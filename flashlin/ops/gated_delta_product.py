@@ -137,9 +137,9 @@ def fused_recurrent_gated_delta_product(
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int) -> int:
-    """Return n; raise an error if the numbers of rows or heads of the tensors do not fit together.
+    """Return n; raise an error unless q and g have T rows, k, v and beta have T n rows, and the heads fit.
 
-    q and g need T rows, and k, v and beta need T n rows. The delta rule checks everything else.
+    The delta rule checks everything else.
     """
     n = scalars.integer("num_householder", num_householder, 1, "an integer of at least 1")
     check_floats("q", q, "[B, T, H, K]", 4)
@@ -171,7 +171,7 @@ def _rows(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor, n
 
 
 def _spread(x: Tensor, n: int, at: int) -> Tensor:
-    """Return [B, T n, ...], in which row ``at`` of each token's n rows comes from x and all others are zero."""
+    """Return [B, T n, ...]: row ``at`` of the n rows of each token comes from x, and all others are zero."""
     if n == 1:
         return x
     nothing = x.new_zeros(()).expand(x.shape)

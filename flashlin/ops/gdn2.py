@@ -168,7 +168,10 @@ def fused_recurrent_gdn2(
 
 def _gate_of(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | None,
              bound: float | None, safe: bool = False) -> Gate:
-    """Return the gate parameters in the form of KDA; raise an error if A_log and bound are both missing."""
+    """Check the gate parameters and return them as ``kda.gate_of`` does: (A_log, dt_bias, lower bound).
+
+    Unlike there, a gate needs an A_log or a bound.
+    """
     check_gates(op, inside, A_log, dt_bias, False, False)
     if inside and A_log is None and bound is None:
         raise ValueError(f"{op}: A_log: got None, need a tensor [HV] with use_gate_in_kernel and without "

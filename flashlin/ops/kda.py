@@ -159,8 +159,8 @@ def _with_states(request: Request, tensors: tuple[Tensor | None, ...],
                  size: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the outputs, the final state and the states that enter each chunk of ``size`` tokens.
 
-    One call computes the outputs. Then call c packs chunk c of all sequences, and starts with the states
-    after call c - 1.
+    The first call computes the outputs. Then one call for each chunk index c packs chunk c of all sequences.
+    It starts with the states that the call for c - 1 returned.
     """
     q, k, v = tensors[:3]
     assert q is not None and k is not None and v is not None
@@ -274,8 +274,8 @@ def gate_of(g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Tensor | Non
     """Check the gate parameters and return (A_log [HV], dt_bias [HV, K] or None, lower bound or None).
 
     g: [B, T, HV, K].
-    inside: the op applies the gate to a raw g. If False, g contains decays and the result is three times
-    None.
+    inside: the op applies the gate to a raw g. If False, g contains decays and the result is (None, None,
+    None).
     A_log: HV elements; None gives zeros, for a factor of 1.
     dt_bias: HV * K elements or None.
     safe: the option safe_gate, which requires a lower_bound of -5 or more.

@@ -169,9 +169,9 @@ def mamba3_siso_combined(
 
 
 def _found(states: States, past: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the state [n, H, P, N] that the first token of each sequence reads, in the dtype of states.ssm.
+    """Return the state [n, H, P, N] that the first token of each sequence reads.
 
-    It is the initial state plus past v k^T of the token before the sequence.
+    It is the initial state plus past v k^T, where k and v belong to the token before the sequence.
     past: [n, H], the weight (1 - r) DT of the first token.
     """
     k, v = states.k.to(dtype), states.v.to(dtype)

@@ -214,10 +214,10 @@ def mamba_norm(
 ) -> Tensor:
     """Check the arguments and return the norm of each group of columns, with the gate of Mamba2.
 
+    The arguments are the same as in ``rmsnorm_fn``, except for these:
     op: the name of the calling op, for planning and messages.
     kind: LAYER or RMS.
-    dtype: the dtype of the result; None means the dtype of x. The other arguments are the same as in
-    ``rmsnorm_fn``.
+    dtype: the dtype of the result; None means the dtype of x.
     """
     asked = checked(Tensors(x, None, weight, bias), Asked(op, kind, eps))
     asked = asked._replace(output_dtype=dtype or x.dtype)  # the dtype of x before the gate

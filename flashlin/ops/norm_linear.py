@@ -159,7 +159,7 @@ def _projected(given: Tensors, linear_weight: Tensor, linear_bias: Tensor | None
 
 @without_autocast
 def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
-    """Return the linear layer of the norm. Backward computes the norm again instead of storing it."""
+    """Return the result of the norm and the linear layer; backward computes the norm again."""
     both = partial(_both, asked)
     if not wants_grad(*tensors) or transformed():  # torch.func cannot transform a checkpoint
         return both(*tensors)
@@ -172,7 +172,7 @@ def _checkpointed(asked: Asked, *tensors: Tensor | None) -> Found:
 
 
 class _Again:
-    """The context for the second computation of the norm in backward, with the policy of forward.
+    """The context in which backward computes the norm again, with the policy of forward.
 
     With another policy, the plan and therefore the stored tensors could differ. Each backward enters the
     context once.
@@ -194,7 +194,7 @@ def _contexts(of_forward: Policy) -> tuple[AbstractContextManager[None], _Again]
 
 
 def _both(asked: Asked, *tensors: Any) -> Found:
-    """Return the linear layer of the norm, in asked.output_dtype.
+    """Return the result of the norm and the linear layer, in asked.output_dtype.
 
     tensors: the tensors of the norm, then the weight and bias of the linear layer.
     """

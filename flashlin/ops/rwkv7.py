@@ -43,8 +43,7 @@ def chunk_rwkv7(
 
     r, k, a, b: [B, T, H, K].
     v: [B, T, H, V].
-    w: [B, T, H, K], natural-log decays, normally <= 0, of any strength. The layer's decays lie in -0.607 ..
-    0.
+    w: [B, T, H, K], natural-log decays, normally <= 0, of any strength. The layer's lie in -0.607 .. 0.
     scale: factor on the output, 1 by default, unlike in ``fused_recurrent_rwkv7``; None means K ** -0.5.
 
     All other arguments, the results and the errors are the same as in ``chunk_dplr_delta_rule``.

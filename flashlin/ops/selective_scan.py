@@ -43,8 +43,8 @@ def selective_scan_fn(
 
     Args:
         u: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Two layouts are
-            fast: contiguous channels, as after a projection, and contiguous tokens with T a multiple of 16.
-            Other layouts are read token by token, which is slower.
+            fast: contiguous channels, as after a projection; and contiguous tokens, if the strides of b and D
+            are multiples of 16 elements. Other layouts are read token by token, which is slower.
         delta: [b, D, T], like u.
         A: [D, N], real, normally negative.
         B: [b, N, T]; or [b, G, N, T] with G a divisor of D, where channel d reads group d // (D / G); or [D,
