@@ -82,12 +82,12 @@ def test_too_many_programs_are_launched_in_parts_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("declared", "says"), [
-    ({}, 'do       shield(..., batch={"tensor": dimension, ...}, batch_axis=1, batch_size="argument") says '
-         'what the batch is'),
+    ({}, 'do       declare the batch with shield(..., batch={"tensor": dimension, ...}, batch_axis=1, '
+         'batch_size="argument")'),
     (dict(batch={"x": 0, "o": 0}, batch_axis=0),
-     "batch_axis=0 has 1 programs, which is no multiple of the batch of 10923"),
+     "batch_axis=0 has 1 programs, which is not a multiple of the batch size 10923"),
     (dict(batch={"x": 0}, batch_axis=1),
-     'o has a dimension of 10923, as the batch, and is not declared: batch={"o": 0}'),
+     'o has a dimension of 10923, the batch size, and is not declared: add batch={"o": 0}'),
     (dict(batch={"x": 0, "o": 1}, batch_axis=1, batch_size="B"),
      "o: dimension 1 has 6 elements, need a multiple of the batch of 10923")])
 def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(declared: dict[str, Any],
@@ -102,8 +102,8 @@ def test_a_grid_that_cannot_be_split_is_refused_and_says_how_to_declare_it(decla
 
 @pytest.mark.parametrize(("batch", "x", "o", "says"), [
     ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(200),
-     "o has a dimension of 200, which may hold the batch of 100, and is not declared"),
-    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(2, 101), 'batch={"o": 1} says that it is the batch'),
+     "o has a dimension of 200, which may contain the batch of 100, and is not declared"),
+    ({"x": 0}, torch.zeros(100, 2, 1), torch.zeros(2, 101), 'add batch={"o": 1} if it is the batch'),
     ({"x": 0}, None, torch.zeros(2, 102), "none of x is a tensor with the batch in this call"),
     ({"x": 0, "o": None}, None, torch.zeros(200), "none of x, o is a tensor with the batch in this call")])
 def test_what_parts_of_the_batch_would_not_reach_is_not_split(
@@ -159,7 +159,7 @@ def test_a_long_tensor_is_not_split_where_the_batch_cannot_be() -> None:
     x = torch.empty_strided((3, 1, 4), (2**30, 4, 1), device="meta")
     shielded, starts = watched(foreign.scaled, A100, **BATCH)
     with pytest.raises(flashlin.UnsupportedError,
-                       match="batch_axis=1 has 4 programs, which is no multiple of the batch of 3"):
+                       match="batch_axis=1 has 4 programs, which is not a multiple of the batch size 3"):
         shielded[(1, 4)](x, x, 4, 3, H=1, BT=16)
     assert not starts
 

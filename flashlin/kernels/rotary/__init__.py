@@ -1,1 +1,1 @@
-"""Rotary position embeddings."""
+"""Kernels of rotary position embeddings."""

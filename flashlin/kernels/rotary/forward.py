@@ -1,10 +1,16 @@
-"""Rotary embeddings, forward and backward: backward turns the other way. Tensors in, tensors out.
+"""Rotary embeddings, forward and backward; backward is a rotation in the opposite direction.
 
-    y_a = x_a cos - x_b sin        y_b = x_a sin + x_b cos
-for R pairs (a, b) of each head's D channels: (i, R + i), or interleaved (2 i, 2 i + 1); the other channels
-are copied. cos and sin are rows of tables [TR, R], by a token's place in its sequence plus the sequence's
-offset. A row is a head of a token. A program owns BT rows and BR pairs of each, or 2 BR of the channels that
-are copied; it reads before it writes and nobody else reads what it writes, so y may be x.
+R pairs (a, b) of the D channels of each head are rotated:
+
+    y_a = x_a cos - x_b sin
+    y_b = x_a sin + x_b cos
+
+A pair consists of the channels i and R + i or, if interleaved, of 2 i and 2 i + 1. The other channels are
+copied. cos and sin are tables [TR, R]. A token uses the row given by its position in its sequence plus the
+offset of the sequence.
+
+In these kernels, a row is one head of one token. A program computes BT rows, with BR rotated pairs or 2 BR
+copied channels. It reads its elements before it writes them, and no other program reads them, so y may be x.
 """
 
 import torch
@@ -19,9 +25,14 @@ from flashlin.kernels.batch import row_stride
 
 @triton.jit
 def sequences_of(bounds, token, inside, N, steps):
-    """(sequence, its first token, whether there is one) of each token of a packed batch, by bisection of
-    bounds."""
-    low = tl.zeros_like(token)  # the sequence is the last whose bound is not behind the token
+    """Find the sequences of tokens of a packed batch, by a binary search in bounds [N + 1].
+
+    token: indices of the tokens. inside: mask of tokens that exist. steps: number of steps of the search.
+
+    Returns, for each token: the number of its sequence, the index of the sequence's first token, and True if
+    the token belongs to a sequence.
+    """
+    low = tl.zeros_like(token)  # the result is the last sequence that begins at or before the token
     high = low + N + 1
     for _ in range(steps):
         middle = (low + high) // 2
@@ -39,20 +50,22 @@ def rotary(
     offsets,  # [N] or None
     bounds,  # [N + 1] or None
     y,  # [B, T, H, D]
-    offset,  # added to every place
+    offset,  # added to every position
     T, N,
-    steps,  # of the bisection
+    steps,  # steps of the binary search in bounds
     rows,
-    TR,  # rows of the tables
-    along_t,  # strides of x: by token
-    along_h,  # by head
-    onto_t,  # strides of y: by token
-    onto_h,  # by head
+    TR,  # number of rows of the tables
+    along_t,  # stride of x by token
+    along_h,  # stride of x by head
+    onto_t,  # stride of y by token
+    onto_h,  # stride of y by head
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
 ):
-    """y [B, T, H, D]; BACK turns the other way. A program: BT rows, each a head of a token, and BR pairs
-    of channels."""
+    """Compute y [B, T, H, D], the rotated x; BACK rotates in the opposite direction.
+
+    A program computes BT rows, each one head of one token, with BR rotated pairs or 2 BR copied channels.
+    """
     TURNED: tl.constexpr = (R + BR - 1) // BR
     STRIPS: tl.constexpr = TURNED + (D - 2 * R + 2 * BR - 1) // (2 * BR)
     strip = tl.program_id(0) % STRIPS
@@ -60,7 +73,7 @@ def rotary(
     ahead = tl.arange(0, BT)
     inside = start + ahead < rows
     before = start // H
-    behind = (start - before * H).to(tl.int32) + ahead  # rows behind the first one of token ``before``
+    behind = (start - before * H).to(tl.int32) + ahead  # rows since the first row of token ``before``
     token = before + behind // H
     if bounds is not None:
         n, first, belongs = sequences_of(bounds, token, inside, N, steps)
@@ -79,7 +92,8 @@ def rotary(
         pair = strip * BR + tl.arange(0, BR)
         known = (belongs & (place >= 0) & (place < TR))[:, None] & (pair < R)[None, :]
         turn = place[:, None] * R + pair[None, :]
-        # past the tables nothing is right, and NaN says so; before them is padding
+        # Positions after the end of the tables have no valid result, so they get NaN. Positions before the
+        # tables are padding, and get 0.
         beyond = tl.where(belongs & (place >= TR), float("nan"), 0.0)[:, None]
         c = tl.load(cos + turn, mask=known, other=0.0).to(tl.float32) + beyond
         s = tl.load(sin + turn, mask=known, other=0.0).to(tl.float32) + beyond
@@ -98,7 +112,7 @@ def rotary(
         tl.store(to_y + (at_y[:, None] + b[None, :]), (x_a * s + x_b * c).to(y.dtype.element_ty), mask=there)
     else:
         col = 2 * R + (strip - TURNED) * 2 * BR + tl.arange(0, 2 * BR)
-        left = inside[:, None] & (col < D)[None, :]  # not "there", whose shape is another
+        left = inside[:, None] & (col < D)[None, :]  # not named "there", which has another shape
         value = tl.load(from_x + (at_x[:, None] + col[None, :]), mask=left & belongs[:, None], other=0.0)
         tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 
@@ -110,9 +124,17 @@ def launch_forward(
     offsets: Tensor | None, bounds: Tensor | None,
     interleaved: bool, back: bool, in_place: bool,
 ) -> Tensor:
-    """y [B, T, H, D] in x's dtype, which is x itself if in_place. x [B, T, H, D] with evenly spaced tokens
-    and contiguous channels; cos, sin [TR, R] contiguous, of any dtype; offsets [N] and bounds [N + 1]
-    contiguous or None, the latter within 0 .. T and rising. back: backward."""
+    """Launch the rotary kernel, and return y [B, T, H, D] in x's dtype.
+
+    x: [B, T, H, D] with contiguous channels and one stride between all tokens.
+    cos, sin: [TR, R], contiguous, of any dtype.
+    offset: added to the positions of all tokens.
+    offsets: [N], contiguous: added to the positions of each sequence; or None.
+    bounds: [N + 1], contiguous: the boundaries of packed sequences, ascending within 0 .. T; or None.
+    interleaved: True if the pairs are (2 i, 2 i + 1), False if they are (i, R + i).
+    back: True to rotate in the opposite direction, for backward.
+    in_place: True to store y in x.
+    """
     B, T, H, D = x.shape
     TR, R = cos.shape
     N = B if bounds is None else bounds.shape[0] - 1

@@ -1,8 +1,8 @@
-"""Which launches a rotary embedding makes, and with which tiles. Plain Python: no tensor, no torch, no
-triton.
+"""Recipe of the rotary embedding: its launch and its tiles.
 
-A Problem has T tokens, through the whole batch, of H heads of K channels, of which V pairs are rotated.
-Forward and backward are one kernel.
+In a Problem, T is the number of tokens of the whole batch. Each has H heads of K channels, and V pairs of
+these channels are rotated. Forward and backward use one kernel. This module is plain Python: it needs no
+tensors, torch or triton.
 """
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from flashlin.guards.family import Family, Op, Sizes
 from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, moving
 
-ELEMENTS, COLUMNS = 2048, 512  # pairs of a program, of which at most COLUMNS belong to one row
-FAR = 2**20  # elements from one token to the next; tokens that lie farther apart are copied
+ELEMENTS, COLUMNS = 2048, 512  # pairs of a program; at most COLUMNS of them belong to one row
+FAR = 2**20  # largest stride between tokens, in elements; tokens that are farther apart are copied
 
 
 def strips(D: int, R: int, BR: int) -> tuple[int, int]:
-    """How many strips of BR pairs are rotated, and how many of 2 BR channels are copied because they are
-    not."""
+    """Return the number of strips of BR rotated pairs, and the number of strips of 2 BR copied channels.
+
+    A head has D channels and R rotated pairs.
+    """
     return cdiv(R, BR), cdiv(D - 2 * R, 2 * BR)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
+    """Return the launch of the rotary embedding; forward and backward have the same one."""
     BR = block(problem.V, 8, COLUMNS)
     BT = ELEMENTS // BR
     span = max((BT // max(problem.H, 1) + 1) * FAR, (BT + problem.H) * problem.K)
-    # shared: what is measured is an exchange of a tile between warps
+    # Measured shared memory: an exchange of a tile between warps.
     return (moving("rotary", problem, cdiv(problem.T * problem.H, BT) * sum(strips(problem.K, problem.V, BR)),
                    dict(BT=BT, BR=BR), shared=8 * ELEMENTS + 4096, span=span),)
 
 
 def counted(sizes: Sizes) -> Sizes:
+    """Return the sizes of a Problem: all tokens in one row, and by default K // 2 rotated pairs."""
     return Sizes(1, sizes.B * sizes.T, sizes.H, sizes.K, sizes.V or max(sizes.K // 2, 1), packed=sizes.packed)
 
 

@@ -1,5 +1,4 @@
-"""Rotary embeddings in float64, sequence by sequence, written from the mathematics. Everything else is
-checked against it."""
+"""Reference of the rotary embedding, sequence by sequence in float64; all tests compare with it."""
 from __future__ import annotations
 
 import torch
@@ -10,16 +9,20 @@ from flashlin.kernels.oracle import spans_of
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0,
            cu_seqlens: Tensor | None = None) -> Tensor:
-    """y [B, T, H, D] in float64, differentiable: each pair of channels is a complex number, and is multiplied
-    by cos + i sin of its token.
+    """Return the rotated x, [B, T, H, D] in float64; it is differentiable.
 
-    cos, sin: [TR, R]. seqlen_offsets: the row of the first token of all sequences, or of each [N].
-    cu_seqlens: where sequences begin and end in a packed batch. Tokens of no sequence are zero, and pairs of
-    tokens before row 0.
+    Each pair of channels is treated as a complex number, and multiplied by cos + i sin of its token.
+
+    cos, sin: [TR, R].
+    interleaved: True if the pairs are (2 i, 2 i + 1), False if they are (i, R + i).
+    seqlen_offsets: row of the tables for the first token of every sequence, or one row for each sequence [N].
+    cu_seqlens: [N + 1], the boundaries of packed sequences, or None.
+
+    The result is zero for tokens of no sequence, and for the rotated pairs of tokens whose row is negative.
     """
     B, T = x.shape[:2]
     R = cos.shape[1]
-    axis = -1 if interleaved else -2  # of the two channels of a pair
+    axis = -1 if interleaved else -2  # axis of the two channels of a pair
     turns = torch.complex(cos.double(), sin.double())
     y = torch.zeros_like(x, dtype=torch.float64)
     spans = spans_of(B, T, cu_seqlens)

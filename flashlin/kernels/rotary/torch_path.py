@@ -1,5 +1,8 @@
-"""Rotary embeddings in plain, differentiable torch, for CPUs, float64, cards that no Triton compiles for, and
-torch.compile, which fuses them with whatever is around them."""
+"""Differentiable torch path of the rotary embedding.
+
+It is used for CPUs, float64 tensors, and GPUs that no Triton release supports. torch.compile also uses it, to
+fuse the rotation with the surrounding code.
+"""
 from __future__ import annotations
 
 import torch
@@ -11,8 +14,11 @@ from flashlin.kernels.sequences import sequences_of, widest
 
 def places_of(x: Tensor, offset: int, offsets: Tensor | None,
               bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The row of the tables that each token takes, [B or 1, T] int64, which may be none of them; and which
-    tokens belong to a sequence, [1, T], None for all. Arguments as launch_forward."""
+    """Return the row of the tables for each token, and the mask of tokens that belong to a sequence.
+
+    The rows are [B or 1, T] in int64, and may be outside the tables. The mask is [1, T], or None if all
+    tokens belong to a sequence. The arguments are described in ``launch_forward`` of forward.py.
+    """
     places = torch.arange(x.shape[1], device=x.device)[None] + offset
     if bounds is None:
         return places if offsets is None else places + offsets.long()[:, None], None
@@ -24,10 +30,13 @@ def places_of(x: Tensor, offset: int, offsets: Tensor | None,
 
 def compute(x: Tensor, cos: Tensor, sin: Tensor, offset: int, offsets: Tensor | None, bounds: Tensor | None,
         interleaved: bool) -> Tensor:
-    """y [B, T, H, D] in x's dtype. Arguments as launch_forward, with any strides."""
+    """Return the rotated x, [B, T, H, D] in x's dtype.
+
+    The arguments are described in ``launch_forward`` of forward.py. Here they may have any strides.
+    """
     (TR, R), compute = cos.shape, widest(x)
     places, belongs = places_of(x, offset, offsets, bounds)
-    # a row of zeros for the places before the tables, one of NaN for those past them
+    # Rows before the tables read a row of zeros, and rows after the tables read a row of NaN.
     rows = (places + 1).clamp(0, TR + 1)
     c, s = (F.pad(F.pad(table.to(compute), (0, 0, 1, 0)), (0, 0, 0, 1), value=torch.nan)[rows][:, :, None]
             for table in (cos, sin))

@@ -1,1 +1,4 @@
-"""Kernels of the user's own: what their launches are, as facts. There is no kernel here."""
+"""Planning of users' own kernels for ``shield``: facts about their sources, arguments and launches.
+
+This package contains no kernels.
+"""

@@ -1,5 +1,7 @@
-"""The one launch of a kernel that is the user's own, as the remedies leave it. Plain Python: no tensor, no
-torch, no triton."""
+"""Recipe of a user's own kernel: its single launch, after the remedies.
+
+This module is plain Python: it needs no tensors, torch or triton.
+"""
 from __future__ import annotations
 
 from flashlin.compat.target import Target
@@ -9,10 +11,13 @@ from flashlin.guards.plan_types import Launch, Problem
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """The given launch: for a part of the batch, with at most max_warps, on fp32 copies. Its tile and stages
-    are the user's choice."""
+    """Return the user's launch, adapted to the remedies of the Problem.
+
+    Remedies can limit it to a slice of the batch, limit its warps to max_warps, or run it on fp32 copies.
+    They do not change its tile and stages, which the user chooses.
+    """
     given = problem.given
-    assert given is not None  # shielding/launcher.py makes every problem of this family
+    assert given is not None  # shielding/launcher.py creates every Problem of this family
     launch, part = given.launch, problem.batch_part or problem.N
     grid = tuple(size // problem.N * part if axis == given.axis and not given.whole else size
                  for axis, size in enumerate(launch.grid))
@@ -24,4 +29,4 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
                             span=span),)
 
 
-SPECS = (Family("shield", launches),)  # whose problems have sizes of their own, see Given
+SPECS = (Family("shield", launches),)  # the sizes of its Problems are described in Given

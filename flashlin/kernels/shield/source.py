@@ -1,7 +1,7 @@
-"""What the source of a Triton kernel tells about its launches: the traits that known issues look for. Runs
-nothing.
+"""Traits of a Triton kernel, read from its source text; known issues test them.
 
-Conservative: what cannot be told from the text counts as being there, where that costs speed at most.
+The code only parses the text, and runs nothing. It is conservative: a trait that the text cannot exclude
+counts as present if this costs only speed.
 """
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from typing import Any, NamedTuple, TypeGuard
 from flashlin.compat.traits import HALVES, LACKING, trait_set
 
 DOTS = ("dot", "dot_scaled")
-SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")  # of a tile's rows; of two tiles
+SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")  # functions of a tile's rows; of two tiles
 
 
 class Source(NamedTuple):
-    """traits: those that the text tells, see compat/traits.py. half: the text names a 16-bit type itself.
-    wide: it computes some offset in 64 bits, so its author thought of long tensors. calls: names of functions
-    that it calls."""
+    """Facts about the source of a function.
+
+    traits: traits that the text shows; they are defined in compat/traits.py.
+    half: True if the text names a 16-bit type.
+    wide: True if the text names int64, which suggests that the kernel supports long tensors.
+    calls: names of the functions that it calls.
+    """
     traits: frozenset[str]
     half: bool
     wide: bool
@@ -31,7 +35,7 @@ class Source(NamedTuple):
 
 
 class _InFull(ast.NodeTransformer):
-    """x += y as x = x + y, so that nobody else has to know both."""
+    """Rewriter of x += y to x = x + y, so that the other functions have to support only one form."""
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         before = copy.copy(node.target)
@@ -41,7 +45,10 @@ class _InFull(ast.NodeTransformer):
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Source:
-    """From the text of one function. Raises SyntaxError where it is none."""
+    """Return the facts about the source text of one function.
+
+    Raises SyntaxError if the text is not valid Python.
+    """
     tree = _InFull().visit(ast.parse(text))
     nodes, dots = list(ast.walk(tree)), _dots(tree)
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | _names(tree)
@@ -53,8 +60,10 @@ def read(text: str) -> Source:
 
 
 def of(kernel: Any) -> Source:
-    """Return the source of a kernel and of the functions that it calls as one, as far as its module or closure
-    knows them by name."""
+    """Return the combined facts about the sources of a kernel and of the functions that it calls.
+
+    Called functions are found by name in the globals and the closure of the caller. Others are ignored.
+    """
     waiting, sources = [kernel.fn], dict[Any, Source]()
     while waiting:
         function = waiting.pop()
@@ -64,13 +73,14 @@ def of(kernel: Any) -> Source:
         known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
         called = [getattr(known.get(name), "fn", None) for name in sources[function].calls]
         waiting += filter(inspect.isfunction, called)
-    # A helper that multiplies may be called from any loop; a state is looked for in each.
+    # Traits of loops are looked up in each function separately, although a helper may be called from any
+    # loop.
     traits, half, wide, calls = zip(*sources.values(), strict=True)
     return Source(frozenset[str]().union(*traits), any(half), any(wide), frozenset[str]().union(*calls))
 
 
 def _called(call: ast.Call) -> str:
-    """The name of the called function, without its module's."""
+    """Return the name of the called function, without its module, or ``""`` if it has no name."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
@@ -85,12 +95,12 @@ def _dots(tree: ast.AST) -> list[ast.Call]:
 
 
 def _given(call: ast.Call, places: slice, names: tuple[str, ...]) -> list[ast.expr]:
-    """The arguments of a call in these places or by these names."""
+    """Return the arguments of a call that are passed at the given positions or by the given names."""
     return [*call.args[places], *(keyword.value for keyword in call.keywords if keyword.arg in names)]
 
 
 def _ieee(dot: ast.Call) -> bool:
-    """Whether a dot asks for products of full precision, in the words of any release."""
+    """Return True if a dot requests products of full precision, with the arguments of any Triton release."""
     said = {keyword.arg: keyword.value.value
             for keyword in dot.keywords if isinstance(keyword.value, ast.Constant)}
     return said.get("input_precision") == "ieee" or ("input_precision" not in said
@@ -98,8 +108,11 @@ def _ieee(dot: ast.Call) -> bool:
 
 
 def _carries_state(loop: ast.For | ast.While) -> bool:
-    """A value that one turn hands to the next is scaled, and reaches an operand of a dot, directly or through
-    other names."""
+    """Return True if a loop carries a state, scales it, and uses it as an operand of a dot.
+
+    The loop carries the state from one iteration to the next. The state may reach the dot through other
+    names.
+    """
     assigned = _assigned(loop)
     reached = _handed_on(loop) & {name for name, value in assigned
                                   if any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
@@ -111,7 +124,7 @@ def _carries_state(loop: ast.For | ast.While) -> bool:
 
 
 def _sums(loop: ast.AST) -> Iterator[set[str]]:
-    """For each product that is added to something in a loop: the names of that something."""
+    """Yield, for each product of matrices that a loop adds to another value, the names in this value."""
     for node in ast.walk(loop):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
             for side, other in ((node.left, node.right), (node.right, node.left)):
@@ -136,9 +149,12 @@ def _chains(loop: ast.For | ast.While) -> bool:
 
 
 def _row_sums(loop: ast.For | ast.While) -> dict[str, ast.expr]:
-    """Accumulators that a statement of the loop itself, of no loop inside, adds the sums of a tile's rows to,
-    as the tile was loaded, and what that sets them to. Sums along the first axis may be those of a vector: a
-    number, which is nobody's trouble."""
+    """Return the accumulators to which a loop adds sums of the rows of a loaded tile.
+
+    Each is given by its name and the expression that the loop assigns to it. Maxima and minima count as sums.
+    The statement must belong to the loop itself, not to an inner loop. Sums along axis 0 do not count,
+    because they may be sums of a vector. Such a sum is a scalar, which causes no known failure.
+    """
     own = [pair for node in loop.body if isinstance(node, ast.Assign) for pair in _assigned(node)]
 
     def named(made: Callable[[ast.expr], bool]) -> Callable[[ast.expr], bool]:
@@ -152,13 +168,14 @@ def _row_sums(loop: ast.For | ast.While) -> dict[str, ast.expr]:
 
 
 def _along_rows(node: ast.expr) -> TypeGuard[ast.Call]:
-    """Whether it sums, or takes the largest or smallest, along an axis whose number is there, and not 0."""
+    """Return True if the node is a sum, maximum or minimum along an axis that is a literal number other than
+    0."""
     return _calls(node, SUMS) and any(ast.unparse(axis).lstrip("-0").isdigit()
                                       for axis in _given(node, slice(1, 2), ("axis",)))
 
 
 def _joined(node: ast.expr) -> list[ast.expr]:
-    """Both operands of a sum, or of a maximum; else none."""
+    """Return both operands of an addition, a maximum or a minimum, or nothing for other nodes."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return [node.left, node.right]
     return node.args[:2] if _calls(node, JOINS) else []
@@ -172,7 +189,7 @@ def _peeks(loop: ast.For | ast.While) -> bool:
 
 
 def _accumulators(loop: ast.For | ast.While) -> set[str]:
-    """What one turn hands to the next."""
+    """Return the names whose values a loop carries from one iteration to the next."""
     return _handed_on(loop) & {name for name, _ in _assigned(loop)}
 
 
@@ -187,12 +204,12 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 
 def _handed_on(loop: ast.For | ast.While) -> set[str]:
-    """Names that the body reads before it sets them."""
+    """Return the names that the body of a loop reads before it assigns them."""
     read, written = set[str](), set[str]()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            if node.value is not None:  # which is read before anything is set
+            if node.value is not None:  # it is read before the targets are set
                 visit(node.value)
             for target in _targets(node):
                 visit(target)
@@ -214,7 +231,7 @@ def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
-# By trait: whether a loop is one that gives it.
+# For each trait of loops: a function whose result is true if a loop has the trait.
 OF_A_LOOP: dict[str, Callable[[ast.For | ast.While], object]] = {
     "rmw_acc": _carries_state, "fresh_acc": _adds_to_fresh, "chained_acc": _chains, "row_sums": _row_sums,
     "read_row_sums": _peeks}

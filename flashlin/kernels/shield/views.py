@@ -1,5 +1,4 @@
-"""What the remedies hand to a kernel of the user's own instead of its tensors: parts of the batch, copies of
-another dtype."""
+"""Tensors that remedies pass to a user's own kernel: slices of the batch, and copies in another dtype."""
 from __future__ import annotations
 
 import torch
@@ -7,17 +6,24 @@ from torch import Tensor
 
 
 def part_of(tensor: Tensor, dimension: int, whole: int, begin: int, count: int) -> Tensor:
-    """The view of a tensor that belongs to ``count`` of the batch from ``begin`` on."""
+    """Return the view of a tensor for ``count`` sequences of the batch, starting at sequence ``begin``.
+
+    dimension: the dimension that contains the batch.
+    whole: size of the whole batch. The dimension has a multiple of this length, or whole + 1 for boundaries.
+    """
     length = tensor.shape[dimension]
-    if length == whole + 1 and whole > 1:  # boundaries: a sequence needs both of its own
+    if length == whole + 1 and whole > 1:  # boundaries: each sequence needs two
         return tensor.narrow(dimension, begin, count + 1)
     return tensor.narrow(dimension, length // whole * begin, length // whole * count)
 
 
 def fp32_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """fp32 copies of those tensors that have 16 bits, with the same strides, sharing memory where the
-    originals do: a kernel computes addresses from strides, and may reach beyond the view that it is handed.
-    So whole storages are converted."""
+    """Return fp32 copies of the tensors that have 16 bits, by name.
+
+    The copies have the strides of the originals, and share memory if the originals do. A kernel computes
+    addresses from strides, and may access elements outside the view that it receives. Whole storages are
+    therefore converted.
+    """
     copies: dict[str, Tensor] = {}
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
     for name, tensor in tensors.items():
