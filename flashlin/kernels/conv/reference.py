@@ -1,4 +1,4 @@
-"""Reference of the short convolution, token by token in float64; all tests compare with it."""
+"""Reference of the short convolution, token by token in float64, with which tests compare all implementations."""
 from __future__ import annotations
 
 import torch

@@ -28,7 +28,7 @@ def cross_entropy_backward(
     stride,  # elements from one row of logits to the next
     dstride,  # elements from one row of dlogits to the next
     rows,
-    scale,  # s
+    scale,  # s, scale of the logits
     cap,  # c, softcap
     smoothing,  # e, label smoothing
     squares,  # a, weight of L^2

@@ -53,7 +53,7 @@ def cross_entropy_forward(
     target, loss, z_loss, lse,  # [rows]
     stride,  # elements from one row of logits to the next
     rows,
-    scale,  # s
+    scale,  # s, scale of the logits
     cap,  # c, softcap
     smoothing,  # e, label smoothing
     squares,  # a, weight of L^2

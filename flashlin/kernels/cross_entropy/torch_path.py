@@ -17,7 +17,7 @@ def compute(logits: Tensor, target: Tensor, scale: float, cap: float | None, smo
     All results are differentiable. The arguments are described in ``launch_forward`` of forward.py.
     """
     t, counts = _targets(target, logits.shape[1], ignore_index)
-    # Rows that do not count become 0 here, because their NaN would reach their gradient.
+    # Rows that do not count are set to 0 first. Otherwise a NaN in them would reach their gradient.
     x, _ = _shaped(torch.where(counts[:, None], logits.to(widest(logits)), 0), scale, cap)
     lse = x.logsumexp(1)
     z = squares * lse.square()

@@ -5,9 +5,9 @@ The gradients of the inputs are:
     dx_t = do_t + e^{g_{t+1}} dx_{t+1}
     dg_t = dx_t e^{g_t} h_{t-1}
 
-For the last token, the gradient of the final state replaces e^{g_{t+1}} dx_{t+1}. The states h are
-the output o of forward. If o is rounded to 16 bits, dg is as precise as a 16-bit tensor can be. The
-alternative, e^{g_t} h_{t-1} = o_t - x_t, would suffer from cancellation.
+For the last token, the gradient of the final state replaces e^{g_{t+1}} dx_{t+1}. The states h are the output
+o of forward. If o is rounded to 16 bits, dg is as precise as a 16-bit tensor can be. The difference
+o_t - x_t is equal to e^{g_t} h_{t-1}, but would suffer from cancellation.
 """
 
 import torch

@@ -146,8 +146,8 @@ def hgrn_ends(
 def carried(
     h,  # [BD]
     decays, ends,  # [N, S - 1, D], fp32
-    n,  # this sequence
-    s,  # this segment
+    n,  # number of this sequence
+    s,  # number of this segment
     S,  # number of segments of a sequence
     cols,  # [BD]: columns
     D: tl.constexpr, BT: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Reference of HGRN's recurrence, token by token in float64; all tests compare with it."""
+"""Reference of HGRN's recurrence, token by token in float64, with which tests compare all implementations."""
 from __future__ import annotations
 
 from torch import Tensor

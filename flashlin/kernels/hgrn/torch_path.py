@@ -20,7 +20,7 @@ def compute(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> t
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0.to(x.dtype)
     if x.shape[1] == 0 or N == 0:
-        return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # with gradients
+        return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # zeros with gradients
     if bounds is not None:
         return _packed(x, g, h0, bounds)
     o = joined(g.exp(), x, h0)
@@ -46,8 +46,8 @@ def _packed(x: Tensor, g: Tensor, h0: Tensor, bounds: Tensor) -> tuple[Tensor, T
 def inputs_of(o: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> Tensor:
     """Recover the inputs x_t = o_t - e^{g_t} o_{t-1} of the recurrence from its output o, in o's dtype.
 
-    Backward calls this function. It needs the x that gives exactly the stored o, which may be rounded.
-    o, g and the result are [B, T, D].
+    Backward calls this function. It needs the x that gives exactly the stored o, which may be rounded. o, g
+    and the result are [B, T, D].
     """
     if h0 is None:
         h0 = o.new_zeros(o.shape[0] if bounds is None else bounds.shape[0] - 1, o.shape[2])

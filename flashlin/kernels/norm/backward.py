@@ -1,7 +1,7 @@
 """Backward of the row-wise normalisations.
 
-The symbols s, m, r, w, b, z and a are defined in forward.py. Let n = (s - m) r be the normalised row, and
-u = w dy. Then:
+The symbols s, m, r, w, b, z and a are defined in forward.py. Let n be the normalised row (s - m) r,
+and let u be w dy. Then:
 
     ds = r (u - mean(u) - n mean(u n)) + dtotal
     dw = sum over rows of dy n

@@ -45,10 +45,9 @@ def put(x, value, first, rows, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.con
 def line(x, first, d0, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUPS: tl.constexpr):
     """Load the weight or bias x [GROUPS, D] for BT rows of the input: [BT, BD] in fp32, zeros outside.
 
-    Every program reads it, so it should stay in the cache. Each of the BT rows gets its own copy,
-    even if they all use the same row of x. A tile [1, BD] would be distributed over other threads than the
-    rows. To combine the two, whole tiles
-    would have to pass through shared memory.
+    Every program reads it, so it should stay in the cache. Each of the BT rows gets its own copy, even if
+    they all use the same row of x. A tile [1, BD] would be distributed over other threads than the rows. To
+    combine the two, whole tiles would have to pass through shared memory.
     """
     row = (first + tl.arange(0, BT)) % GROUPS
     col = d0 + tl.arange(0, BD)

@@ -18,9 +18,9 @@ With marks (see nonfinite.py), a scale adds the gradient of the marks to dx and 
 stores 0 for elements of do that are not finite, and NaN in the gradient of the marks of their rows.
 
 A program with parameters processes several blocks of BT rows of its strip, in a grid-stride loop. It keeps
-its partial sums of the gradients of the parameters in registers. The partial sums are
-[parameters, programs of a strip, D] in fp32, and torch adds them. The kernels use no atomics, and a plan
-fixes the order of summation, so the results are deterministic.
+its partial sums of the gradients of the parameters in registers. The partial sums are [parameters, programs
+of a strip, D] in fp32, and torch adds them. The kernels use no atomics, and a plan fixes the order of
+summation, so the results are deterministic.
 """
 
 from itertools import zip_longest
@@ -334,7 +334,7 @@ def pointwise_read_backward(
     c,  # [rows, D // W]
     z,  # [rows, D] or None
     d,  # [rows, D // W]
-    do,  # [1 + rows, D]: row t is the gradient of the o that row t reads, o_{t-1}
+    do,  # [1 + rows, D]: row t is the gradient of o_{t-1}
     dx,  # [rows, D]
     dc,  # [rows, D // W]
     dz,  # [rows, D] or None

@@ -379,7 +379,7 @@ def arguments(plan: Plan, launch: Launch, tensors: tuple[Tensor | None, ...], bo
         named[name], named[f"{name}_n"] = rows_of(named[name], D)
     if family == GATE:
         named.update(bound=bound or 0.0, K=problem.K, BOUNDED=bound is not None)
-    if family == SKIP:  # columns per element of D
+    if family == SKIP:  # K is the number of columns per element of skip
         named["K"] = 1 if named["skip"] is None else D // named["skip"].numel()
     return named
 

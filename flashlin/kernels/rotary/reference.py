@@ -1,4 +1,4 @@
-"""Reference of the rotary embedding, sequence by sequence in float64; all tests compare with it."""
+"""Reference of the rotary embedding, sequence by sequence in float64, with which tests compare all implementations."""
 from __future__ import annotations
 
 import torch

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeGuard
 from flashlin.compat.traits import HALVES, LACKING, trait_set
 
 DOTS = ("dot", "dot_scaled")
-SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")  # functions of a tile's rows; of two tiles
+# Functions over the rows of a tile, and functions of two tiles.
+SUMS, JOINS = ("sum", "max", "min"), ("maximum", "minimum")
 
 
 class Source(NamedTuple):
@@ -168,8 +169,7 @@ def _row_sums(loop: ast.For | ast.While) -> dict[str, ast.expr]:
 
 
 def _along_rows(node: ast.expr) -> TypeGuard[ast.Call]:
-    """Return True if the node is a sum, maximum or minimum along an axis that is a literal number other than
-    0."""
+    """Return True if the node is a sum, maximum or minimum along an axis that is a nonzero literal."""
     return _calls(node, SUMS) and any(ast.unparse(axis).lstrip("-0").isdigit()
                                       for axis in _given(node, slice(1, 2), ("axis",)))
 
