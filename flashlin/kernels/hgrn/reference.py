@@ -1,4 +1,4 @@
-"""Reference of HGRN's recurrence, token by token in float64, with which tests compare all implementations."""
+"""Reference of HGRN's recurrence, token by token in float64, for tests of all implementations."""
 from __future__ import annotations
 
 from torch import Tensor

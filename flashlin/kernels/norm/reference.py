@@ -1,4 +1,4 @@
-"""Reference of the norms in float64, with which tests compare all implementations."""
+"""Reference of the norms in float64, for tests of all implementations."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""References of the elementwise ops in float64, with which tests compare all implementations."""
+"""References of the elementwise ops in float64, for tests of all implementations."""
 from __future__ import annotations
 
 import torch
