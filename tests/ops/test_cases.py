@@ -1,5 +1,7 @@
-"""Every case against the float64 reference on the CPU's torch path; and the harness itself, which has to
-notice what is wrong."""
+"""Every case on the torch path of the CPU, compared with its float64 reference.
+
+Other tests break a correct op on purpose and check that the comparison finds the error.
+"""
 from __future__ import annotations
 
 import inspect
@@ -25,13 +27,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans that calls make."""
+    """Return a list to which every call of an op adds its plan."""
     made: list[Plan] = []
 
     def noting(*arguments: Any) -> Plan:
         made.append(planned(*arguments))
         return made[-1]
-    for name in flashlin.__all__:  # all ops are loaded
+    for name in flashlin.__all__:  # load all ops
         getattr(flashlin, name)
     for module in [x
                    for name, x in sys.modules.items() if name.startswith("flashlin.ops.")
@@ -40,13 +42,13 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return made
 
 
-# of which torch knows nothing
+# Cases that differ from others only in segments or strips, which the torch path does not have.
 STRIPS = ("in-parts-64", "in-parts-wide", "in-parts-256", "in-parts-forward-64", "in-parts-forward-128",
           "narrow-strips", "narrow-strips-parts")
 
 
-# Torch computes in fp32 whatever 16 bits it is given: beside bf16, fp16 would show nothing new of any but a
-# few.
+# The torch path computes in fp32 for both 16-bit dtypes. With bf16 tested, most cases would show nothing new
+# in fp16.
 @pytest.mark.parametrize(("case", "dtype"),
                          [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
                           if case.id not in STRIPS for dtype in DTYPES
@@ -60,7 +62,7 @@ def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.quick], ids=str)
 def test_a_float64_call_is_computed_in_float64(case: Case) -> None:
-    """This includes constants and gates, and tensors that are float32 in the case."""
+    """This includes constants, gates and tensors that are float32 in the case."""
     found = results(case, CPU, torch.float64)
     assert {name: error for name, (ours, theirs) in found.items()
             if ours.dtype == torch.float64 and (error := judge(name, ours, theirs, 0).rms) > 1e-13} == {}
@@ -71,13 +73,16 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
     assert len(set(names)) == len(names)
     assert {case.op for case in CASES if case.quick} == {name
                                                          for name in flashlin.dispatch.OPS if name not in (
-   # the others with a mode chosen
+   # these choose a mode and then call one of the other ops
    "simple_gla", "retention", "linear_attn", "delta_rule", "gated_delta_rule", "gla", "rwkv6", "kda",
    "rwkv7")}
 
 
 def test_every_number_and_flag_is_chosen_by_a_case() -> None:
-    """Or the op's value and that of its reference may differ without anybody's notice."""
+    """Each number or flag of an op is set by at least one case.
+
+Otherwise the op and its reference could have different defaults without a failing test.
+    """
     chosen: dict[str, set[str]] = {}
     for case in CASES:
         chosen.setdefault(case.op, set()).update(options_of(case))
@@ -122,7 +127,7 @@ def test_a_fact_that_is_not_declared_is_an_error() -> None:
         declared(H=3)
 
 
-# What follows breaks a right op in one way each.
+# Each test below breaks a correct op in one way.
 
 def make(dtype: torch.dtype, generator: torch.Generator) -> Tensors:
     made = {name: torch.randn(2, 400, 2, 8, generator=generator).to(dtype) for name in ("q", "k", "v")}
@@ -159,7 +164,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
 
 
 class Passed(torch.autograd.Function):
-    """o as it is, with an output gradient that ``change`` has been at."""
+    """An identity function of o whose backward applies ``change`` to the gradient."""
     @staticmethod
     def forward(ctx: Any, o: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         ctx.change = change
@@ -182,7 +187,7 @@ def test_the_right_op_passes() -> None:
 
 
 def test_an_output_that_nobody_named_is_an_error() -> None:
-    """Or it would not be compared."""
+    """An output without a name raises an error, because it would not be compared."""
     op = Op("chunk_retention", make, lambda **tensors: tuple(reference(**tensors).values()),
             {"*": 0.005, "d*": 0.008}, always={"scale": 1.0, "output_final_state": True})
     assert failing(op("both")) == []
@@ -196,7 +201,7 @@ def test_an_error_confined_to_one_row_fails(dtype: torch.dtype) -> None:
                 for verdict in check(broken(changed("o", lambda o: with_row(o, 2.0))), CPU, dtype)}
     assert not verdicts["o"].ok and verdicts["ht"].ok
     if dtype == torch.bfloat16:
-        assert verdicts["o"].rms < verdicts["o"].allowed  # the field's metric alone would have let it through
+        assert verdicts["o"].rms < verdicts["o"].allowed  # the usual RMS metric alone would accept it
 
 
 def test_a_row_of_nan_fails() -> None:

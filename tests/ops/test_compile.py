@@ -1,5 +1,7 @@
-"""torch.compile and torch.export on the torch path: one graph, few compilations, the same numbers.
-tests/interpret has the kernels."""
+"""torch.compile and torch.export on the torch path: one graph, few compilations, equal results.
+
+tests/interpret has the tests of the kernels.
+"""
 from __future__ import annotations
 
 import ast
@@ -48,10 +50,10 @@ def test_lengths_and_one_recompilation() -> None:
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
     for T in LENGTHS:
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
     for T in (33, 64, 5):
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
-    assert graphs.frame_count <= 3  # what fits into a single chunk is a graph of its own
+    assert graphs.frame_count <= 3  # lengths within one chunk have their own graph
 
 
 def test_batches_and_lengths_together() -> None:
@@ -74,7 +76,7 @@ def test_the_default_backend() -> None:
     assert_same(torch.compile(gated, fullgraph=True), gated, leaves(2, 70, 2, 16, 8))
 
 
-# by mode, step and chunk
+# two ops that choose the mode, one recurrent op and one chunked op
 @pytest.mark.parametrize("name",
                          ["retention", "fused_recurrent_linear_attn", "chunk_lightning_attn", "simple_gla"])
 def test_others_of_the_family(name: str) -> None:
@@ -138,13 +140,12 @@ def chunk_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tens
 
 @pytest.mark.parametrize("call", [kda, rwkv7, chunk_delta])
 def test_no_loop_is_unrolled(call: Callable[..., Any]) -> None:
-    """Over tokens or chunks: a graph of a loop would grow with the length, and so would the time that it
-    takes to compile."""
+    """The graph does not grow with the number of tokens or chunks, so compile time does not either."""
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=graphs)
     for T in (40, 100, 7):
         assert_same(compiled, call, leaves(1, T, 2, 16, 8))
-    # the first length, all, and those that backward needs nothing kept for
+    # one graph each for the first length, for all lengths, and for lengths whose backward keeps no states
     assert graphs.frame_count <= 3 and graphs.op_count < 60
 
 
@@ -172,8 +173,11 @@ def test_an_exported_length_has_a_name(call: Callable[..., Any]) -> None:
         torch.testing.assert_close(exported(*tensors), call(*tensors), rtol=1e-4, atol=1e-4)
 
 def changed_tuples(source: str) -> list[str]:
-    """Lists that a starred assignment makes (``*these, last = x``) and that are changed by index or by append:
-    torch 2.11's compiler takes them for tuples. CI has another torch, so it is told by the source."""
+    """Return the lists from a starred assignment (``*these, last = x``) that the source changes later.
+
+    A change is an assignment to an index or a call of append. The compiler of torch 2.11 treats such lists
+    as tuples. CI has another torch release, so this test reads the source.
+    """
     changed = []
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef):

@@ -1,5 +1,7 @@
-"""Kernels of a first run compile at the same time, and what backward starts beside forward's: on a card that
-is not there."""
+"""Parallel compilation of the kernels of a first run, on a simulated GPU.
+
+The kernels of backward compile together with the kernels of forward.
+"""
 from __future__ import annotations
 
 import subprocess
@@ -27,8 +29,13 @@ SMALL = Shape(2, 66, 2, 32)
 
 
 class Card(Driver):
-    """compiled: names of kernels. by_main: those that a call waited for without doing others meanwhile.
-    loaded_by_main: kernels whose launcher the main thread loads. failing: a kernel that does not compile."""
+    """A simulated GPU that records compilations.
+
+    compiled: names of all compiled kernels.
+    by_main: names of the kernels that the main thread compiled, so that the call waited for them.
+    loaded_by_main: names of the kernels whose launcher the main thread loaded.
+    failing: name of a kernel whose compilation raises an error.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +52,8 @@ class Card(Driver):
         self.compiled.append(name)
         if threading.current_thread() is threading.main_thread():
             self.by_main.append(name)
-        made = compiler(src, *rest, **options)  # which notes the kernel, whose caches are then cleared
+        # comes before the failure: it records the kernel, whose caches are cleared later
+        made = compiler(src, *rest, **options)
         if name == self.failing:
             raise RuntimeError("no registers left")
         return made
@@ -72,7 +80,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
 
 def forward(op: Op, shape: Shape = SMALL, apart: bool = False) -> Callable[[], Any]:
-    """Calls it; what is returned goes backward. apart: q's address is no multiple of 16."""
+    """Call the op and return a function that runs its backward.
+
+    apart: makes the address of q no multiple of 16.
+    """
     given = inputs(op, shape, "cpu")
     if apart:
         q = given["q"]
@@ -105,7 +116,10 @@ def test_backward_compiles_nothing_that_was_not_foreseen(op: Op, shape: Shape, a
 
 @pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
 def test_nothing_compiles_again_for_another_batch_or_length(op: Op, card: Card) -> None:
-    """Of heads it matters whether they are one, and whether they are a multiple of 16, as Triton has it."""
+    """A new batch size, length or number of heads compiles no kernel.
+
+    Triton only specializes on a number of heads that is 1 or a multiple of 16.
+    """
     forward(op)()
     known = len(card.compiled)
     for change in ({"B": 1}, {"B": 16, "T": 1}, {"T": 64}, {"T": 257}, {"B": 3, "T": 300}, {"H": 3}):
@@ -146,7 +160,7 @@ def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
 
 
 def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
-    """They take longer than a kernel to compile."""
+    """Importing sympy or torch._dynamo would take longer than the compilation of a kernel."""
     code = ("import sys, torch, triton, flashlin\n"
             "from benchmarks.pretended import Driver, pretended\n"
             "from flashlin.compat import target\n"
@@ -165,7 +179,7 @@ def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- runs of a test's own ---
+# --- runs that the tests define themselves ---
 
 @triton.jit
 def first_toy(x, o, BT: tl.constexpr):
@@ -190,7 +204,7 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
         seen["put off"] = len(card.started)
         a.add_(1)
         seen["added"] = len(card.started)
-        toy(second_toy, a, b)  # is compiled
+        toy(second_toy, a, b)  # is compiled already, so it starts at once
         seen["known"] = len(card.started)
         return b
     compile_ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
@@ -199,7 +213,7 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
 
 
 def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
-    """Else all parts would hold their memory at once."""
+    """Otherwise the slices of a batch would all use their memory at the same time."""
     x, seen = torch.arange(16.0), list[int]()
 
     def starting(plan: Any) -> None:
@@ -220,5 +234,5 @@ def test_what_does_not_compile_is_raised_where_it_starts(card: Card) -> None:
     with pytest.raises(RuntimeError, match="no registers left"):
         compile_ahead.compile_together(starting, SimpleNamespace(), (), 0, None)
     assert card.order == ["first_toy"] and card.by_main == ["second_toy"]
-    toy(first_toy, x, torch.empty(16))  # nothing is put off any more
+    toy(first_toy, x, torch.empty(16))  # launches are no longer deferred
     assert card.order == ["first_toy"] * 2

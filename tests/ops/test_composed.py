@@ -1,5 +1,8 @@
-"""What ``flashlin.mamba`` composes of ops: mamba_inner_fn, the norms of sums, the states after packed
-sequences. Against float64 written from the mathematics; arguments by name; texts of errors."""
+"""Functions of ``flashlin.mamba`` that are composed of several ops.
+
+These are mamba_inner_fn, the norms of sums and the convolution states of packed sequences. The tests compare
+them with float64 formulas, pass arguments by name, and check the texts of errors.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +20,8 @@ from flashlin.testing.compare import Case, check
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Of 16 bits; float32 is held to 1e-4. Gradients that are small sums of large ones have most of it.
+# Allowed errors of 16-bit dtypes; float32 must stay below 1e-4. The largest errors are in gradients that are
+# small sums of large terms.
 ALLOWED = {"*": 0.02, "d*": 0.06}
 
 
@@ -64,7 +68,7 @@ def inner_case(name: str, T: int = 33, W: int = 4) -> Case:
                   "A": -drawn(D, N, dtype=wide).abs() - 0.1}
         inputs |= {option: drawn(*shapes[option], dtype=wide) for option in facts["optional"]}
         if not facts["softplus"]:
-            inputs["delta_bias"] = inputs["delta_bias"].abs() + 6  # steps are not negative
+            inputs["delta_bias"] = inputs["delta_bias"].abs() + 6  # because dt must not be negative
         return inputs | {which: drawn(*given[facts[which]]) for which in "BC" if facts[which]}
 
     def call(**inputs: Tensor) -> dict[str, Tensor]:
@@ -80,11 +84,11 @@ def inner_case(name: str, T: int = 33, W: int = 4) -> Case:
 
 def inner(xz: Tensor, conv1d_weight: Tensor, x_proj_weight: Tensor, delta_proj_weight: Tensor,
           out_proj_weight: Tensor, A: Tensor, softplus: bool, eps: float = 1e-6, **more: Tensor) -> Tensor:
-    """A Mamba layer after its input projection, from the paper: every sum is written out."""
+    """Compute a Mamba layer after its input projection with the formulas of the paper."""
     D, N, R, W = A.shape[0], A.shape[1], delta_proj_weight.shape[1], conv1d_weight.shape[2]
     x, z, T = xz[:, :D], xz[:, D:], xz.shape[2]
     u = torch.zeros_like(x)
-    for back in range(W):  # the filter's last column is for the token itself
+    for back in range(W):  # the last column of the filter belongs to the current token
         seen = torch.cat([x.new_zeros(*x.shape[:2], back), x[..., :T - back]], 2)[..., :T]
         u = u + conv1d_weight[None, :, 0, W - 1 - back, None] * seen
     u = silu(u + more["conv1d_bias"][:, None] if "conv1d_bias" in more else u)
@@ -94,7 +98,7 @@ def inner(xz: Tensor, conv1d_weight: Tensor, x_proj_weight: Tensor, delta_proj_w
         dt = rms(dt, more["dt_rms_weight"], eps)
 
     def states(which: str, found: Tensor) -> Tensor:
-        """[b, N, T], or as it is given."""
+        """Return B or C as [b, N, T], or in the shape that the caller passed."""
         weight = more.get(f"{which.lower()}_rms_weight")
         if which in more:
             m = more[which]
@@ -127,7 +131,10 @@ def inner_inputs(name: str = "plain", dtype: torch.dtype = torch.float32) -> dic
 
 
 def test_models_call_it_with_positions() -> None:
-    """As mamba_ssm's layer and the models of transformers do; biases may be wider than the weights."""
+    """The first arguments may be positional, as in the layers of mamba_ssm and transformers.
+
+    Biases may have a wider dtype than the weights.
+    """
     made = inner_inputs("everything", torch.bfloat16)
     order = ("xz", "conv1d_weight", "conv1d_bias", "x_proj_weight", "delta_proj_weight", "out_proj_weight",
              "out_proj_bias", "A")
@@ -249,7 +256,7 @@ def test_dtypes_of_sums() -> None:
         return total.dtype
     assert of_sum() == of_sum(x1=x) == torch.bfloat16
     assert of_sum(residual_in_fp32=True) == of_sum(x1=x, residual_in_fp32=True) == torch.float32
-    # a residual says it, as in mamba_ssm
+    # the dtype of a residual decides, as in mamba_ssm
     half = x.half()
     assert of_sum(residual=half, residual_in_fp32=True) == of_sum(residual=half, x1=x) == torch.float16
 

@@ -1,5 +1,7 @@
-"""The short convolution: drop-in rules, errors to the letter, the module, states that continue,
-torch.compile. tests/ops/test_cases.py has the numbers."""
+"""The short convolution: drop-in rules, exact error texts, the module, continued states, torch.compile.
+
+tests/ops/test_cases.py compares its results with the reference.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -42,7 +44,7 @@ def test_a_state_continues(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(state, last)
     torch.testing.assert_close(last, x[:, -4:].mT)
     cache = torch.zeros(2, 6, 4)
-    for t, token in enumerate(x.unbind(1)):  # and token by token, in place
+    for t, token in enumerate(x.unbind(1)):  # the same token by token, with the cache updated in place
         y, _ = flashlin.causal_conv1d_update(token, cache, None, weight)
         torch.testing.assert_close(y, whole[:, t])
     torch.testing.assert_close(cache, last)
@@ -217,7 +219,7 @@ def test_the_modules_mask_leaves_x_alone() -> None:
 def test_the_modules_decoding() -> None:
     made, cache = ShortConvolution(6, 4), torch.randn(3, 6, 4)
     x = torch.randn(3, 1, 6)
-    expected, state = made(x, cache=cache, output_final_state=True)  # with gradients the cache stays as it is
+    expected, state = made(x, cache=cache, output_final_state=True)  # a call with gradients does not change the cache
     assert (state != cache).any() and expected.requires_grad
     with torch.no_grad():
         ours = cache.clone()

@@ -1,5 +1,7 @@
-"""The cross entropies: against torch's own, dtypes, targets out of range, errors to the letter,
-torch.compile, and what the recipe plans."""
+"""The cross entropy losses, compared with those of torch.
+
+Further tests cover dtypes, targets out of range, exact error texts, torch.compile and the planned launches.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -108,7 +110,7 @@ def test_gradients_are_those_of_differences() -> None:
                                     (x, weight, bias))
 
 
-# The linear layer
+# The loss with a linear layer
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_linear_layers_module_is_torchs_own(reduction: str) -> None:
@@ -189,7 +191,10 @@ def test_the_autocast_dtype_is_the_linear_layers(wide: bool) -> None:
 
 
 def test_small_gradients_do_not_vanish_in_float16() -> None:
-    """A gradient scaler's factor meets them before the number of rows does."""
+    """Small float16 gradients survive, because the factor of a gradient scaler applies first.
+
+    The division by the number of rows comes after it.
+    """
     x, weight, target = randn(2000, 16), randn(80, 16) * 1e-3, targets(2000, 80)
     half = x.half().requires_grad_()
     with torch.autocast("cpu", torch.float16):
@@ -301,12 +306,12 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
                  for total in (f(x, weight, targets(N, 9, 3)) for f in (compiled, both))]
         for got, wanted in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted)
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
 
 
 @pytest.mark.parametrize("module", [FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss])
 def test_modules_compile_with_every_number_symbolic(module: type[torch.nn.Module]) -> None:
-    """Sizes, and the module's own numbers, which become symbolic too."""
+    """All sizes and the numbers that the module stores can be symbolic."""
     loss = module(label_smoothing=0.1, logit_scale=1.5)
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for N, V in ((37, 100), (50, 64)):

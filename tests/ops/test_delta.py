@@ -1,5 +1,8 @@
-"""The delta ops beyond their cases: what they refuse, how auto chooses, gradients by differences,
-torch.compile of the torch path."""
+"""Tests of the delta ops in addition to their cases.
+
+They cover refused arguments, the choice of mode auto, gradients by finite differences, and torch.compile of
+the torch path.
+"""
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
-"""The chunked delta rules with a decay for each key channel beyond their cases, on the torch path: errors by
-name, gradients by differences, modes, intermediate states, torch.compile."""
+"""Tests of the chunked delta rules with one decay per key channel, in addition to their cases.
+
+They cover errors that name the argument, gradients by finite differences, modes, intermediate states and
+torch.compile, all on the torch path.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -142,7 +145,7 @@ def test_references_agree(groups: int) -> None:
 @OPS
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_by_differences(op: str, packed: bool) -> None:
-    """Positional arguments, in fla's order."""
+    """The gradients pass gradcheck; the arguments are positional, in the order of fla."""
     given = list(inputs(op, B=1, T=70, H=1, K=3, V=2).values())
     state = torch.randn(3 if packed else 1, 1, 3, 2, dtype=torch.float64)
     bounds = torch.tensor([0, 3, 3, 70]) if packed else None
@@ -186,8 +189,10 @@ def test_defaults_are_those_of_fla() -> None:
 @pytest.mark.parametrize("op", ["chunk_kda", "chunk_rwkv7"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_shapes_and_strong_decays(op: str, seed: int) -> None:
-    """Uniform in -20 .. 0, one channel always -20 beside one that is always 0, in float32: as precise as
-    float32 is."""
+    """Results in float32 have the precision of float32 for strong decays.
+
+    The log decays are uniform in -20 .. 0. One channel is always -20, and the next one is always 0.
+    """
     size = torch.randint(1, 150, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
     facts = {"B": 1 + size[0] % 3, "T": size[1], "H": 1 + size[2] % 3, "K": 2 + size[3] % 40,
              "V": 1 + size[4] % 40}
@@ -254,7 +259,7 @@ def test_modes_of_kda_agree_in_all_their_options() -> None:
 @pytest.mark.parametrize("edges", [None, (0, 3, 3, 40, 130)], ids=["dense", "packed"])
 @torch.inference_mode()
 def test_intermediate_states(size: int, edges: tuple[int, ...] | None) -> None:
-    """h is the state that enters each chunk, sequence after sequence."""
+    """h contains the state that enters each chunk, in the order of the sequences."""
     given = inputs("chunk_kda", B=1 if edges else 2, T=130)
     bounds = None if edges is None else torch.tensor(edges)
     N = 2 if edges is None else len(edges) - 1

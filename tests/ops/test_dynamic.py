@@ -1,4 +1,4 @@
-"""``torch.compile(dynamic=True, fullgraph=True)``: ops trace with every size symbolic."""
+"""``torch.compile(dynamic=True, fullgraph=True)`` traces ops with all sizes symbolic."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,8 +35,10 @@ def grouped(op: str) -> dict[str, Any]:
 
 
 def short() -> dict[str, Any]:
-    """Return few arguments of mamba_split_conv1d_scan_combined, because each argument adds to the time of a
-    trace."""
+    """Return only the necessary arguments of mamba_split_conv1d_scan_combined.
+
+    Each argument adds to the time of a trace.
+    """
     H, P, N = 2, 4, 3
     return {"zxbcdt": randn(2, 6, 2 * H * P + 2 * N + H), "conv1d_weight": randn(H * P + 2 * N, 4),
             "conv1d_bias": None, "dt_bias": randn(H), "A": -randn(H).exp(), "D": randn(H, P),
@@ -45,8 +47,8 @@ def short() -> dict[str, Any]:
 
 GROUPED = ("chunk_gated_delta_rule", "chunk_gated_delta_product", "mamba3_siso_combined",
            "mamba_chunk_scan_combined")
-# The op and the function that makes its arguments, by name. A push tests the two composed layers and one op
-# with groups.
+# The op and the function that makes its arguments, by name. CI tests the two composed layers and one op with
+# groups on each push.
 CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "mamba_inner_fn": ("mamba_inner_fn", inner_inputs),
     "mamba_split_conv1d_scan_combined, short": ("mamba_split_conv1d_scan_combined", short),
@@ -62,7 +64,7 @@ def test_every_size_may_be_symbolic(name: str) -> None:
     given = make()
 
     def returned(call: Callable[..., Any]) -> list[Tensor]:
-        """Return what the call returns for copies, since some calls write to what they get."""
+        """Return the outputs for copies of the arguments, because some calls write to their arguments."""
         return tensors_of(call(**{key: x.clone() if isinstance(x, Tensor) else x
                                   for key, x in given.items()}))
     compiled = torch.compile(lambda **given: function(**given), dynamic=True, fullgraph=True, backend="eager")

@@ -1,5 +1,8 @@
-"""The entry of the public functions (ops/_common/entry.py): autocast changes no op, and lazily negated or
-conjugated tensors are read with the right values. See tests/autocast.py."""
+"""The ``entry`` decorator of the public functions (ops/_common/entry.py).
+
+Autocast does not change the result of an op. Lazily negated or conjugated tensors are read with their true
+values. tests/autocast.py has the helpers.
+"""
 from __future__ import annotations
 
 import gc
@@ -90,7 +93,7 @@ def test_only_the_product_of_a_linear_layer_is_in_the_autocast_dtype(op: str) ->
 
 
 def inner(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments of mamba_inner_fn."""
+    """Return arguments of mamba_inner_fn."""
     torch.manual_seed(0)
     D, N, R = 6, 4, 3
     return {"xz": torch.randn(2, 2 * D, 9, dtype=dtype), "conv1d_weight": torch.randn(D, 1, 4),
@@ -102,7 +105,7 @@ def inner(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 def layer_by_ops(xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, x_proj_weight: Tensor,
                  delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: None, A: Tensor,
                  D: Tensor, delta_bias: Tensor) -> Tensor:
-    """mamba_inner_fn as a model would write it."""
+    """Compute mamba_inner_fn by separate ops, as a model would."""
     x, z = xz.chunk(2, 1)
     u: Any = flashlin.causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     dt, B, C = F.linear(u.mT, x_proj_weight).split([3, 4, 4], -1)
@@ -160,7 +163,7 @@ def test_second_order_gradients_do_not_depend_on_autocast(op: str) -> None:
 
 
 class Around(nn.Module):
-    """An op between a model's own layers."""
+    """A model with an op between two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +199,10 @@ thread.join()
 
 
 def test_a_long_graph_ends_without_a_crash() -> None:
-    """torch frees nodes that Python has seen one inside the other: those of a long op, and those of many
-    ops."""
+    """The process frees the autograd graphs of a long op and of many ops without a crash.
+
+    torch frees the nodes that Python has seen recursively, which can overflow the stack.
+    """
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=100,
                           check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
@@ -208,7 +213,10 @@ class Kept:
 
 
 def test_a_graph_is_freed_at_once_after_backward_under_autocast() -> None:
-    """No hook of a node refers to that node; only Python's collector could free such a graph."""
+    """The graph is freed without Python's garbage collector.
+
+    No hook of a node may refer to that node, because only the collector could free such a graph.
+    """
     q = torch.randn(1, 4, 1, 2, requires_grad=True)
     gc.disable()
     try:
@@ -226,8 +234,10 @@ def test_a_graph_is_freed_at_once_after_backward_under_autocast() -> None:
 
 
 def test_autocast_of_what_is_around_an_op_stays() -> None:
-    """Only nodes of the op run without autocast. The model's own layers keep autocast, forward and
-    backward."""
+    """Only the nodes of the op run without autocast.
+
+    The layers of the model keep autocast in forward and backward.
+    """
     torch.manual_seed(0)
     model, x = Around(), torch.randn(1, 6, 8)
     seen: list[bool] = []
@@ -243,7 +253,10 @@ def test_autocast_of_what_is_around_an_op_stays() -> None:
 @pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_simple_gla", "chunk_gla",
                                 "fused_recurrent_delta_rule", "selective_scan_fn"])
 def test_writing_into_an_output_does_not_bring_autocast_back(op: str, quick: dict[str, Call]) -> None:
-    """Outputs may be views, and torch replaces the node of a view that is written to."""
+    """Backward still runs without autocast after a write to an output.
+
+    Outputs may be views, and torch replaces the node of a view after a write.
+    """
     def written(**given: Any) -> Any:
         o = tensors_of(quick[op].function(**given))[0]
         o += 1
@@ -262,7 +275,7 @@ def test_the_negated_tensors_of_users_are_such() -> None:
 
 @pytest.fixture
 def read() -> Iterator[list[Tensor]]:
-    """Collect the tensors of kernel launches while planning is for a Hopper card. Nothing runs."""
+    """Collect the tensors that kernels get on a simulated Hopper GPU. No kernel runs."""
     found: list[Tensor] = []
 
     def keep(launch: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -274,11 +287,11 @@ def read() -> Iterator[list[Tensor]]:
     machine.pretend(None)
 
 
-IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # torch operations only
+IN_TORCH = {"mamba.causal_conv1d_varlen_states"}  # uses only torch operations
 
 
 def with_negated(call: Call, name: str) -> Callable[..., Any]:
-    """Return the call's function, with this argument lazily negated."""
+    """Return the function of the call with the named argument lazily negated."""
     return lambda **given: call.function(**{**given, name: negated(given[name])})
 
 
@@ -352,7 +365,7 @@ def quick() -> dict[str, Call]:
 @pytest.mark.parametrize("op", COMPILED)
 def test_compiled_ops_are_the_same_under_autocast_and_of_negated_tensors(op: str,
                                                                          quick: dict[str, Call]) -> None:
-    """The graph is another one under autocast, so the last bits may differ."""
+    """Autocast leads to another compiled graph, so the last bits of the results may differ."""
     call = quick[op]
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     wanted = results(call, function=compiled)

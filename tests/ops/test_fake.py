@@ -1,5 +1,8 @@
-"""FakeTensorMode and make_fx leave nothing behind in what flashlin keeps, and get nothing out of it that does
-not mix with theirs. Ops refuse tensors that they cannot read, by name."""
+"""FakeTensorMode and make_fx do not mix with the tensors that flashlin caches.
+
+Caches get no fake tensors, and fake calls get no real tensors. Ops refuse unreadable tensors with an error
+that names the argument.
+"""
 from __future__ import annotations
 
 import subprocess
@@ -19,7 +22,7 @@ from flashlin.modules import RotaryEmbedding
 from flashlin.ops._common import slopes
 from tests.hostile import OPS, UNREAD, UNREAD_BY, arguments
 
-# Every op that keeps tensors between calls.
+# Every op that caches tensors between calls.
 KEEPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "retention": lambda x: flashlin.chunk_retention(x, x, x)[0],
     "lightning": lambda x: flashlin.chunk_lightning_attn(x, x, x, layer_idx=1, num_layers=4)[0],
@@ -57,7 +60,7 @@ def test_before_and_after_a_real_call(op: str, how: Callable[..., torch.Tensor])
 def test_the_tables_of_a_module() -> None:
     module, x = RotaryEmbedding(16), torch.randn(1, 8, 2, 16)
     wanted = RotaryEmbedding(16)(x, x)[0]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:    # the module's own frequencies are real
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:    # because the frequencies of the module are real
         fake = mode.from_tensor(x)
         assert isinstance(module(fake, fake)[0], FakeTensor)
     assert torch.equal(module(x, x)[0], wanted)
@@ -93,7 +96,7 @@ def test_a_dtensor_is_refused_by_name(op: str, mesh: DeviceMesh) -> None:
 
 
 def test_an_import_inside_of_it() -> None:
-    """In a process of its own: whatever is made at import is real."""
+    """An import inside FakeTensorMode creates real tensors; this runs in a new process."""
     script = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,5 +1,8 @@
-"""The families that are composed of others' kernels: what they are special cases of, decoding from a prompt's
-state, torch.compile, and what their errors say. The cases of testing/cases hold them to float64."""
+"""Families whose ops are composed of the kernels of other families.
+
+The tests compare them with their special cases, decode from the state of a prompt, and check torch.compile and
+error texts. testing/cases compares the results with float64.
+"""
 from __future__ import annotations
 
 import math
@@ -43,7 +46,7 @@ def test_special_cases_are_other_rules(mode: str) -> None:
         return getattr(flashlin, f"{mode}_{family}")
     rule = op("gated_delta_rule")(q, k, v, g=g, beta=beta, **rest)
     same(op("gated_delta_product")(q, k, v, g, beta, 1, **rest), rule)
-    # p reads before the state decays, the delta rule after
+    # p reads the state before the decay, the delta rule reads it after the decay
     same(op("comba")(q=q, k=k, v=v, p=k * g.exp()[..., None], g=g, beta=beta, **rest), rule)
     rates = beta[..., None].expand_as(k), beta[..., None].expand_as(v)
     same(op("gdn2")(q, k, v, gk, *rates, **rest), op("kda")(q, k, v, gk, beta, **rest))
@@ -82,7 +85,8 @@ def test_compiled_in_one_graph(case: Case) -> None:
         with_gradients.append([*outputs, *torch.autograd.grad(
             [x.sin().sum() for x in outputs], leaves, allow_unused=True, materialize_grads=True)])
     for eager, compiled in zip(*with_gradients, strict=True):
-        # Mamba-3 turns by complex numbers, traced by real ones: float32 rounds both by what is largest
+        # Mamba-3 rotates by complex numbers, but by real ones when traced. The float32 rounding of both is
+        # relative to the largest value.
         largest = float(eager.detach().abs().max()) if "mamba3" in case.op else 1.0
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * max(1.0, largest))
 
@@ -95,7 +99,10 @@ def mamba3(T: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_angles_of_long_sequences_keep_their_digits() -> None:
-    """A sum of 100,000 steps has four digits behind the point in float32."""
+    """Angles after 100,000 tokens are accurate to 1e-5.
+
+    A plain float32 sum of so many steps has only four decimal places.
+    """
     T = 100_000
     _, angle, *_ = flashlin.mamba3_siso_combined(**mamba3(T), return_final_states=True)
     step = float(torch.tensor(1.0).tanh() * (math.pi * torch.tensor(0.1)))
@@ -107,7 +114,10 @@ def test_angles_of_long_sequences_keep_their_digits() -> None:
 @pytest.mark.parametrize("edges", [(), (0, 70, 70, 75, 4300, 4330)], ids=["dense", "packed"])
 def test_a_broken_turn_reaches_only_later_tokens_of_its_sequence(edges: tuple[int, ...],
                                                                  value: float) -> None:
-    """Forward; and backward a broken gradient only earlier ones."""
+    """A turn that is not finite affects only later tokens of its sequence.
+
+    In backward a gradient that is not finite affects only earlier tokens.
+    """
     b, T = (1, edges[-1]) if edges else (3, 4200)
     turns, gradient = (randn(b, T, 2, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     row, first, at, end = (0, 75, 4200, 4300) if edges else (1, 0, 4100, T)
@@ -135,7 +145,10 @@ def test_a_broken_turn_reaches_only_later_tokens_of_its_sequence(edges: tuple[in
 
 
 def test_mamba3s_turns_have_second_order_gradients() -> None:
-    """In float64; q and k of one group and two heads, of whose six channels four are turned."""
+    """The rotation of Mamba-3 passes gradgradcheck in float64.
+
+    q and k have one group, two heads and six channels, and four of the channels are rotated.
+    """
     torch.manual_seed(0)
     angle, q, k = (randn(*shape, dtype=torch.float64, requires_grad=True)
                    for shape in ((1, 3, 2, 2), (1, 3, 1, 6), (1, 3, 1, 6)))
@@ -146,7 +159,10 @@ def test_mamba3s_turns_have_second_order_gradients() -> None:
 
 
 def test_rows_of_no_sequence_are_zero_in_mamba3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside D and Z, which do not ask whose they are. On a GPU nobody reads the edges before."""
+    """Rows outside of all sequences are zero, also with D and Z.
+
+    The terms of D and Z do not depend on the sequences. On a GPU no check reads cu_seqlens on the host.
+    """
     monkeypatch.setattr(tensors, "check_bounds", lambda *edges: None)
     given = {name: x.requires_grad_() for name, x in mamba3(12, D=randn(2), Z=randn(1, 12, 2, 3)).items()}
     y = flashlin.mamba3_siso_combined(**given, cu_seqlens=torch.tensor([2, 7, 7, 9]))
@@ -164,7 +180,7 @@ def test_mamba3s_angles_and_states_are_float64_where_anything_is(name: str) -> N
 
 
 def test_mamba3_refuses_unknown_keywords() -> None:
-    """mamba_ssm's function takes none, so Python's own error says it."""
+    """An unknown keyword raises the TypeError of Python, as in mamba_ssm."""
     with pytest.raises(TypeError, match=r"mamba3_siso_combined.* unexpected keyword argument 'gate'"):
         flashlin.mamba3_siso_combined(*[None] * 9, gate=None)
 

@@ -1,5 +1,7 @@
-"""Tokens that forget everything, on the torch path: boundaries as gates in every mode and dtype of the gates,
-fixed decays of heads."""
+"""Tokens that forget the whole state, on the torch path.
+
+Gates mark the boundaries of sequences in each mode and gate dtype. Fixed decays of heads are also tested.
+"""
 from __future__ import annotations
 
 import math
@@ -31,8 +33,10 @@ def test_a_boundary_may_be_a_gate_of_any_dtype(op: str) -> None:
                          ["chunk_simple_gla", "fused_recurrent_simple_gla", "fused_chunk_simple_gla",
                           "simple_gla"])
 def test_heads_may_forget_everything(op: str) -> None:
-    """By g_gamma, of which the kernels take differences of multiples: then a token reads nothing but
-    itself."""
+    """With g_gamma = -inf or -1e9 each token reads only itself.
+
+    The kernels subtract multiples of g_gamma, which must not produce NaN.
+    """
     made = {name: x
             for name, x in forgetting.inputs("chunk_simple_gla", torch.float32, torch.float32).items()
             if name != "g"}
