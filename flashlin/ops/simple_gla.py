@@ -76,7 +76,7 @@ def chunk_simple_gla(
         cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
             cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
-        chunk_size: a power of two, 16 or more, accepted for compatibility. The launch table chooses the chunk
+        chunk_size: a power of two of at least 16, accepted for compatibility. The launch table chooses the chunk
             size, which changes the result only by rounding.
         transpose_state_layout: the old name of state_v_first.
         cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.

@@ -72,12 +72,12 @@ CHUNKED = [op for op in OPS if "chunk_size" in inspect.signature(function(op)).p
 def chunk_sizes_of(op: str) -> set[Any]:
     """Return the values of chunk_size in the op's docstring, or in one that it refers to."""
     text = " ".join((inspect.getdoc(function(op)) or "").split())
-    if "chunk_size: " not in text:
-        return chunk_sizes_of(next(one for one in re.findall(r"as ``(\w+)``", text) if one in CHUNKED))
     said = re.split(r"[.;]", text.partition("chunk_size: ")[2])[0]
-    if "a power of two, 16 or more" in said:
+    if not said or said.startswith("as in"):
+        return chunk_sizes_of(next(one for one in re.findall(r"``(\w+)``", said or text) if one in CHUNKED))
+    if "a power of two of at least 16" in said:
         return {16, 32, 64, 128, 4096}
-    if "at least 1" in said:
+    if "at least 1," in said:
         return {1, 3, 16, 24, 32, 64, 128, 4096}
     return {*map(int, re.findall(r"\d+", said)), *([None] if said.startswith("None") else [])}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashlin
+from flashlin.kernels.pointwise.nonfinite import contained
 
 LENGTHS = ((5, 30, 1, 28), (34, 20, 10))  # of the sequences in each row
 T, H, P, N, G = 64, 4, 8, 8, 2
@@ -154,3 +155,12 @@ def test_a_decay_of_minus_infinity_is_finite_enough() -> None:
     inputs["A"][1] = -math.inf
     (y, _), _ = run(inputs)
     assert y.isfinite().all()
+
+
+def test_a_token_that_forgets_everything_in_all_heads_is_not_marked() -> None:
+    d = torch.randn(1, 3, 4)
+    d[0, 1] = -math.inf  # a log decay
+    [kept], marks = contained((d,), endless=True)
+    assert torch.equal(kept, d) and torch.equal(marks, torch.zeros(1, 3))
+    d[0, 2, 0] = math.nan
+    assert contained((d,), endless=True)[1].isnan().tolist() == [[False, False, True]]

@@ -17,7 +17,7 @@ def test_every_request_gets_what_it_gets_alone() -> None:
     done = run_example("serve.py", "--device", "cpu", "--requests", "6", "--slots", "3", "--piece", "9")
     assert done.returncode == 0, done.stderr
     assert "3 at once in 3 slots" in done.stdout
-    assert "6 of 6 are what the request gets alone" in done.stdout
+    assert "6 of 6 are the same as alone" in done.stdout
     assert all(word in done.stdout for word in ("requests", "tokens", "steps", "speed", "one by one"))
 
 

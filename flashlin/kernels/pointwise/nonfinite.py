@@ -68,10 +68,10 @@ def spread(marks: Tensor, begins: Tensor) -> Tensor:
 def _marks(x: Tensor, dims: int, endless: bool = False) -> Tensor:
     """Return, for each position in the first ``dims`` dimensions, NaN if a value of x is not finite, else 0.
 
-    With endless, -inf counts as finite, unless all values of the position are -inf.
+    With endless, -inf counts as finite.
     """
     rest = tuple(range(dims, x.ndim))
-    largest = x.amax(rest) if endless else torch.linalg.vector_norm(x, torch.inf, rest)
+    largest = x.amax(rest).clamp(min=0) if endless else torch.linalg.vector_norm(x, torch.inf, rest)
     return 0 * largest.float()
 
 
