@@ -123,8 +123,8 @@ def _check_places(x: Tensor, TR: int, offset: int, offsets: Tensor | None, bound
         places, belongs = torch_path.places_of(x, offset, offsets, bounds)
         last = int((places if belongs is None else torch.where(belongs, places, -1)).max())
     if last >= TR:
-        raise ValueError(f"cos: got {TR} rows, need at least {last + 1}, since seqlen_offsets and the length "
-                         f"of x lead to place {last}")
+        raise ValueError(f"cos: got {TR} rows, need at least {last + 1}, because seqlen_offsets and the "
+                         f"length of x reach position {last}")
 
 
 def _evenly(x: Tensor) -> Tensor:

@@ -139,12 +139,12 @@ def mamba_chunk_scan_combined(
 def _check_over_ranks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, final: bool, varlen: bool) -> None:
     """Raise ValueError if ranks share the sequences and the call has options that ranks do not support."""
     if seq_idx is not None:
-        raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens, the edges "
-                         "of all")
+        raise ValueError("seq_idx: got a tensor where ranks share the sequences, need cu_seqlens with the "
+                         "bounds of all sequences")
     if (varlen and cu_seqlens is None) or (final and cu_seqlens is not None):
         name = "return_varlen_states" if varlen else "return_final_states"
         raise ValueError(f"{name}: got True where ranks share the sequences, need return_varlen_states with "
-                         "cu_seqlens, and return_final_states without")
+                         "cu_seqlens, and return_final_states without cu_seqlens")
 
 
 @linear_entry
@@ -404,7 +404,7 @@ def _layout(zxbcdt: Any, weight: Any, D: Any, headdim: int | None, ngroups: int)
     M, rest = _divided(zxbcdt.shape[2] - 2 * H * P - 2 * ngroups * N - H, 2)
     if M < 0 or rest:
         raise ValueError(f"zxbcdt: got {zxbcdt.shape[2]} columns, need 2 H P + 2 G N + H = "
-                         f"{2 * H * P + 2 * ngroups * N + H}, and 2 M of an MLP")
+                         f"{2 * H * P + 2 * ngroups * N + H}, plus 2 M columns of an MLP")
     return H, P, N, M
 
 

@@ -70,7 +70,7 @@ def test_in_place_is_in_place_and_autograd_knows() -> None:
 
 def test_places_past_the_tables_are_named_where_they_can_be() -> None:
     x, table = randn(2, 5, 1, 4), tables(9, 2)
-    text = r"cos: got 9 rows, need at least 10, since seqlen_offsets and the length of x lead to place 9"
+    text = r"cos: got 9 rows, need at least 10, because seqlen_offsets and the length of x reach position 9"
     for offsets in (5, torch.tensor([0, 5])):
         with pytest.raises(ValueError, match=text):
             flashlin.rotary_embedding(x, *table, seqlen_offsets=offsets)
