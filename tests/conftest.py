@@ -27,7 +27,7 @@ from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
 
 torch.set_num_threads(1)  # test tensors are so small that more threads only add overhead
-GARBAGE = (100_000, 50, 100)  # gc.set_threshold: allocations, and collections of the younger generation
+GARBAGE = (100_000, 50, 100)  # for gc.set_threshold: far above Python's defaults
 Compile = Callable[[str, list[Job]], list[Result]]
 
 

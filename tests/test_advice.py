@@ -34,7 +34,7 @@ ALL = len({plan.op for plan in flashlin.doctor(target="H100,triton=3.6.0").plans
 EVERY = f"this makes all {ALL} ops run as Triton kernels"
 
 MACHINES: dict[str, tuple[World, str, str, str, str]] = {
-    # nothing to do
+    # machines without advice
     "a laptop": (World(driver=""), "ok", "", "ok", ""),
     "a laptop without Triton": (World(driver="", triton=""), "ok", "", "ok", ""),
     "an H200 with 3.6.0": (World(("H200",)), "ok", "", "ok", ""),
@@ -54,7 +54,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
         "degraded",
         "",
     ),
-    # a better pair
+    # another pair of torch and Triton is better
     "an H100 with 3.2.0": (
         World(("H100",), "2.6.0", "3.2.0", others=(SITTING,)),
         "ok",

@@ -339,7 +339,7 @@ def test_a_small_model_is_trained_from_the_same_start(monkeypatch: pytest.Monkey
     assert exact[-1] < exact[0]
 
 
-# -- winners
+# -- the file of the fastest configurations
 
 @pytest.fixture
 def made_anew() -> Iterator[None]:

@@ -82,7 +82,7 @@ def test_one_module_starts_programs() -> None:
                      "kernel_facts.py"}
 
 
-# ---- the runner ----
+# ---- run_to_end, which runs a program and ends what it leaves running ----
 
 LEAVES = ("import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print(1, flush=True); "
           "time.sleep({seconds})")

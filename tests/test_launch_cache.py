@@ -242,7 +242,7 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
 
 
 class Building:
-    """A compiled kernel whose launcher is built by Triton's C compiler and then loaded, as in Triton up to 3.7."""
+    """A stub of a compiled kernel whose launcher is built by a C compiler first, as in Triton up to 3.7."""
 
     def __init__(self, home: Any) -> None:
         self.home, self.together = home, threading.Barrier(4, timeout=5)

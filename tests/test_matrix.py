@@ -427,7 +427,7 @@ RESULTS, TABLE = ROOT / "matrix" / "results", ROOT / "SUPPORT.md"
 
 @pytest.fixture(scope="module")
 def some() -> list[CellState]:
-    """Return the state of every release for a share of the GPUs, which differs from release to release.
+    """Return the stored results and the plans of every release, each for a different share of the GPUs.
 
     With TEST_WHOLE=1, every release covers all GPUs.
     """

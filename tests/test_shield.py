@@ -272,7 +272,7 @@ def test_all_remedies_at_once() -> None:
                                                                        ((1, 32766), torch.float32)]
 
 
-# --- the source ---
+# --- traits that are read from a kernel's source ---
 
 def test_traits_are_read_from_the_source_and_from_what_it_calls() -> None:
     helper, scan, product, precise = (source.of(getattr(foreign, name))

@@ -72,9 +72,9 @@ def problem(
     op: str, dtype: str, K: int, V: int, size: tuple[int, int, int] = (2, 2048, 8), varlen: bool = False,
     needs_grad: bool = True,
 ) -> Problem:
-    """Return a problem as explain makes it, with a gate.
+    """Return the problem that explain makes for these sizes, with a gate.
 
-    T is limited, so that rows and tokens can be counted by a grid.
+    T is at most 2**30 (2**31 for one head), so that a grid can count rows and tokens.
     """
     family, usual, (B, T, H) = family_of(op), typical(op), size
     first = next(iter(usual.values()))

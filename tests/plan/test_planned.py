@@ -136,7 +136,7 @@ def test_gradients_are_wanted_where_autograd_would_give_them() -> None:
 
 @pytest.mark.parametrize("rates", ["erase", "undecayed"])
 def test_with_gradients_a_rate_is_planned_as_what_then_runs(rates: str) -> None:
-    """A call of fused_recurrent_gdn2 with gradients is planned as the recurrence that then runs instead."""
+    """Calls of fused_recurrent_gdn2 with gradients run another recurrence, and are planned as that one."""
     def config(needs_grad: bool, *options: str) -> str:
         asked = Problem("fused_recurrent_gdn2", "recurrent", "fused_recurrent", 128, 1, 16, 128, 128, 128,
                         dtype="bfloat16", needs_grad=needs_grad, options=options)

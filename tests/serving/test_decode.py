@@ -112,7 +112,7 @@ def test_it_is_the_fused_recurrent_op() -> None:
 
 
 def test_rows_of_sequences_that_are_not_wanted_and_of_none() -> None:
-    """Rows of unwanted sequences and rows outside of every sequence are left out.
+    """The mask of rows excludes unwanted sequences, and rows outside of every sequence.
 
     Only cu_seqlens on a GPU can leave rows before the first or after the last sequence, because the host does
     not read its values.
