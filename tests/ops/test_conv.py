@@ -219,7 +219,8 @@ def test_the_modules_mask_leaves_x_alone() -> None:
 def test_the_modules_decoding() -> None:
     made, cache = ShortConvolution(6, 4), torch.randn(3, 6, 4)
     x = torch.randn(3, 1, 6)
-    expected, state = made(x, cache=cache, output_final_state=True)  # a call with gradients does not change the cache
+    # a call with gradients does not change the cache
+    expected, state = made(x, cache=cache, output_final_state=True)
     assert (state != cache).any() and expected.requires_grad
     with torch.no_grad():
         ours = cache.clone()

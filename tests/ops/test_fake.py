@@ -60,7 +60,8 @@ def test_before_and_after_a_real_call(op: str, how: Callable[..., torch.Tensor])
 def test_the_tables_of_a_module() -> None:
     module, x = RotaryEmbedding(16), torch.randn(1, 8, 2, 16)
     wanted = RotaryEmbedding(16)(x, x)[0]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:    # because the frequencies of the module are real
+    # allowed because the frequencies of the module are real
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(x)
         assert isinstance(module(fake, fake)[0], FakeTensor)
     assert torch.equal(module(x, x)[0], wanted)

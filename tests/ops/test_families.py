@@ -1,7 +1,7 @@
 """Families whose ops are composed of the kernels of other families.
 
-The tests compare them with their special cases, decode from the state of a prompt, and check torch.compile and
-error texts. testing/cases compares the results with float64.
+The tests compare them with their special cases, decode from the state of a prompt, and check torch.compile
+and error texts. testing/cases compares the results with float64.
 """
 from __future__ import annotations
 

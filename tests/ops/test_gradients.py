@@ -1,5 +1,7 @@
-"""Gradients of gradients: kernels have none and say so, for every op; the torch path has them.
-tests/interpret has the kernels' numbers."""
+"""Second-order gradients: the torch path has them, and the kernels of every op raise an error.
+
+tests/interpret checks the first-order gradients of the kernels.
+"""
 from __future__ import annotations
 
 from threading import Thread
@@ -18,13 +20,16 @@ from flashlin.testing.compare import Case, Tensors
 FIRST = {case.op: case for case in reversed(CASES)}     # one case of each op
 OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn", "layer_norm",
              "causal_conv1d", "selective_scan_fn",
-             # whose gradients, when traced, are library operators
+             # the traced gradients of the next two are library operators
              "cross_entropy_loss", "fused_linear_cross_entropy_loss")
 
 
 @pytest.fixture
 def starts() -> list[str]:
-    """Names of the kernels that were started. Plans are those of a GPU, and kernels write nothing."""
+    """Return a list that collects the names of started kernels on a simulated GPU.
+
+    The kernels do not run, so they write nothing.
+    """
     seen: list[str] = []
     pretend(parse("triton=3.6.0,sm=90"))
     door.replace_starter(lambda launch, *rest: seen.append(launch.kernel))
@@ -32,15 +37,17 @@ def starts() -> list[str]:
 
 
 def tensors_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-    """All tensors of a case, and those that get a gradient."""
+    """Return all tensors of a case, and the ones among them that get a gradient."""
     made = case.make(dtype, torch.Generator().manual_seed(0))
     return made, {name: x.requires_grad_()
                   for name, x in made.items() if x.is_floating_point() and name not in case.constant}
 
 
 def first_order(case: Case, made: Tensors, leaves: Tensors) -> list[torch.Tensor]:
-    """Gradients of a sum that is linear in the outputs: what backward gets is a constant, and only what
-    forward saved can be differentiated."""
+    """Return the gradients of a sum that is linear in the outputs.
+
+    The output gradient is therefore constant. Only tensors that forward saved can be differentiated again.
+    """
     outputs = [o for o in case.call(**made).values() if o.requires_grad]
     grads = torch.autograd.grad(sum((o * torch.linspace(-1, 1, o.numel()).reshape(o.shape)).sum()
                                     for o in outputs), list(leaves.values()),
@@ -57,12 +64,15 @@ def seconds(grads: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
 @pytest.mark.filterwarnings("ignore:.*torch path")
 def test_what_the_torch_path_has_the_kernels_refuse(op: str, traced: bool, starts: list[str],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every tensor that there is a second derivative by. traced: by way of the library operators."""
+    """Kernels raise an error for each tensor whose second derivative the torch path returns.
+
+    traced: calls the ops through their library operators.
+    """
     case = FIRST[op]
     with flashlin.settings(path="torch"):
         made, leaves = tensors_of(case)
         grads = first_order(case, made, leaves)
-        nowhere = op == "fused_linear_cross_entropy_loss"   # has them on no path, and says so
+        nowhere = op == "fused_linear_cross_entropy_loss"   # raises the error on each path
         wanted = leaves if nowhere else [name
                                          for name, x in leaves.items()
                                          if (found := seconds(grads, x)) is not None
@@ -71,7 +81,7 @@ def test_what_the_torch_path_has_the_kernels_refuse(op: str, traced: bool, start
     made, leaves = tensors_of(case)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: traced)
     grads = first_order(case, made, leaves)
-    if op == "selective_state_update":      # plain torch where anything wants a gradient
+    if op == "selective_state_update":      # runs in plain torch if a tensor requires a gradient
         assert all(seconds(grads, leaves[name]) is not None for name in wanted)
         return
     assert starts
@@ -105,7 +115,10 @@ def test_the_torch_path_s_are_right(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch path")
 def test_backward_keeps_the_policy_of_its_forward(op: str, starts: list[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread and with other settings in force: it asks for no plan, or for one by that policy."""
+    """Backward plans with the policy of its forward, or does not plan at all.
+
+    It runs in another thread and under other settings here.
+    """
     case, asked = FIRST[op], set[Policy]()
     made, leaves = tensors_of(case)
     with flashlin.settings(ignore={"sm121-ptxas"}) as of_forward:

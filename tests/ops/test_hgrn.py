@@ -1,5 +1,7 @@
-"""HGRN's recurrence beyond its cases, on the torch path: errors by name, gradients by differences, strong
-decays, torch.compile."""
+"""Tests of the HGRN recurrence on the torch path, in addition to its cases.
+
+They cover errors that name the argument, gradients by finite differences, strong decays and torch.compile.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -79,7 +81,10 @@ def test_what_forgets_everything_passes_no_gradient_on() -> None:
 
 
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the table is not read: rows it leaves out are zeros, whatever they hold."""
+    """Rows outside of all sequences give zeros, even if their inputs are NaN.
+
+    On a GPU cu_seqlens is not checked, so that it may leave rows out.
+    """
     monkeypatch.setattr(arguments, "check_cu_seqlens", lambda bounds, *rest: bounds)
     given, bounds = inputs(B=1, N=2), torch.tensor([2, 6, 9])
     given["x"][:, :2] = given["g"][:, 9:] = float("nan")

@@ -1,5 +1,7 @@
-"""Wrong arguments: whatever is passed, what comes back is a result or a sentence that names the argument,
-never an error from inside."""
+"""Calls with wrong arguments return a result or raise an error that names the argument.
+
+They never raise an error from inside the implementation.
+"""
 from __future__ import annotations
 
 import inspect
@@ -25,7 +27,7 @@ SENTENCE = re.compile(r"^(\w+: )?[\w, \[\]]+: .*\bgot .+ need |^\w+: got .+ with
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
-    """Some calls write to what they get."""
+    """Return the arguments with cloned tensors, because some calls write to their arguments."""
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
@@ -40,8 +42,11 @@ def answer(call: Callable[..., Any], given: dict[str, Any]) -> Exception | None:
 
 
 def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str]) -> list[str]:
-    """Replacements of arguments that raise something else than a sentence, or that nobody minds though they
-    make no sense."""
+    """Return the wrong arguments that raise no readable error, or that the call accepts.
+
+    Each argument is replaced by impossible values, which must raise, and by doubtful ones, which may be accepted.
+    unread: names of arguments that the call does not read, so that impossible values need not raise.
+    """
     found = []
     for name, x in given.items():
         for kinds, must_fail in ((impossible(x), name not in unread), (doubtful(x), False)):
@@ -70,7 +75,7 @@ CHUNKED = [op for op in OPS if "chunk_size" in inspect.signature(function(op)).p
 
 
 def chunk_sizes_of(op: str) -> set[Any]:
-    """Return the values of chunk_size in the op's docstring, or in one that it refers to."""
+    """Return the values of chunk_size that the docstring of the op, or one that it refers to, allows."""
     text = " ".join((inspect.getdoc(function(op)) or "").split())
     said = re.split(r"[.;]", text.partition("chunk_size: ")[2])[0]
     if not said or said.startswith("as in"):
@@ -101,7 +106,8 @@ def test_sequences_that_do_not_cover_all_rows_are_named_where_their_bounds_are_r
         assert error is None or f"cu_seqlens: {text}" in str(error)
 
 
-# Arguments of a linear layer, which takes one dtype, and values rounded to the dtype of their own result.
+# Exceptions: arguments of a linear layer, which needs one dtype, and values that are rounded to the dtype of
+# their own result.
 OWN_DTYPE = {("mamba_split_conv1d_scan_combined", name)
              for name in ("zxbcdt", "outproj_weight", "outproj_bias")}
 OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
@@ -109,7 +115,10 @@ OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_float32_tensor_beside_float64_ones_is_promoted_first(op: str) -> None:
-    """Norms and gates of that float32 tensor are computed in float64."""
+    """A float32 tensor among float64 tensors is converted to float64 first.
+
+    Its norms and gates are therefore computed in float64.
+    """
     def doubled(x: Any) -> Any:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
@@ -149,7 +158,8 @@ def test_a_float32_tensor_beside_float64_ones_is_promoted_first(op: str) -> None
 ])
 @pytest.mark.parametrize("grad", [True, False])
 def test_modules_say_it_too(make: Callable[[], torch.nn.Module], given: dict[str, Any], grad: bool) -> None:
-    called = {"input": "logits", "cache": "initial_state"}  # as the op that a module calls names it
+    # names of these module arguments in the ops that the modules call
+    called = {"input": "logits", "cache": "initial_state"}
     with torch.set_grad_enabled(grad):
         found = [text for text in unexplained(make(), given, set())
                  if not (text.split()[0] in called and f": {called[text.split()[0]]}: got" in text)]
@@ -237,7 +247,7 @@ def test_meta_tensors_have_shapes(op: str) -> None:
              for name, x in arguments(op).items() if not name.startswith("cu_seqlens")
              and name != "return_varlen_states"}
     batch = next(x.shape[0] for x in given.values() if isinstance(x, Tensor))
-    # of as many sequences as the batch has rows, now that nothing is packed
+    # without packing there are as many sequences as rows in the batch
     for name in ("initial_state", "cache"):
         if batch == 1 and isinstance(given.get(name), Tensor):
             given[name] = given[name][:1]
@@ -264,7 +274,7 @@ GATED = "hidden_size elementwise_affine eps device dtype"
 LOSS = ("ignore_index label_smoothing logit_scale logit_softcapping num_chunks reduction use_l2warp "
         "l2_penalty_factor accumulate_grad_in_fp32 "
         "process_group")
-ORDERS = {  # of positional arguments, as in fla 0.6.0: of the class, and of a call
+ORDERS = {  # order of the positional arguments in fla 0.6.0, for the class and for a call
     "LayerNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
     "RMSNorm": (AFFINE, "x residual prenorm residual_in_fp32"),
     "GroupNorm": ("num_groups hidden_size elementwise_affine bias eps is_rms_norm device dtype",
@@ -315,7 +325,7 @@ def test_fewer_tokens_than_heads_are_told_once(op: str, monkeypatch: pytest.Monk
         getattr(flashlin, op)(q, q, q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for T, H in ((0, 4), (1, 4), (4, 4), (5, 4)):  # nothing, decoding, no fewer, more
+        for T, H in ((0, 4), (1, 4), (4, 4), (5, 4)):  # no tokens, decoding, T = H, T > H
             call(T, H)
     with pytest.warns(UserWarning,
                       match=f"{op}: got 3 tokens of 4 heads, from tensors that are .* if yours are .* pass "

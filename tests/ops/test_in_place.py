@@ -1,5 +1,7 @@
-"""What is overwritten has a place for each of its elements: expanded and overlapping states are refused by
-name."""
+"""States that an op overwrites must have separate memory for each element.
+
+Expanded and overlapping states raise an error that names the argument.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -57,7 +59,7 @@ def test_what_lies_on_itself_is_refused_by_name(op: str) -> None:
     call(torch.zeros(shape))
 
 
-# whose pools have to be contiguous
+# without fused_recurrent_delta_rule, because its pools must be contiguous
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "fused_recurrent_delta_rule"])
 def test_what_only_lies_far_apart_or_turned_round_is_written_through(op: str) -> None:
     _, shape, call = CALLS[op]

@@ -1,5 +1,8 @@
-"""Mamba2 on the torch path: gradients in float64, states through views, errors by name, modules,
-torch.compile. The kernels: tests/interpret."""
+"""Mamba2 on the torch path; tests/interpret tests the kernels.
+
+The tests cover gradients in float64, states that are views, errors that name the argument, modules and
+torch.compile.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,8 +36,10 @@ scan_inputs = partial(made, make_scan, T=12, V=8, K=16)
 "sequences", "packed", "everything", "groups", "tokens-together", "gate-first", "sequences-state",
 "tokens-ring", "pool", "no-heads", "groups-gate-first"))], ids=str)
 def test_float64_is_exact(case: Any) -> None:
-    """Also the gradients: what torch differentiates here are the formulas, so they must agree with the
-    recurrence's to the last digits."""
+    """Outputs and gradients in float64 agree with the recurrence to the last digits.
+
+    torch differentiates the formulas here, so the gradients must be as exact as the outputs.
+    """
     exact = case._replace(make=lambda *args: {name: x.double() if x.is_floating_point() else x
                                               for name, x in case.make(*args).items()})
     assert [verdict for verdict in check(exact, CPU, torch.float64) if not verdict.rms < 1e-11] == []
@@ -43,7 +48,7 @@ def test_float64_is_exact(case: Any) -> None:
 # States
 
 def test_a_head_of_a_larger_state_is_written_through() -> None:
-    """As Zamba calls it: recurrent_state[:, head]."""
+    """The state may be the view recurrent_state[:, head], as in Zamba."""
     given = made(make_step, tied=False, H=0)
     whole = torch.randn(3, 2, 20, 24)
     state, before = whole[:, 1], whole.clone()
@@ -102,7 +107,7 @@ def test_final_states_go_where_they_are_wanted() -> None:
     assert isinstance(y, torch.Tensor) and y.stride(1) == 1, "channels last in, channels last out"
 
 
-# What is returned
+# Returned values
 
 def test_returned_values_and_dtypes() -> None:
     given = scan_inputs(torch.bfloat16, edges=(0, 5, 12))
@@ -157,7 +162,10 @@ def test_no_heads_are_no_error() -> None:
 
 
 def test_dt_is_clamped_to_zero_as_in_mamba_ssm() -> None:
-    """The limit (0, inf) holds without softplus, too: a negative dt does nothing, and gets no gradient."""
+    """The limit (0, inf) of dt also applies without softplus.
+
+    A negative dt has no effect and gets no gradient.
+    """
     given = scan_inputs(given=())
     given["dt"] = (-given["dt"].abs()).requires_grad_()
     y = mamba.mamba_chunk_scan_combined(**given, chunk_size=16)
