@@ -44,7 +44,8 @@ def answer(call: Callable[..., Any], given: dict[str, Any]) -> Exception | None:
 def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str]) -> list[str]:
     """Return the wrong arguments that raise no readable error, or that the call accepts.
 
-    Each argument is replaced by impossible values, which must raise, and by doubtful ones, which may be accepted.
+    Each argument is replaced by impossible values, which must raise, and by doubtful values, which a call may
+    accept.
     unread: names of arguments that the call does not read, so that impossible values need not raise.
     """
     found = []

@@ -1,4 +1,7 @@
-"""What chunked ops take of memory, forward with backward, in MiB: a buffer that lives longer is seen here."""
+"""Peak memory in MiB of forward and backward of the chunked ops.
+
+A buffer that lives longer than before raises the peak, and a test fails.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,12 +14,14 @@ from flashlin.compat import launch
 from flashlin.ops._common import replay
 
 SMALL, GROUPED = Shape(2, 2048, 8, 64), Shape(1, 2048, 80, 64)
-# A tensor of SMALL in 16 bits has 4 MiB. The first run, an ordinary one, and the third, a repeated one.
+# By op: the shape, and the peaks in MiB of the first run, which is ordinary, and of the third run, which is a
+# replay. A 16-bit tensor of shape SMALL takes 4 MiB.
 PEAKS = {"chunk_delta_rule": (SMALL, 43.9, 32.9), "chunk_gated_delta_rule": (SMALL, 44.0, 33.0),
          "chunk_gla": (SMALL, 48.4, 40.4), "chunk_simple_gla": (SMALL, 24.6, 22.6),
          "chunk_retention": (SMALL, 20.0, 18.0), "chunk_kda": (SMALL, 85.7, 69.6),
          "chunk_rwkv6": (SMALL, 48.5, 48.5), "chunk_rwkv7": (SMALL, 101.4, 77.4),
-         "mamba_chunk_scan_combined": (GROUPED, 173.1, 173.1)}  # dg in two parts, for 1.4 times the speed
+         # dg is computed in two parts, which is 1.4 times as fast
+         "mamba_chunk_scan_combined": (GROUPED, 173.1, 173.1)}
 
 
 @pytest.fixture
@@ -35,6 +40,9 @@ def test_no_more_is_taken_than_before(op: str, card: None) -> None:
 
 
 def test_simple_gla_takes_at_most_0_6_of_what_fla_does(card: None) -> None:
-    """Which is 1,540 MiB at this shape (benchmarks/results/speed-simple_gla-*)."""
+    """chunk_simple_gla uses at most 0.6 times the memory of fla.
+
+    fla uses 1,540 MiB at this shape (benchmarks/results/speed-simple_gla-*).
+    """
     first, _, third = memory.peaks(find("chunk_simple_gla"), Shape(4, 4096, 32, 128))
     assert max(first.size, third.size) <= 0.6 * 1540 * 2**20

@@ -1,5 +1,8 @@
-"""Sequences told apart by seq_idx share a state; what is not finite stays in its own, and is seen there
-(kernels/pointwise/nonfinite.py)."""
+"""NaN and infinity in one of several sequences that seq_idx separates.
+
+Such sequences share a state in the kernels. A value that is not finite must stay in its sequence and appear in
+its outputs (kernels/pointwise/nonfinite.py).
+"""
 from __future__ import annotations
 
 import math
@@ -11,7 +14,7 @@ import torch
 import flashlin
 from flashlin.kernels.pointwise.nonfinite import contained
 
-LENGTHS = ((5, 30, 1, 28), (34, 20, 10))  # of the sequences in each row
+LENGTHS = ((5, 30, 1, 28), (34, 20, 10))  # lengths of the sequences in each row
 T, H, P, N, G = 64, 4, 8, 8, 2
 EDGES = [[sum(row[:n]) for n in range(len(row) + 1)] for row in LENGTHS]
 Tensors = dict[str, torch.Tensor]
@@ -71,7 +74,7 @@ def test_a_sequence_is_marked_from_the_token_on_and_no_other(name: str, row: int
     for of, dx in broken_grads.items():
         if of in ("x", "dt", "B", "C"):
             marked = dx[row, its].isnan()
-            marked[token - its.start] |= of == "dt"  # through dt_limit NaN has a gradient of 0
+            marked[token - its.start] |= of == "dt"  # the clamp to dt_limit gives a NaN dt the gradient 0
             assert marked.all()
         if of in OF_TOKENS:
             dx[row, its] = grads[of][row, its]
@@ -106,7 +109,10 @@ def test_gradients_of_outputs_mark_what_they_depend_on() -> None:
 
 @pytest.mark.parametrize("first", [0, 5, 12])
 def test_edges_and_numbers_together(first: int) -> None:
-    """Sequences of cu_seqlens, of which the first may be empty, made of those of seq_idx."""
+    """cu_seqlens and seq_idx may divide the tokens differently.
+
+    The sequences of cu_seqlens span several numbers of seq_idx here. The first one may be empty.
+    """
     edges = torch.tensor([0, first, 35, 35, T], dtype=torch.int32)
     inputs = made(rows=1)
 
@@ -119,7 +125,7 @@ def test_edges_and_numbers_together(first: int) -> None:
     inputs["initial_states"][0, 1] = torch.nan
     inputs["x"][0, 34, 2] = torch.nan
     broken, broken_states = states()
-    assert broken_states[0, 1].isnan().all() == (first <= 5)  # else another number has begun
+    assert broken_states[0, 1].isnan().all() == (first <= 5)  # past token 5 another number of seq_idx has begun
     assert broken_states[1].isnan().all() and not broken_states[2:].isnan().any()
     stop = min(first, 5)
     assert broken[0, :stop].isnan().all() and broken[0, 34].isnan().all()
@@ -128,7 +134,10 @@ def test_edges_and_numbers_together(first: int) -> None:
 
 
 def test_a_sequence_for_each_token() -> None:
-    """As many sequences as tokens: there was no room for the last one's number."""
+    """There may be as many sequences as tokens.
+
+    An earlier version had no space for the number of the last sequence.
+    """
     inputs = {name: x if name in ("A", "D", "initial_states") else x[:, :5]
               for name, x in made(rows=1).items()}
     inputs["x"][0, 2] = torch.nan
@@ -140,7 +149,10 @@ def test_a_sequence_for_each_token() -> None:
 
 
 def test_what_float16_cannot_hold_counts_as_well() -> None:
-    """dt x is finite in float32, and not in x's dtype, in which the scan takes it."""
+    """A product dt x that overflows in float16 counts as not finite.
+
+    It is finite in float32, but the scan reads it in the dtype of x.
+    """
     inputs = made(torch.float16)
     inputs["dt"] = inputs["dt"] + 2.0
     (y, _), _ = run(inputs)

@@ -1,5 +1,4 @@
-"""The norms: shapes, dtypes, drop-in rules, errors to the letter, modules, torch.compile, and what the recipe
-plans."""
+"""The norms: shapes, dtypes, drop-in rules, exact error texts, modules, torch.compile, planned launches."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -297,7 +296,7 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
         x, residual = torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 16)
         for got, expected in zip(compiled(x, residual, w), block(x, residual, w), strict=True):
             torch.testing.assert_close(got, expected)
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
 
 
 def test_compiles_with_every_size_symbolic() -> None:

@@ -1,5 +1,8 @@
-"""The norms with a linear layer behind them: what they keep for backward, autocast, modules, errors to the
-letter, torch.compile."""
+"""The norms followed by a linear layer.
+
+The tests cover the tensors that forward keeps for backward, autocast, modules, exact error texts and
+torch.compile.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable

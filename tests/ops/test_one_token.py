@@ -1,5 +1,7 @@
-"""A tensor that takes part has a gradient, even where that is zero: of one token without states, no gate
-decays anything."""
+"""Every input tensor gets a gradient, even if it is zero.
+
+The gates of a single token without an initial state decay nothing, so their gradient is zero.
+"""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The factory of operators, with an operator of its own whose kernels are torch."""
+"""The factory of operators, tested with an operator whose kernels are torch functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashlin.ops._common.casting import as_planned, dtype_as_planned, name_of
 from flashlin.ops._common.operator import Gradients, Kept, Operator
 from flashlin.ops._common.pipeline import planned
 
-computed: list[frozenset[str]] = []  # which gradients were asked of the kernels
+computed: list[frozenset[str]] = []  # the gradients that were requested from the kernels
 
 
 class Tensors(NamedTuple):
@@ -59,7 +59,7 @@ def problem(x: Tensors, how: Scalars) -> Problem:
 
 
 def on_torch(x: Tensors, how: Scalars) -> tuple[Tensor, Tensor | None]:
-    """y = factor (a b)^2 + added, and the sum of the rows of a b."""
+    """Return y = factor (a b)^2 + added, and the sum of a b over its rows or None."""
     product = x.a * x.b
     return how.factor * product.square() + (0 if x.added is None else x.added), product.sum(
         0
@@ -111,7 +111,7 @@ OPERATOR = Operator(
 
 @pytest.fixture(autouse=True)
 def on_a_gpu() -> Iterator[None]:
-    """Plans are those of a GPU."""
+    """Make every plan as on a GPU."""
     pretend(parse("triton=3.6.0,sm=90"))
     computed.clear()
     operator.emptied.clear()
@@ -146,7 +146,7 @@ def test_gradients_find_their_tensors_by_name(traced: bool, path: str) -> None:
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected)
     cotangents = [torch.ones_like(x) * (at + 2) for at, x in enumerate(found)]
-    with flashlin.settings(path=path if traced else "auto"):  # an eager backward goes by forward's plan
+    with flashlin.settings(path=path if traced else "auto"):  # an eager backward uses forward's plan
         grads = torch.autograd.grad(found, (a, b, added), cotangents)
     for got, expected in zip(grads, torch.autograd.grad(wanted, (a, b, added), cotangents), strict=True):
         torch.testing.assert_close(got, expected)
@@ -279,6 +279,9 @@ for f in (call, torch.compile(call, backend="eager", fullgraph=True)):
 
 
 def test_a_chunked_family_may_have_a_scalar_of_its_own() -> None:
-    """In a process of its own, since there it replaces the family's library operators."""
+    """A chunked family may have its own scalar argument.
+
+    It replaces the library operators of its family, so the test runs in a new process.
+    """
     done = subprocess.run([sys.executable, "-c", OWN_SCALAR], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,4 @@
-"""The elementwise ops: dtypes, shapes, drop-in rules, errors to the letter, torch.compile, and what the
-recipe plans."""
+"""The elementwise ops: dtypes, shapes, drop-in rules, exact error texts, torch.compile, planned launches."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -116,7 +115,10 @@ h.contiguous(), d.contiguous(), *[mu.contiguous()] * 5), strict=True):
 
 
 def test_backward_writes_to_no_argument_of_rwkv7() -> None:
-    """fla's writes the gradient of hidden_states over hidden_states."""
+    """Backward of fused_addcmul_rwkv7 changes none of its arguments.
+
+    The backward of fla overwrites hidden_states with its gradient.
+    """
     h, delta, mu = randn(2, 5, 12, grad=True), randn(2, 5, 12, grad=True), randn(12, grad=True)
     given = [x.detach().clone() for x in (h, delta, mu)]
     for _ in range(2):
@@ -218,10 +220,10 @@ def test_compiles_to_one_graph_for_all_numbers_of_rows() -> None:
     mu = randn(8, grad=True)
     for T in (3, 5, 9, 13):
         torch.testing.assert_close(compiled(randn(2, T, 8), mu), block(randn(2, T, 8), mu))
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
 
 
-# Plans
+# Planned launches
 
 def problem(op: str, T: int, H: int, K: int, dtype: str = "bfloat16") -> Problem:
     return Problem(op, OPS[op][0], "", 1, T, H, K, K, 1, dtype, False, True)
@@ -249,7 +251,7 @@ def test_parts_of_a_scan_cover_their_rows(H: int, K: int, T: int) -> None:
         planned = plan(part_of_a_scan(family, T, H, K), H200)
         assert planned.path == "triton" and not planned.steps and not planned.refused
         forward, backward = planned.launches
-        # a skip's backward shares out the rows
+        # backward of a skip also divides the rows among programs
         for launch in (forward, backward) if family == SCALE else (forward,):
             strips = H if family == SCALE else -(-H * K // launch.block("BD"))
             assert launch.grid[0] == strips * -(-T // launch.block("BT"))

@@ -1,5 +1,8 @@
-"""Sequences over several ranks, by gloo processes on the torch path: outputs, states and gradients equal one
-device's, and ranks that fail make the others raise. All jobs run in one set of processes."""
+"""Sequences that are split over several ranks: gloo processes on the torch path.
+
+Outputs, states and gradients equal those of one device. If a rank fails, the others raise an error. All jobs
+run in one set of processes.
+"""
 from __future__ import annotations
 
 import os
@@ -46,8 +49,8 @@ OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "
 WINDOWS = ("causal_conv1d", "token_shift")
 STATES = ("initial_state", "initial_states", "cache")
 T = 48
-# How many ranks, how many heads, and the edges: with an empty sequence, also where a rank begins, and with
-# one that lies on three ranks or four.
+# By name: number of ranks, number of heads, and edges of the sequences. Some settings have an empty sequence,
+# also at the start of a rank, or a sequence that covers three or four ranks.
 SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
     "four ranks, states": (4, 2, [0, 2, T - 1, T]),
     "two ranks, rows": (2, 3, None),
@@ -57,8 +60,11 @@ SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
 
 
 def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
-    """What fla.ops.cp.build_cp_context gives a rank: edges of its own sequences without empty ones, and how
-    many ranks hold tokens of the first before it, and of the last behind it."""
+    """Return the context that fla.ops.cp.build_cp_context returns on this rank.
+
+    cu_seqlens has the edges of the rank's own sequences, without empty ones. pre_num_ranks is the number of
+    earlier ranks with tokens of its first sequence, post_num_ranks of later ranks with tokens of its last.
+    """
     rank, start = dist.get_rank(group), dist.get_rank(group) * rows
     mine = sorted({min(max(edge, start), start + rows) - start for edge in edges})
     began = max(edge for edge in edges if edge <= start)
@@ -71,7 +77,10 @@ def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
 
 
 def _zigzag_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
-    """The same in fla's layout zigzag: of 2 R parts rank r has r and 2 R - 1 - r, one behind the other."""
+    """Return the context of fla on this rank in the layout zigzag.
+
+    The tokens are divided into 2 R parts. Rank r has part r, followed by part 2 R - 1 - r.
+    """
     rank, size, half = dist.get_rank(group), dist.get_world_size(group), rows // 2
     starts = [rank * half, (2 * size - 1 - rank) * half]
     mine = [at * half + edge for at, start in enumerate(starts) for edge in
@@ -89,11 +98,14 @@ def _in_zigzag(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _without_states(op: str, edges: list[int]) -> tuple[Call, dict[str, torch.Tensor]]:
-    """A call that leaves the edges to a context, and what it gives on one device."""
+    """Return a call without states and cu_seqlens, and its outputs and gradients on one device.
+
+    A context passes the edges to the call.
+    """
     call = made(op, 4, T, edges)
     call = call._replace(shared={name: x for name, x in call.shared.items() if name not in STATES}, state="")
     options = {name: x for name, x in call.options.items() if name != "cu_seqlens"}
-    if op.startswith("mamba"):  # which reads cu_seqlens for states alone
+    if op.startswith("mamba"):  # these use cu_seqlens only for states and seq_idx for sequences
         of_token = torch.bucketize(torch.arange(T), torch.tensor(edges[1:-1]), right=True)
         call = call._replace(options={"seq_idx": of_token[None].int(), **options})
     return call._replace(options=options), computed(call)
@@ -133,7 +145,7 @@ def in_setting(op: str, setting: str, group: Any) -> None:
 
 
 def in_one_pass(op: str, group: Any) -> None:
-    """Of two ranks neither computes anything twice, asked for final states or not."""
+    """Check that two ranks compute nothing twice, with and without final states."""
     call = made(op, 3, T, None)
     for asked in (call, call._replace(state="")):
         with (mock.patch.object(context_parallel._Chain, "_state_after", None),
@@ -144,14 +156,17 @@ def in_one_pass(op: str, group: Any) -> None:
 
 
 def groups_of_heads(group: Any) -> None:
-    """Four value heads to two of q and k: on two ranks both ways, on four only by states."""
+    """Check four value heads with two heads of q and k, divided by heads and by tokens.
+
+    Four ranks cannot divide two heads, so they always exchange states.
+    """
     for way in ("heads", "tokens"):
         with divided(way):
             equal_one(made("chunk_gated_delta_rule", 4, T, [0, 9, T], G=2), group)
 
 
 def alone(group: Any) -> None:
-    """A group of one, and a context of fla that has none."""
+    """Check a group of one rank, and a context of fla whose group is None."""
     for op in ("chunk_kda", "causal_conv1d", "token_shift", "mamba_chunk_scan_combined"):
         equal_one(made(op, 3, T, [0, 5, 5, T]), group)
     call = made("chunk_kda", 3, T, [0, 5, T])
@@ -162,7 +177,7 @@ def alone(group: Any) -> None:
 
 
 def twice_and_from_a_checkpoint(group: Any) -> None:
-    """backward twice, and a call that is made again in backward."""
+    """Check that a second backward and a recomputation by checkpoint give equal gradients."""
     call = of_rank(made("chunk_kda", 3, T, [0, 2, T]), group)
     q = call.tokens["q"].clone().requires_grad_()
 
@@ -180,7 +195,7 @@ def twice_and_from_a_checkpoint(group: Any) -> None:
 
 
 def nothing_spreads(group: Any) -> None:
-    """NaN of a sequence that ends on rank 1 reaches no other."""
+    """Check that a NaN stays in its sequence, which ends on rank 1."""
     call = made("chunk_gated_delta_rule", 3, T, [0, 5, 30, T])
     call.tokens["v"][:, 20] = float("nan")
     o = together({"o": computed(of_rank(call, group), process_group=group)["o"]}, call, group)["o"]
@@ -198,7 +213,10 @@ def compiled(group: Any) -> None:
 
 
 def unequal(group: Any) -> None:
-    """Also after the ranks have agreed on what one of them has then, or on what each of them has."""
+    """Check that ranks raise if their numbers of tokens differ.
+
+    They also raise after earlier calls with equal numbers, for one or both of these numbers.
+    """
     def call(rows: int) -> None:
         flashlin.chunk_simple_gla(**made("chunk_simple_gla", 2, rows, None).tokens, process_group=group)
     for agreed in ((), (8,), (8, 9)):
@@ -210,8 +228,10 @@ def unequal(group: Any) -> None:
 
 
 def unequal_edges(group: Any) -> None:
-    """Ranks raise without debug mode if their cu_seqlens differ in length, or if one has none. They also
-    raise after they have agreed on each length before."""
+    """Check that ranks raise without debug mode if their cu_seqlens differ in length, or if one has none.
+
+    They also raise after earlier calls with each of the lengths on all ranks.
+    """
     rank = dist.get_rank(group)
     edges = [torch.tensor(some) for some in ([0, 5, T], [0, 5, 9, T])]
     calls = {op: of_rank(made(op, 2, T, [0, 5, T]), group) for op in ("chunk_kda", "token_shift")}
@@ -234,7 +254,10 @@ def unequal_edges(group: Any) -> None:
 
 
 def test_an_answer_that_comes_late_names_the_call_and_what_differs() -> None:
-    """On a GPU ranks compare the sizes that they know without waiting for it."""
+    """A late error names the call and the sizes that differ.
+
+    On a GPU ranks compare known sizes without waiting for the result, so the error comes in a later call.
+    """
     mine = Sizes("chunk_kda", "at x.py:1 in run", 1, (1, 8, 3, 0, 16))
     begins = "chunk_kda called at x.py:1 in run: got "
     for at, value, said in ((1, 9, "[9, 8] tokens"), (2, 4, "cu_seqlens of [4, 3] values (0: none)"),
@@ -246,7 +269,10 @@ def test_an_answer_that_comes_late_names_the_call_and_what_differs() -> None:
 
 
 def without_values(group: Any) -> None:
-    """Tensors on meta, fake ones and DTensors are refused by name, and nothing is exchanged for them."""
+    """Check that meta tensors, fake tensors and DTensors raise an error that names the argument.
+
+    The ranks exchange nothing in such a call.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds: dict[str, tuple[Any, str]] = {
         "meta": (lambda x: x.to("meta"), "a tensor on meta.*, need .* with values"),
@@ -305,7 +331,10 @@ def wrong(group: Any) -> None:
 
 
 def one_does_not_call(group: Any) -> None:
-    """Rank 1 has failed elsewhere, and lives: rank 0 waits as long as the group says."""
+    """Check that rank 0 raises after the timeout of the group if rank 1 does not call the op.
+
+    Rank 1 is still alive.
+    """
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     tokens = made("chunk_kda", 3, T, None).tokens
     began = time.monotonic()
@@ -318,7 +347,10 @@ def one_does_not_call(group: Any) -> None:
 
 
 def one_dies(group: Any) -> None:
-    """In backward, after a forward of both: of states that are gathered, and of tokens that are exchanged."""
+    """Check that rank 0 raises in backward if rank 1 dies after forward.
+
+    chunk_kda gathers states, and causal_conv1d exchanges tokens.
+    """
     outputs = {}
     for op in ("chunk_kda", "causal_conv1d"):
         call = of_rank(made(op, 3, T, None), group)

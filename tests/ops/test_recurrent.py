@@ -1,5 +1,8 @@
-"""What users of the token-by-token delta ops run into, on the torch path: errors by name, layouts, empty
-inputs, dtypes, groups, pools of states."""
+"""The token-by-token delta ops on the torch path.
+
+The tests cover errors that name the argument, layouts, empty inputs, dtypes, groups of heads and pools of
+states.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -187,8 +190,10 @@ def test_dtypes_in_and_out(op: Op) -> None:
 
 
 def test_chunks_on_the_cpu_are_the_same_function() -> None:
-    """From a certain length on the torch path goes chunk by chunk; gates on the state's sides keep it from
-    doing so."""
+    """Long inputs give the results of the recurrence with and without the gate gk.
+
+    The torch path computes long inputs chunk by chunk. With gates of the state's rows or columns it does not.
+    """
     given = gated(T=recurrent.LONG + 5)
     h0 = randn(2, 4, 8, 5)
     assert_close(flashlin.fused_recurrent_gdn(**given, initial_state=h0, output_final_state=True),
@@ -251,7 +256,7 @@ def test_a_pool_may_have_no_rows() -> None:
 
 def test_states_in_place_of_any_dtype() -> None:
     given, h0 = inputs(dtype=torch.float32), randn(2, 4, 8, 5).half()
-    # with room between the states
+    # a pool with unused memory between the states
     pool = torch.zeros(2, 200, dtype=torch.float16)[:, :160].unflatten(1, (4, 8, 5))
     pool.copy_(h0)
     wanted, state = flashlin.fused_recurrent_delta_rule(**given, initial_state=h0, output_final_state=True)
@@ -276,7 +281,7 @@ def test_flags_have_names() -> None:
 
 @pytest.mark.parametrize("T", [3, recurrent.LONG + 1])
 def test_torch_compile_makes_one_graph(T: int) -> None:
-    """Of a length, that is: the loop over tokens is unrolled, and so is the one over chunks."""
+    """Each length compiles to one graph with the results of the eager call."""
     tensors = [x.float().requires_grad_() for x in (*gated(T=T).values(), randn(2, 4, 8, 5))]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor,
