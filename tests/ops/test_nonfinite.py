@@ -1,7 +1,7 @@
 """NaN and infinity in one of several sequences that seq_idx separates.
 
-Such sequences share a state in the kernels. A value that is not finite must stay in its sequence and appear in
-its outputs (kernels/pointwise/nonfinite.py).
+Such sequences share a state in the kernels. A value that is not finite must stay in its sequence and appear
+in its outputs (kernels/pointwise/nonfinite.py).
 """
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_edges_and_numbers_together(first: int) -> None:
     inputs["initial_states"][0, 1] = torch.nan
     inputs["x"][0, 34, 2] = torch.nan
     broken, broken_states = states()
-    assert broken_states[0, 1].isnan().all() == (first <= 5)  # past token 5 another number of seq_idx has begun
+    # the second number of seq_idx begins at token 5
+    assert broken_states[0, 1].isnan().all() == (first <= 5)
     assert broken_states[1].isnan().all() and not broken_states[2:].isnan().any()
     stop = min(first, 5)
     assert broken[0, :stop].isnan().all() and broken[0, 34].isnan().all()

@@ -1,5 +1,7 @@
-"""Runs that are made again start the same kernels on the same data as ordinary ones: on a card that is not
-there, where what a kernel would write is a name for what it read."""
+"""Replays launch the same kernels on the same data as ordinary runs, on a simulated GPU.
+
+A simulated kernel writes no result. It leaves a name at each of its pointers that identifies its inputs.
+"""
 from __future__ import annotations
 
 import ctypes
@@ -35,17 +37,22 @@ from matrix.workload import as_in_a_case
 from tests import torch_states
 from tests.share import share
 
-# Composed: kernels of theirs read what torch made of others' results, which nobody has written here.
+# Ops composed of several ops: their kernels read what torch computes from the outputs of other kernels. Simulated
+# kernels write no outputs.
 COMPOSED = ("product",)
 REPEATED = [case for case in CASES if case.op.startswith(("chunk_", "fused_recurrent_", "fused_chunk_"))
             and not any(name in case.op for name in ("conv", *COMPOSED)) and case.id != "normalized"]
 
 
 class Memory(Driver):
-    """A card whose kernels leave behind, wherever one of their pointers points, a name made of the kernel,
-    its grid, its numbers and what was to be found at each pointer. read: what kernels found, in order. new:
-    by kernel, which of its arguments pointed at nothing when it ran for the first time; whatever lies there
-    another time, it cannot have been read."""
+    """A simulated GPU whose kernels write a name at each of their pointers.
+
+    The name is a hash of the kernel, its grid, its numbers and the contents that it found at each pointer.
+
+    read: the contents that the kernels found, in the order of their launches.
+    new: by launch, the positions of arguments that pointed at new memory in the first run. The kernel cannot
+    have read them, so their contents are ignored in later runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,16 +62,19 @@ class Memory(Driver):
         self.read: list[Any] = []
 
     def begin(self) -> None:
-        """Another call: what kernels have written is forgotten."""
+        """Forget the names that kernels of earlier calls wrote."""
         self.names.clear(), self.fresh.clear(), self.read.clear()
 
     def started_with(self, x: torch.Tensor) -> bool:
-        """Whether some kernel had a pointer to x."""
+        """Return True if a kernel had a pointer to x."""
         return x.data_ptr() in self.names
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
-        """A new buffer, perhaps where one lay that torch made, a kernel read, and nobody holds any more."""
-        if x.is_meta:  # has no memory
+        """Record a new buffer, and forget the names at its addresses.
+
+        Its memory may have belonged to a freed tensor that a kernel read.
+        """
+        if x.is_meta:  # it has no memory
             return x
         begin = x.untyped_storage().data_ptr()
         for address in [one for one in self.names if begin <= one < begin + x.untyped_storage().nbytes()]:
@@ -82,7 +92,7 @@ class Memory(Driver):
         return ctypes.string_at(address, 8) if address else "no address"
 
     def launched(self, one: Started) -> None:
-        described = {at: x for at, x in enumerate(one.arguments) if hasattr(x, "base")}  # descriptors
+        described = {at: x for at, x in enumerate(one.arguments) if hasattr(x, "base")}  # TMA descriptors
         kinds = map(str, one.compiled.signature.values())
         given = enumerate(zip(kinds, one.arguments, strict=True))
         pointers = {at: x for at, (kind, x) in given if kind[0] == "*"} | {
@@ -117,7 +127,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 @pytest.mark.parametrize("case", share(REPEATED, 0, 12), ids=lambda case: f"{case.op} {case.id}")
 def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two stages, too, which calls of this size would not be worth."""
+    """Each call of a case reads the same data, also in a replay of two stages.
+
+    WORTH = 1 allows two stages, which are otherwise used only for larger calls.
+    """
     monkeypatch.setattr(recipe, "WORTH", 1)
     make_again = replay._replay
 
@@ -135,12 +148,12 @@ def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any
         card.new = [{at for at, value in enumerate(one[4]) if value == "nothing"} for one in card.read]
         before = list(card.read)
         assert not again or number > 1
-    # HGRN and what overwrites states are run the ordinary way
+    # HGRN and ops that overwrite states are never replayed
     assert again or "hgrn" in case.op or case.id.startswith(("pool", "in-place"))
 
 
 def started_on_what_is_gone(recipe: Recipe, given: int) -> set[int]:
-    """Places of what a stage has let go of, and a kernel that is started then still gets an address in."""
+    """Return the places of tensors that a stage has freed although a later kernel gets their address."""
     owners = [-1] * (1 + len(recipe.numbers)) + [*range(given)]
     there, gone, found = given, set[int](), set[int]()
     for stage in recipe.stages:
@@ -155,7 +168,7 @@ def started_on_what_is_gone(recipe: Recipe, given: int) -> set[int]:
     return found | {place for place in recipe.returned if place in gone}
 
 
-# --- what makes a run an ordinary one ---
+# --- reasons for an ordinary run instead of a replay ---
 
 OP = "chunk_gated_delta_rule"
 
@@ -166,7 +179,7 @@ def leaves(dtype: torch.dtype = torch.bfloat16, T: int = 40) -> dict[str, torch.
 
 
 def runs(again: list[Any], times: int = 4, **change: Any) -> int:
-    """How many of so many calls, forward alone, are made again."""
+    """Call the op forward ``times`` times, and return how many of the calls were replays."""
     again.clear()
     for _ in range(times):
         getattr(flashlin, OP)(**{**leaves(), **change})
@@ -196,7 +209,7 @@ def test_nothing_is_kept_of_the_memory_of_a_graph(card: Memory, again: list[Any]
 
 
 def beside(x: torch.Tensor) -> torch.Tensor:
-    """The same at an address that is no multiple of 16."""
+    """Return a copy of x at an address that is no multiple of 16."""
     moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
     return moved.copy_(x)
 
@@ -211,7 +224,10 @@ def test_other_facts_are_another_run(card: Memory, again: list[Any]) -> None:
 
 
 def test_token_by_token_tensors_that_are_not_aligned_are_another_run(card: Memory, again: list[Any]) -> None:
-    """Kernels read them where they lie."""
+    """Aligned and unaligned tensors have separate replays.
+
+    The token-by-token kernels read such tensors without a copy.
+    """
     def made_again(v: torch.Tensor) -> int:
         again.clear()
         flashlin.fused_recurrent_gated_delta_rule(**{**leaves(), "v": v})
@@ -233,12 +249,15 @@ def test_other_tensors_at_one_address_are_told_apart_by_nobody(card: Memory, aga
 
 
 def test_slices_of_one_tensor_are_told_apart(card: Memory, again: list[Any]) -> None:
-    """Kernels get copies of the first kind; the second they read where they lie."""
+    """Slices along the last dimension and along the first dimension have separate replays.
+
+    Kernels get copies of the first kind. They read the second kind without a copy.
+    """
     q, k, v = torch.randn(2, 40, 2, 48).bfloat16().split(16, -1)
     assert runs(again, q=q, k=k, v=v) == 2
     q, k, v = torch.randn(3, 2, 40, 2, 16).bfloat16()
     other = torch.randn(2, 40, 2, 16).bfloat16()
-    assert runs(again, q=q, k=k, v=v) == 2  # another call, though kernels get tensors like the copies
+    assert runs(again, q=q, k=k, v=v) == 2  # a new recipe, although the layout equals that of the copies
     card.begin()
     getattr(flashlin, OP)(**{**leaves(), "q": q, "k": other, "v": v})
     assert card.started_with(other) and not card.started_with(k)
@@ -261,7 +280,10 @@ def test_who_watches_sees_ordinary_runs(card: Memory, again: list[Any],
 
 
 def test_a_remedy_is_gone_with_its_plan(card: Memory, again: list[Any]) -> None:
-    """A T4 computes bfloat16 in float32; what the same call is here owes nothing to that."""
+    """A replay for another GPU does not use the remedies of a T4.
+
+    A T4 computes bfloat16 inputs in float32.
+    """
     machine.pretend(machine.parse(f"triton={triton.__version__},sm=75"))
     x = leaves()
     for _ in range(3):
@@ -274,7 +296,7 @@ def test_settings_are_obeyed(card: Memory, again: list[Any]) -> None:
     assert runs(again) == 2
     with flashlin.settings(path="torch"):
         assert runs(again) == 0
-    with flashlin.settings(invariant=True):  # another plan, if of the same kernels
+    with flashlin.settings(invariant=True):  # a different plan with the same kernels
         assert [runs(again, 1) for _ in range(3)] == [0, 0, 1]
     for tf32 in torch_states.TF32.values():
         again.clear()
@@ -294,7 +316,10 @@ def test_a_changed_source_is_compiled_again(card: Memory, again: list[Any]) -> N
 
 
 def test_a_run_in_which_torch_computes_stays_ordinary(card: Memory, again: list[Any]) -> None:
-    """Two value heads to each of q's: their gradients are added up."""
+    """Backward with two value heads for each head of q is not replayed.
+
+    torch adds up the gradients of the heads.
+    """
     for _ in range(4):
         x = {**leaves(), "v": torch.randn(2, 40, 4, 16).bfloat16(), "g": -torch.rand(2, 40, 4),
              "beta": torch.rand(2, 40, 4)}
@@ -323,7 +348,7 @@ def test_results_are_new_each_time(card: Memory, again: list[Any]) -> None:
     assert len(again) == 4 and len({o.data_ptr() for o in outputs}) == 6
 
 
-# --- runs of a test's own ---
+# --- runs that the tests define themselves ---
 
 class Own(torch.Tensor):
     pass
@@ -350,7 +375,7 @@ def moved(x: torch.Tensor, o: torch.Tensor, n: int = 1, kernel: Any = toy) -> No
 
 
 def one_result(plan: Any, x: torch.Tensor, n: int = 1) -> tuple[torch.Tensor]:
-    """Through two buffers of scratch, each of which has to have room of its own."""
+    """Copy x through two scratch buffers, which must not share memory, to the result."""
     first, second, o = torch.empty(100), torch.empty(7, dtype=torch.float64), torch.empty_like(x)
     for a, b in ((x, first), (first[3:], second), (second, o)):
         moved(a, b, n)
@@ -388,7 +413,10 @@ def run(function: Any, *tensors: Any, n: tuple[int, ...] = (), own: int = 0) -> 
 
 
 def made_again(again: list[Any], function: Any, *arguments: Any, times: int = 3) -> int:
-    """How often, of so many runs that return what an ordinary one does."""
+    """Run the function ``times`` times, and return how many of the runs were replays.
+
+    Each run must return the same types, shapes and dtypes as an ordinary run.
+    """
     again.clear()
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     for _ in range(times):
@@ -407,9 +435,9 @@ def test_scratch_has_room_for_all(card: Memory, again: list[Any]) -> None:
     [stage] = again[0].stages
     o, room = stage.made
     assert (o.shape, room.shape, room.dtype) == (X.shape, (640,), torch.uint8)
-    assert all(like.untyped_storage().nbytes() <= 8 for like in stage.made)  # of one element
+    assert all(like.untyped_storage().nbytes() <= 8 for like in stage.made)  # storage of one element at most
     at = stage.inside[0][0]
-    assert stage.inside == ((at, 12), (at, 512))  # first[3:], second
+    assert stage.inside == ((at, 12), (at, 512))  # the byte offsets of first[3:] and second
     assert reads(card, one_result) == reads(card, one_result, again=True) and len(again) == 2
 
 
@@ -422,14 +450,17 @@ def entered(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_states_are_waited_for_in_their_place(watched: bool, card: Memory, again: list[Any]) -> None:
-    """Also where nothing had to be waited for in the run that was watched, and the other way round."""
+    """A replay waits for states at the same launch as an ordinary run.
+
+    The recorded run may have waited or not. A replay waits only if its own states are still to come.
+    """
     def waits(coming: bool) -> list[int]:
         card.begin()
         at: list[int] = []
 
         def wait() -> None:
             at.append(len(card.read))
-            torch.ones(3).sum()  # what else it does is none of the run's
+            torch.ones(3).sum()  # torch calls inside wait() are not part of the run
         with launch.entering(wait) if coming else nullcontext():
             run(entered, X)
         return at
@@ -447,8 +478,11 @@ def test_a_run_that_fails_leaves_no_wait_to_the_next() -> None:
 @pytest.mark.parametrize("case", ["chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda"])
 def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memory, again: list[Any],
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan and, of sequences in parts, what carries their states on. (In the first run all that has to be
-    compiled does: then starts are put off.)"""
+    """Only kernels that read initial states wait for them, except in the first run.
+
+    These are the scan and, for split sequences, the kernel that passes states between segments. In the first run
+    launches are deferred, so all kernels that must compile wait.
+    """
     monkeypatch.setattr(scans, "forced_parts", parts)
     x = leaves(T=600)
     gate = x["g"] if case in ("chunk_simple_gla", "chunk_gated_delta_rule") else -torch.rand(2, 600, 2, 16)
@@ -470,7 +504,7 @@ def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memo
 
 
 def reads(card: Memory, function: Any, again: bool = False) -> list[Any]:
-    """What kernels find in a run with X."""
+    """Return the data that the kernels read in a run with X; ``again`` makes it a replay if possible."""
     card.begin()
     if again:
         run(function, X, n=(7,))
@@ -513,7 +547,10 @@ def with_kept(plan: Any, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Ten
 @pytest.mark.parametrize("own", [0, 1])
 def test_what_backward_alone_has_goes_when_it_is_read(own: int, card: Memory,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whoever else has that memory keeps it."""
+    """A replay of backward frees the memory of a tensor that only backward has.
+
+    Other tensors that share its memory keep their values.
+    """
     monkeypatch.setattr(recipe, "WORTH", 1)
     kept = torch.arange(16.0)
     for _ in range(4):
@@ -590,7 +627,7 @@ def test_releases_that_nobody_has_compared_are_not_even_asked(card: Memory, agai
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.2.0")
     with monkeypatch.context() as patch:
-        patch.delattr(triton, "knobs")  # which that one has not got
+        patch.delattr(triton, "knobs")  # Triton 3.2 has no knobs
         assert made_again(again, one_result, X, 7, times=5) == 0
 
 
@@ -609,7 +646,7 @@ def test_another_device_than_the_current_one_makes_ordinary_runs(card: Memory) -
             assert len(replay._recipes) == known
 
 
-# --- calls like an earlier one ---
+# --- calls with the shapes of an earlier call ---
 
 def test_a_wrong_argument_is_still_an_error_after_a_right_one(card: Memory) -> None:
     for _ in range(3):
@@ -709,7 +746,10 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in
 
 
 def test_watching_a_run_imports_no_compiler() -> None:
-    """Torch would to trace around the watch, and the second call would take seconds."""
+    """Recording a run does not import the compiler of torch.
+
+    Such an import would make the second call take seconds.
+    """
     done = subprocess.run([sys.executable, "-c", SLOW_TO_IMPORT], capture_output=True, text=True, timeout=100,
                           check=False)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr[-2000:]

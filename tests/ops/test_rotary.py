@@ -1,5 +1,8 @@
-"""Rotary embeddings: gradients, views and in-place calls, the module's tables, errors to the letter,
-torch.compile, and what the recipe plans."""
+"""Rotary embeddings.
+
+The tests cover gradients, views, in-place calls, the tables of the module, exact error texts, torch.compile and
+the planned launches.
+"""
 from __future__ import annotations
 
 import copy
@@ -75,7 +78,7 @@ def test_places_past_the_tables_are_named_where_they_can_be() -> None:
         with pytest.raises(ValueError, match=text):
             flashlin.rotary_embedding(x, *table, seqlen_offsets=offsets)
     flashlin.rotary_embedding(x, *table, seqlen_offsets=torch.tensor([4, -7]))
-    packed = randn(1, 20, 1, 4)  # longer than the tables, but its sequences are not
+    packed = randn(1, 20, 1, 4)  # 20 rows exceed the tables, but each sequence fits
     flashlin.rotary_embedding(packed, *table, cu_seqlens=torch.tensor([0, 9, 11, 20]))
     with pytest.raises(ValueError, match=r"cos: got 9 rows, need at least 11"):
         flashlin.rotary_embedding(packed, *table, cu_seqlens=torch.tensor([0, 9, 20]))
@@ -121,7 +124,7 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exceptio
 # The module
 
 def by_hand(x: torch.Tensor, dim: int, places: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
-    """Every pair as a complex number."""
+    """Return x with each pair of channels rotated as a complex number."""
     turn = places.double()[:, None] / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     pairs = torch.complex(x[..., :dim // 2].double(),
                           x[..., dim // 2:dim].double()) * torch.polar(torch.ones_like(turn), turn)[:, None]
@@ -158,13 +161,13 @@ def test_xpos_scores_depend_on_the_distance_only_also_after_the_tables_have_grow
     one, two = module(q, k)
     near = (one[0, 6, 0] * two[0, 2, 0]).sum()
     torch.testing.assert_close((one[0, 4, 0] * two[0, 0, 0]).sum(), near)
-    later, _ = module(q[:, :1], k[:, :1], length - 1)  # against a key that a cache holds since
+    later, _ = module(q[:, :1], k[:, :1], length - 1)  # a later query for an earlier, cached key
     kept = two[0, 6, 0]
     fresh_q, fresh_k = flashlin.RotaryEmbedding(8, scale_base=32.0)(q[:, :1].expand(1, length, 1, 8),
                                                                     k[:, :1].expand(1, length, 1, 8))
     torch.testing.assert_close((later[0, 0, 0] * kept).sum(), (fresh_q[0, -1, 0] * fresh_k[0, 6, 0]).sum(),
                                rtol=1e-4, atol=1e-6)
-    # the centre of seven places is 3, where nothing is scaled
+    # position 3 is the center of seven, where the scale is 1
     middle, _ = flashlin.RotaryEmbedding(8, scale_base=32.0)(q, k)
     torch.testing.assert_close(middle[0, 3, 0].norm(), q[0, 3, 0].norm())
 
@@ -217,7 +220,7 @@ def test_compiles_to_one_graph_for_all_lengths(scale_base: float | None) -> None
     assert graphs.frame_count <= 2
 
 
-# Plans
+# Planned launches
 
 @pytest.mark.parametrize("T", [0, 1, 100, 10**6])
 @pytest.mark.parametrize(("H", "D", "R"),

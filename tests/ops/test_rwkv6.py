@@ -1,5 +1,8 @@
-"""RWKV-6 beyond its cases, on the torch path: errors by name, gradients by differences, what forgets
-everything, torch.compile."""
+"""Tests of RWKV-6 on the torch path, in addition to its cases.
+
+They cover errors that name the argument, gradients by finite differences, tokens that forget the whole state
+and torch.compile.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -36,7 +39,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | No
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"r": None}, TypeError, "r: got NoneType, need a tensor of shape [B, T, H, K]"),
     ({"r": t(2, 12, 3)}, ValueError, "r: got shape [2, 12, 3], need [B, T, H, K]"),
-    # fla fails in backward
+    # fla fails only in backward
     ({"k": t(2, 12, 1, 8)}, ValueError, "k: got shape [2, 12, 1, 8], need [B, T, H, K] = [2, 12, 3, 8]"),
     ({"v": t(2, 12, 6, 5)}, ValueError, "v: got shape [2, 12, 6, 5], need [B, T, H, V] = [2, 12, 3, any]"),
     ({"w": t(2, 12, 3)}, ValueError, "w: got shape [2, 12, 3], need [B, T, H, K] = [2, 12, 3, 8]"),
@@ -141,8 +144,10 @@ def test_gradients_by_differences(packed: bool) -> None:
 
 
 def test_forgetting_everything() -> None:
-    """w = -inf cuts the sequence: its own token still reads what was before, the next one reads that token
-    alone, and nothing gets NaN."""
+    """A token with w = -inf ends a sequence, and no gradient is NaN.
+
+    The token itself still reads the earlier state. The next token reads only this token.
+    """
     given = inputs(1, 100, 2, 4, 3)
     given["w"][:, 40] = -torch.inf
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}

@@ -1,4 +1,4 @@
-"""The scores that the parallel ops return on request, on the torch path."""
+"""Attention scores that the parallel ops return on request, on the torch path."""
 from __future__ import annotations
 
 import math
@@ -28,7 +28,10 @@ def test_scores_make_the_output(op: str) -> None:
 
 
 def test_scores_over_many_tokens_keep_their_digits() -> None:
-    """Differences of running sums would be off by the rounding of a sum of thousands."""
+    """A score after 3,000 tokens with strong decays is accurate to 1e-6.
+
+    Differences of running sums would have the rounding error of a sum of thousands of terms.
+    """
     T = 3000
     q, g = torch.ones(1, T, 1, 8), torch.full((1, T, 1), -20.0)
     g[:, -1] = -1e-3

@@ -1,5 +1,7 @@
-"""Mamba's selective scan on the torch path: gradients, B and C without tokens, errors by name, torch.compile.
-The kernels: tests/interpret."""
+"""The selective scan of Mamba on the torch path; tests/interpret tests the kernels.
+
+The tests cover gradients, B and C without a token dimension, errors that name the argument and torch.compile.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -110,7 +112,10 @@ def test_there_may_be_no_tokens_and_no_rows(shape: dict[str, int]) -> None:
 
 
 def test_the_last_state_is_a_tensor_of_its_own() -> None:
-    """Decoding updates it in place, while backward of the prompt may still be to come."""
+    """The last state has its own memory, so an update in place does not change backward.
+
+    Decoding updates the state in place, possibly before backward of the prompt.
+    """
     given = {name: x.requires_grad_() for name, x in made(T=70).items()}
     y, last = flashlin.selective_scan_fn(**given, delta_softplus=True, return_last_state=True)
     assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
@@ -119,7 +124,7 @@ def test_the_last_state_is_a_tensor_of_its_own() -> None:
 
 
 def test_a_longer_row_is_its_beginning_and_the_steps_after_it() -> None:
-    """Prefill, then decoding as a layer does it."""
+    """Prefill of 6 tokens and decoding of 3 give the results of one call with 9 tokens."""
     given = made(torch.float32, T=9, N=4)
     prompt = {name: x[..., :6] if name in ("u", "delta", "z", "B", "C") else x for name, x in given.items()}
     whole, last = flashlin.selective_scan_fn(**given, delta_softplus=True, return_last_state=True)
@@ -173,7 +178,7 @@ def test_lengths_share_graphs() -> None:
         given = made(torch.float32, T=T)
         torch.testing.assert_close(compiled(**given),
                                    flashlin.selective_scan_fn(**given, delta_softplus=True))
-    assert graphs.frame_count <= 3  # the first length, one for all, and one for every doubling
+    assert graphs.frame_count <= 3  # one for the first length, one for all, one for each doubling
 
 
 def test_offsets_beyond_32_bits_are_left_to_torch() -> None:
