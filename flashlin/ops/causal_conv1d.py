@@ -47,13 +47,14 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         y_t = act(bias + sum_w weight[:, w] x_{t - W + 1 + w})
 
     Args:
-        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. If its channels
-            are contiguous (a transposed [b, T, D] or a slice of one), it is read without a copy.
+        x: [b, D, T], bfloat16, float16 or float32 (float64 runs in plain torch), never modified. If its
+            channels are contiguous (a transposed [b, T, D] or a slice of one), it is read without a copy.
         weight: [D, W], any float dtype; gets a gradient. Its last column applies to the token itself. Kernels
             run for W up to 16; a larger W runs in plain torch.
         bias: [D], any float dtype, or None; gets a gradient.
-        seq_idx: [b, T] integers. A token whose number differs from the previous token's begins a new sequence,
-            which does not read earlier tokens. Tokens with negative numbers are padding: their y is zero.
+        seq_idx: [b, T] integers. A token whose number differs from the previous token's begins a new
+            sequence, which does not read earlier tokens. Tokens with negative numbers are padding: their y is
+            zero.
         initial_states: [b, D, W - 1], any float dtype: the tokens before the first token, newest last. The
             first sequence of each row reads them. They get a gradient.
         return_final_states: also return the last W - 1 tokens of each row; not allowed with seq_idx.
@@ -62,9 +63,9 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_
         activation: ``silu`` (also called ``swish``) or None.
 
     Returns:
-        y [b, D, T] in the dtype and memory layout of x. With return_final_states it is (y, final states), where
-        the states are [b, D, W - 1] in the dtype of x, or final_states_out itself. Gradients, including the
-        gradients of the final states, are computed in fp32; repeated runs give bitwise identical results.
+        y [b, D, T] in the dtype and memory layout of x. With return_final_states it is (y, final states),
+        where the states are [b, D, W - 1] in the dtype of x, or final_states_out itself. Gradients, including
+        the gradients of the final states, are computed in fp32; repeated runs give bitwise identical results.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -121,11 +122,11 @@ def causal_conv1d_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Te
         weight: [D, W], as in ``causal_conv1d_fn``.
         bias: [D] or None, as in ``causal_conv1d_fn``.
         activation: ``silu``, ``swish`` or None.
-        cache_seqlens: [b] int32 or int64: the number of earlier tokens of each sequence. With it, conv_state is
-            a ring buffer: token t has slot t mod L.
-        conv_state_indices: [b] int32 or int64: the row of conv_state for each sequence. With it, conv_state may
-            have any number of rows. A sequence whose index is negative or past the end has no state, and its
-            y is zero.
+        cache_seqlens: [b] int32 or int64: the number of earlier tokens of each sequence. With it, conv_state
+            is a ring buffer: token t has slot t mod L.
+        conv_state_indices: [b] int32 or int64: the row of conv_state for each sequence. With it, conv_state
+            may have any number of rows. A sequence whose index is negative or past the end has no state, and
+            its y is zero.
 
     Returns:
         y in the shape and dtype of x.
@@ -225,7 +226,8 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
     """Return the convolution [b, T, D] of x [b, T, D] when each row contains several sequences.
 
     The whole batch becomes one packed row. Counting its sequences would wait for the GPU, so on a GPU and in
-    compiled code the table of bounds has one entry per token; unused entries are empty sequences. seq_idx: [b, T] sequence numbers.
+    compiled code the table of bounds has one entry per token; unused entries are empty sequences. seq_idx:
+    [b, T] sequence numbers.
     state: [b, D, W - 1], the tokens before each row, or None.
     """
     b, T, D = x.shape

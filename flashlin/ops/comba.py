@@ -2,9 +2,10 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T        o_t = scale S_t^T q_t
 
-p reads the state before the decay. The chunked op runs the kernels of the gated delta rule. The token-by-token
-op is one launch without gradients. With gradients it runs the DPLR delta rule (``dplr_delta_rule.py``), which
-reads with -beta p and writes with k. Source: Hu et al. 2025 (arXiv 2506.02475).
+p reads the state before the decay. The chunked op runs the kernels of the gated delta rule. The
+token-by-token op is one launch without gradients. With gradients it runs the DPLR delta rule
+(``dplr_delta_rule.py``), which reads with -beta p and writes with k. Source: Hu et al. 2025 (arXiv
+2506.02475).
 """
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def chunk_comba(
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
         tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
-        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
+        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -110,13 +112,13 @@ def fused_recurrent_comba(
     """Compute Comba token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.comba.fused_recurrent_comba``. Arguments, results and errors are the same as in
-    ``chunk_comba``, but p comes before v, as in fla. A beta per value channel, [B, T, HV, V], is an error; the
-    kernel of fla accepts it without documenting it. A call without gradients is one launch. With gradients,
-    torch first computes the norms and applies beta.
+    ``chunk_comba``, but p comes before v, as in fla. A beta per value channel, [B, T, HV, V], is an error;
+    the kernel of fla accepts it without documenting it. A call without gradients is one launch. With
+    gradients, torch first computes the norms and applies beta.
 
     These cases work here and fail in fla: the backward, several value heads without beta, checked shapes and
-    cu_seqlens, and CPU tensors. q, k, v, p, g, beta and initial_state get gradients, through o and through the
-    final state.
+    cu_seqlens, and CPU tensors. q, k, v, p, g, beta and initial_state get gradients, through o and through
+    the final state.
     """
     flags = flags_of("delta", "undecayed", use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = Inputs(q, k, v, beta, g, a=p, h0=initial_state, bounds=cu_seqlens)

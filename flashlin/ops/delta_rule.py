@@ -88,7 +88,8 @@ def chunk_delta_rule(
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
         tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
-        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
+        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -161,7 +162,8 @@ def run_delta(request: Request, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g
               l2: bool) -> tuple[Tensor, Tensor | None]:
     """Run a chunked delta-rule op, where k both reads and writes the state.
 
-    beta and g are the values that the recurrence uses, after any sigmoid or gate. l2: normalize q and k first.
+    beta and g are the values that the recurrence uses, after any sigmoid or gate. l2: normalize q and k
+    first.
     """
     scalars.flags(use_qk_l2norm_in_kernel=l2)
     if l2:

@@ -1,6 +1,7 @@
 """The gated delta rule (Gated DeltaNet); mirrors ``fla.ops.gated_delta_rule``.
 
-    S' = e^{g_t} S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T        o_t = scale S_t^T q_t
+    S' = e^{g_t} S_{t-1}        u_t = beta_t (v_t - S'^T k_t)        S_t = S' + k_t u_t^T        o_t = scale
+    S_t^T q_t
 
 Source: Yang et al. 2024 (arXiv 2412.06464).
 """
@@ -65,9 +66,9 @@ def chunk_gated_delta_rule(
             cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
         chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
-        cp_context: the result of ``fla.ops.cp.build_cp_context``, an alternative to process_group. It contains
-            the bounds of this rank's sequences, so cu_seqlens is not read, and the call has no states. With
-            its layout ``zigzag`` the ranks exchange the tokens before and after the computation.
+        cp_context: the result of ``fla.ops.cp.build_cp_context``, an alternative to process_group. It
+            contains the bounds of this rank's sequences, so cu_seqlens is not read, and the call has no
+            states. With its layout ``zigzag`` the ranks exchange the tokens before and after the computation.
         use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
         A_log: [HV], required by use_gate_in_kernel; gets a gradient.
         dt_bias: [HV] or None, for use_gate_in_kernel; gets a gradient.
@@ -83,9 +84,9 @@ def chunk_gated_delta_rule(
         **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in the
-        layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError. The values are not
-        read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
+        the layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError. The values are
+        not read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
         gradients are zero.
 
     Raises:
@@ -172,8 +173,8 @@ def fused_recurrent_gated_delta_rule(
         **unknown: raises an error that names the unknown keyword.
 
     Returns:
-        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in the
-        layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
+        o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
+        the layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
         cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside
         debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
         A call without gradients is one launch.

@@ -4,8 +4,8 @@ They mirror ``fla.ops.gated_delta_rule.gate`` and ``fla.ops.kda.gate``. The log 
 
     -e^{A_log} softplus(g + dt_bias)        lower_bound sigmoid(e^{A_log} (g + dt_bias))
 
-The delta-rule ops compute the same formulas with ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba), Yang et al. 2024 (Gated
-DeltaNet), Kimi Team 2025 (KDA).
+The delta-rule ops compute the same formulas with ``use_gate_in_kernel``. Source: Gu and Dao 2023 (Mamba),
+Yang et al. 2024 (Gated DeltaNet), Kimi Team 2025 (KDA).
 """
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def checked_bound(lower_bound: float | None) -> float | None:
 def parameter(name: str, x: Tensor, shape: tuple[int, ...], meaning: str, g: Tensor) -> Tensor:
     """Return a gate parameter x reshaped to ``shape``; raise an error unless it fits.
 
-    name, meaning: the argument's name and its required number of elements, for the message. g: the input of the
-    gate; x must be on its device.
+    name, meaning: the argument's name and its required number of elements, for the message. g: the input of
+    the gate; x must be on its device.
     """
     check_parameter(name, x, math.prod(shape), meaning, "g", g)
     return x.reshape(shape)

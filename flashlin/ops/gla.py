@@ -52,8 +52,8 @@ def chunk_gla(
         g: [B, T, H, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
         scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it is
-            [N, H, V, K].
+        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
+            is [N, H, V, K].
         output_final_state: also return the state after each sequence.
         state_v_first: store the initial and final states as [N, H, V, K].
         cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
@@ -74,8 +74,8 @@ def chunk_gla(
         TypeError, ValueError: an argument is invalid; the message names it.
         UnsupportedError: this machine cannot run the call.
 
-    These cases work here and fail in fla: any B * H, states of any float dtype, checked shapes and cu_seqlens,
-    and CPU tensors.
+    These cases work here and fail in fla: any B * H, states of any float dtype, checked shapes and
+    cu_seqlens, and CPU tensors.
     """
     op = "chunk_gla"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
@@ -102,8 +102,8 @@ def fused_recurrent_gla(
     gv: [B, T, H, V], natural-log decays of the columns of the state, or None.
     reverse: run each sequence from its last token to its first.
 
-    All other arguments, the results and the errors are the same as in ``chunk_gla``. Every float tensor gets a
-    gradient, through o and through the final state.
+    All other arguments, the results and the errors are the same as in ``chunk_gla``. Every float tensor gets
+    a gradient, through o and through the final state.
 
     An unknown keyword is an error here; fla accepts ``g=`` and computes without a gate. Shapes and cu_seqlens
     are checked here and not in fla.

@@ -65,8 +65,8 @@ def fused_recurrent_iplr_delta_rule(
     """Compute the IPLR delta rule token by token, for decoding and short inputs.
 
     Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``. Arguments, results and
-    errors are the same as in ``fused_recurrent_dplr_delta_rule``, without the decays and ``reverse``. scale may
-    be any number.
+    errors are the same as in ``fused_recurrent_dplr_delta_rule``, without the decays and ``reverse``. scale
+    may be any number.
 
     These cases work here and fail in fla: a strided initial_state keeps its gradient, the gradients of strips
     (ranges of state columns) are added up in float32, shapes and cu_seqlens are checked, and CPU tensors run.

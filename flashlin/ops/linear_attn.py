@@ -37,9 +37,9 @@ def chunk_linear_attn(
     """Compute linear attention chunk by chunk.
 
     Drop-in for ``fla.ops.linear_attn.chunk_linear_attn``. Arguments are the same as in ``chunk_simple_gla``,
-    without the gates. With normalize (on by default) each initial or final state is a pair: kv [N, H, K, V] in
-    float32, and z [N, 1, H, K] in the dtype of k. Without normalize it is kv alone. The final state is None
-    unless output_final_state is set.
+    without the gates. With normalize (on by default) each initial or final state is a pair: kv [N, H, K, V]
+    in float32, and z [N, 1, H, K] in the dtype of k. Without normalize it is kv alone. The final state is
+    None unless output_final_state is set.
     """
     request = Request("chunk_linear_attn", scale, None, output_final_state, cu_seqlens, cp_context=cp_context,
                       process_group=process_group)
@@ -77,8 +77,8 @@ def fused_chunk_linear_attn(
 ) -> tuple[Tensor, State | None]:
     """Compute linear attention with the kernels of ``chunk_linear_attn``, which are already fused.
 
-    Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``. Arguments, defaults and results are the same as
-    in ``chunk_linear_attn``.
+    Drop-in for ``fla.ops.linear_attn.fused_chunk_linear_attn``. Arguments, defaults and results are the same
+    as in ``chunk_linear_attn``.
     """
     request = Request("fused_chunk_linear_attn", scale, None, output_final_state, cu_seqlens)
     return _attended(request, q, k, v, initial_state, normalize)

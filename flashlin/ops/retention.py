@@ -32,8 +32,8 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute retention chunk by chunk.
 
-    Drop-in for ``fla.ops.retention.chunk_retention``. Arguments are the same as in ``chunk_simple_gla``, without
-    the gates.
+    Drop-in for ``fla.ops.retention.chunk_retention``. Arguments are the same as in ``chunk_simple_gla``,
+    without the gates.
     """
     request = Request("chunk_retention", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
                       cp_context=cp_context, process_group=process_group)

@@ -69,15 +69,15 @@ def chunk_simple_gla(
         g_gamma: [H], constant natural-log decays, which get no gradient. They are added to g if both are
             given.
         scale: factor on the scores; None means K ** -0.5.
-        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it is
-            [N, H, V, K].
+        initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
+            is [N, H, V, K].
         output_final_state: also return the state after each sequence.
         state_v_first: store the initial and final states as [N, H, V, K].
         cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
             cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
-        chunk_size: a power of two of at least 16, accepted for compatibility. The launch table chooses the chunk
-            size, which changes the result only by rounding.
+        chunk_size: a power of two of at least 16, accepted for compatibility. The launch table chooses the
+            chunk size, which changes the result only by rounding.
         transpose_state_layout: the old name of state_v_first.
         cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``.
         process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
@@ -116,9 +116,9 @@ def fused_recurrent_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA token by token, for decoding and short inputs.
 
-    Drop-in for ``fla.ops.simple_gla.fused_recurrent_simple_gla``. Arguments, results and errors are the same as
-    in ``chunk_simple_gla``. reverse: run each sequence from its last token to its first. The backward uses the
-    chunked form, which computes the same function.
+    Drop-in for ``fla.ops.simple_gla.fused_recurrent_simple_gla``. Arguments, results and errors are the same
+    as in ``chunk_simple_gla``. reverse: run each sequence from its last token to its first. The backward uses
+    the chunked form, which computes the same function.
     """
     op = "fused_recurrent_simple_gla"
     request = Request(op, scale, initial_state, output_final_state, cu_seqlens, mode="fused_recurrent",
@@ -141,8 +141,8 @@ def fused_chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute simple GLA with the kernels of ``chunk_simple_gla``, which are already fused.
 
-    Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``. Arguments, results and errors are the same as in
-    ``chunk_simple_gla``, except that g and g_gamma together raise ValueError, as in fla.
+    Drop-in for ``fla.ops.simple_gla.fused_chunk_simple_gla``. Arguments, results and errors are the same as
+    in ``chunk_simple_gla``, except that g and g_gamma together raise ValueError, as in fla.
     """
     if g is not None and g_gamma is not None:
         raise ValueError("g_gamma: got both g and g_gamma, need one of them (chunk_simple_gla adds them up)")
@@ -167,8 +167,8 @@ def parallel_simple_gla(
 
     Returns:
         o [B, T, H, V] in the dtype of v, and the scores [B, H, T, T] in the dtype of q, or None. The score of
-        tokens i and j is scale q_i . k_j e^{g_{j+1} + ... + g_i}, and 0 for j > i. Both results have gradients
-        for q, k, v and g; fla drops the gradients of the scores.
+        tokens i and j is scale q_i . k_j e^{g_{j+1} + ... + g_i}, and 0 for j > i. Both results have
+        gradients for q, k, v and g; fla drops the gradients of the scores.
 
     The scores need B * H * T * T elements. Plain torch computes them in float32 and keeps intermediates for
     backward, which needs several times that memory: for 16 heads of 8,192 tokens, each tensor has 4 GiB.
