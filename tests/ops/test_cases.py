@@ -81,7 +81,7 @@ def test_cases_have_names_of_their_own_and_cover_every_op() -> None:
 def test_every_number_and_flag_is_chosen_by_a_case() -> None:
     """Each number or flag of an op is set by at least one case.
 
-Otherwise the op and its reference could have different defaults without a failing test.
+    Otherwise the op and its reference could have different defaults without a failing test.
     """
     chosen: dict[str, set[str]] = {}
     for case in CASES:

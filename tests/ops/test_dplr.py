@@ -259,7 +259,7 @@ def test_modes_of_kda_agree_in_all_their_options() -> None:
 @pytest.mark.parametrize("edges", [None, (0, 3, 3, 40, 130)], ids=["dense", "packed"])
 @torch.inference_mode()
 def test_intermediate_states(size: int, edges: tuple[int, ...] | None) -> None:
-    """h contains the state that enters each chunk, in the order of the sequences."""
+    """The returned h contains the state that enters each chunk, in the order of the sequences."""
     given = inputs("chunk_kda", B=1 if edges else 2, T=130)
     bounds = None if edges is None else torch.tensor(edges)
     N = 2 if edges is None else len(edges) - 1

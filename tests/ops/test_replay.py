@@ -37,8 +37,8 @@ from matrix.workload import as_in_a_case
 from tests import torch_states
 from tests.share import share
 
-# Ops composed of several ops: their kernels read what torch computes from the outputs of other kernels. Simulated
-# kernels write no outputs.
+# Ops composed of several ops: their kernels read what torch computes from the outputs of other kernels.
+# Simulated kernels write no outputs.
 COMPOSED = ("product",)
 REPEATED = [case for case in CASES if case.op.startswith(("chunk_", "fused_recurrent_", "fused_chunk_"))
             and not any(name in case.op for name in ("conv", *COMPOSED)) and case.id != "normalized"]
@@ -480,8 +480,8 @@ def test_only_what_reads_states_waits_for_them(case: str, parts: int, card: Memo
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """Only kernels that read initial states wait for them, except in the first run.
 
-    These are the scan and, for split sequences, the kernel that passes states between segments. In the first run
-    launches are deferred, so all kernels that must compile wait.
+    These are the scan and, for split sequences, the kernel that passes states between segments. In the first
+    run launches are deferred, so all kernels that must compile wait.
     """
     monkeypatch.setattr(scans, "forced_parts", parts)
     x = leaves(T=600)

@@ -1,7 +1,7 @@
 """Rotary embeddings.
 
-The tests cover gradients, views, in-place calls, the tables of the module, exact error texts, torch.compile and
-the planned launches.
+The tests cover gradients, views, in-place calls, the tables of the module, exact error texts, torch.compile
+and the planned launches.
 """
 from __future__ import annotations
 

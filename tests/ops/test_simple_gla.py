@@ -1,5 +1,7 @@
-"""What users of the scalar-decay ops run into, on the torch path: errors by name, layouts, empty inputs,
-dtypes, states, modes, directions."""
+"""The ops with one scalar decay per head, on the torch path.
+
+The tests cover errors that name the argument, layouts, empty inputs, dtypes, states, modes and directions.
+"""
 from __future__ import annotations
 
 import inspect
@@ -47,7 +49,7 @@ def expected(given: Tensors, h0: torch.Tensor | None = None, bounds: torch.Tenso
 
 
 def assert_close(got: Any, wanted: Any, allowed: float | None = None) -> None:
-    """All digits of double, unless the caller says how much less it wants."""
+    """Assert that results agree to the digits of float64, or within the relative error ``allowed``."""
     for x, y in zip(got if isinstance(got, tuple) else (got,),
                     wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
         if allowed is None:
@@ -56,7 +58,7 @@ def assert_close(got: Any, wanted: Any, allowed: float | None = None) -> None:
             assert judge("", x, y, allowed).ok, (x, y)
 
 
-# Errors: what was got and what is needed, by the argument's name.
+# Errors name the argument, the value that it got and the value that it needs.
 
 def t(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype, device=device)
@@ -219,7 +221,7 @@ def test_debug_checks_the_table_too() -> None:
                      expected(inputs(B=1), None, ints(0, 7, 12))[0])
 
 
-# Layouts of states.
+# Memory layouts of states.
 
 @BOTH
 @pytest.mark.parametrize("edges", [None, (0, 4, 12)], ids=["dense", "packed"])
@@ -246,7 +248,7 @@ def test_no_final_state_unless_asked_for() -> None:
     assert flashlin.retention(**given)[1] is None and flashlin.simple_gla(**given)[1] is None
 
 
-# Nothing to do.
+# Empty inputs.
 
 @BOTH
 @pytest.mark.parametrize("facts", [{"T": 0}, {"B": 0}, {"H": 0}, {"B": 0, "T": 0}, {"T": 0, "H": 0}], ids=str)
@@ -263,7 +265,7 @@ def test_empty_tensors(op: Op, facts: dict[str, int]) -> None:
         grad = given[name].grad
         assert grad is not None and not grad.any()
     assert h0.grad is not None and (T or (h0.grad == 2).all())
-    op(**given)[0].sum().backward()  # without states, too
+    op(**given)[0].sum().backward()  # also without states
 
 
 @BOTH
@@ -296,7 +298,7 @@ def test_linear_attention_of_nothing() -> None:
                                                                                 8) and not ht.any() and not z.any()
 
 
-# Sizes, strides, dtypes.
+# Sizes, strides and dtypes of the inputs.
 
 @pytest.mark.parametrize(("K", "V"),
                          [(1, 1), (3, 7), (1, 33), (60, 63), (100, 36), (257, 2), (600, 3), (5, 700)])
@@ -321,12 +323,15 @@ def test_segments_of_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strong_decays_far_back_do_not_blur_the_gentle_ones_after_them() -> None:
-    """Chunk totals near -1e5 have few digits left for what follows: decays between chunks must not be
-    differences of running sums."""
+    """Gentle decays stay accurate after 4,096 tokens with strong decays.
+
+    Running sums of log decays near -1e5 have few digits left for the later tokens. Decays between chunks must
+    therefore not be differences of running sums.
+    """
     given = inputs(B=1, T=8192, H=1, K=4, V=4)
     given["g"] = torch.full((1, 8192, 1), -20.0, dtype=torch.float64)
     given["g"][:, 4096:] = -0.003
-    short = {name: x[:, 4096 - 64:] for name, x in given.items()}  # what came before has been forgotten
+    short = {name: x[:, 4096 - 64:] for name, x in given.items()}  # earlier tokens are forgotten
     o, ht = flashlin.chunk_simple_gla(**{name: x.float() for name, x in given.items()},
                                       output_final_state=True)
     wanted, state = flashlin.chunk_simple_gla(**short, output_final_state=True)
@@ -336,8 +341,11 @@ def test_strong_decays_far_back_do_not_blur_the_gentle_ones_after_them() -> None
 @BOTH
 @pytest.mark.parametrize("edges", [None, (0, 5, 12)], ids=["dense", "packed"])
 def test_strided_inputs(op: Op, edges: tuple[int, ...] | None) -> None:
-    """A split of a fused projection, a transposed state, expanded gates and keys, a strided table: same
-    results, gradients to the source."""
+    """Strided inputs give the results of contiguous inputs, and their sources get gradients.
+
+    The inputs are a split of a fused projection, a transposed state, expanded gates and keys, and a strided
+    cu_seqlens.
+    """
     B, bounds, table = 2 if edges is None else 1, None, None
     if edges is not None:
         bounds, table = ints(*edges), torch.stack([ints(*edges), ints(*edges) + 99], 1)[:, 0]
@@ -412,7 +420,7 @@ def test_gates_of_tokens_and_of_heads_add_up(op: Op) -> None:
     assert_close(op(**given, g_gamma=gamma, output_final_state=True), expected(given, None, None, gamma))
 
 
-# Gradients.
+# Gradients of the inputs.
 
 @pytest.mark.parametrize("edges", [None, (0, 3, 3, 67)], ids=["dense", "packed"])
 @pytest.mark.parametrize("op",
@@ -464,7 +472,7 @@ def test_only_the_gradients_that_are_wanted() -> None:
         assert not flashlin.chunk_simple_gla(**given)[0].requires_grad
 
 
-# Directions, states handed over, modes.
+# Directions, states passed between calls, modes.
 
 @pytest.mark.parametrize("edges", [None, (0, 4, 4, 12)], ids=["dense", "packed"])
 def test_reverse_is_the_recurrence_from_the_end(edges: tuple[int, ...] | None) -> None:
@@ -521,7 +529,7 @@ def test_decoding_token_by_token() -> None:
 
 
 def test_decoding_packed() -> None:
-    """One token for each of many sequences, as a server decodes."""
+    """A packed batch with one token per sequence, as in a server that decodes, gives the right results."""
     given, h0, bounds = inputs(B=1, T=7), randn(7, 3, 8, 5), torch.arange(8)
     got = flashlin.fused_recurrent_simple_gla(**given, initial_state=h0, output_final_state=True,
                                               cu_seqlens=bounds)
@@ -564,7 +572,7 @@ def test_a_table_changed_in_place_is_read_again() -> None:
     assert_close(flashlin.chunk_simple_gla(**given, cu_seqlens=bounds)[0], expected(given, None, bounds)[0])
 
 
-# The rest of the family by definition.
+# Other ops of the family, compared with their definitions.
 
 @pytest.mark.parametrize("H", [1, 3, 32])
 def test_slopes(H: int) -> None:
@@ -592,7 +600,10 @@ def test_retention_and_lightning_attention(prefix: str) -> None:
 
 
 def test_slopes_of_a_traced_float64_call_are_float64() -> None:
-    """One float64 tensor is enough; without one the slopes are float32."""
+    """The slopes of a call are float64 if one tensor is float64, also under torch.compile.
+
+    Otherwise they are float32.
+    """
     given = {name: inputs()[name] for name in "qkv"}
     gamma = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(3)], dtype=torch.float64)
     traced = torch.compile(flashlin.chunk_retention, fullgraph=True, backend="aot_eager")
@@ -643,7 +654,7 @@ def test_dtypes_of_normalised_linear_attention() -> None:
 def test_slopes_made_for_inference_serve_training() -> None:
     for make in (flashlin.chunk_retention,
                  partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
-        q = torch.randn(1, 4, 37, 8)  # a head count that no other test has used
+        q = torch.randn(1, 4, 37, 8)  # no other test uses this number of heads, so no cache has it
         with torch.inference_mode():
             make(q, q, q)
         q.requires_grad_()
@@ -661,7 +672,7 @@ def test_more_sequences_and_heads_than_a_grid_axis_holds(packed: bool) -> None:
                                      cu_seqlens=torch.arange(B + 1, dtype=torch.int32) * T if packed
                                      else None)
     grads = torch.autograd.grad(o.sum(), (q, k, v, g))
-    for n in (0, 5461, B - 1):  # sequences are independent, so a few of them tell
+    for n in (0, 5461, B - 1):  # sequences are independent, so three of them suffice
         at = (slice(0, 1), slice(n * T, (n + 1) * T)) if packed else (slice(n, n + 1),)
         one = {name: x[at].detach().double().requires_grad_()
                for name, x in zip("qkvg", (q, k, v, g), strict=True)}
@@ -671,7 +682,7 @@ def test_more_sequences_and_heads_than_a_grid_axis_holds(packed: bool) -> None:
             assert_close(got[at], grad, 1e-5)
 
 
-# Anything.
+# Property-based test with random calls.
 
 @pytest.mark.usefixtures("modules_read")
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -720,7 +731,7 @@ def test_anything_against_the_reference(data: st.DataObject) -> None:
     assert [verdict for verdict in check(case, CPU, dtype) if not verdict.ok] == []
 
 
-# The ops that share the chunked kernels.
+# Ops that share the chunked kernels.
 
 def test_fused_chunk_ops_are_the_chunked_ones() -> None:
     given, h0 = inputs(), randn(2, 3, 8, 5)

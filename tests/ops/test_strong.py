@@ -1,4 +1,4 @@
-"""Decays as strong as they come, on the torch path in float32."""
+"""Ops with very strong decays on the torch path in float32; see tests/strong.py."""
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,8 @@
-"""What users of kda, rwkv6, rwkv7, dplr and iplr token by token run into, on the torch path: errors by their
-names, gradients by differences, defaults. The plumbing they share has its tests in test_recurrent.py."""
+"""The token-by-token ops kda, rwkv6, rwkv7, dplr and iplr on the torch path.
+
+The tests cover errors that name the argument, gradients by finite differences and defaults. test_recurrent.py
+tests the code that these ops share.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -110,7 +113,10 @@ def test_what_every_op_refuses(op: str) -> None:
 
 @OPS
 def test_gradients_by_differences_and_of_a_strided_state(op: str) -> None:
-    """Positional arguments, in fla's order; the state transposed, whose gradient fla loses."""
+    """The gradients pass gradcheck, also the gradient of a transposed state, which fla loses.
+
+    The arguments are positional, in the order of fla.
+    """
     given = [x.requires_grad_() for x in inputs(op, B=1, T=3).values()]
     state = torch.randn(1, 2, 2, 3, dtype=torch.float64,
                         generator=torch.Generator().manual_seed(0)).requires_grad_()

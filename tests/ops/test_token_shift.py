@@ -1,5 +1,7 @@
-"""The token shift: drop-in rules, caches, errors to the letter, torch.compile. Its kernels are the
-convolution's."""
+"""The token shift: drop-in rules, caches, exact error texts and torch.compile.
+
+It runs the kernels of the short convolution.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -54,7 +56,10 @@ def test_token_by_token_is_the_whole() -> None:
 
 
 def test_decoding_packed_sequences_of_one_token_each() -> None:
-    """One row per sequence, which fla has taken for a batch of its own."""
+    """Packed sequences of one token each update one cache row per sequence.
+
+    fla has treated such a call as a batch without packing.
+    """
     x, cache, table = torch.randn(1, 3, 4), torch.randn(4, 4), torch.tensor([0, 1, 2, 2, 3])
     y, last = flashlin.token_shift(x, table, cache, True)
     torch.testing.assert_close(y[0], cache[[0, 1, 3]] - x[0])
@@ -121,11 +126,14 @@ def test_compiles_to_one_graph_for_all_lengths(table: list[int] | None) -> None:
         for got, wanted in zip(torch.autograd.grad(y, (x, cache), dy),
                                torch.autograd.grad(expected, (x, cache), dy.double()), strict=True):
             torch.testing.assert_close(got, wanted)
-    assert graphs.frame_count <= 2  # one with the first length, one for all
+    assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
 
 
 def test_a_shift_starts_what_it_plans() -> None:
-    """No kernel for the gradient of filters, which are fixed."""
+    """A token shift launches exactly its planned kernels.
+
+    There is no kernel for the gradient of the filters, because they are fixed.
+    """
     from matrix import workload
     for call in workload.calls():
         if call.op == "token_shift":

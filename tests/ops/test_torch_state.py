@@ -1,4 +1,4 @@
-"""Settings of torch that hold for a whole process: no op depends on one, and none makes an op raise."""
+"""Process-wide settings of torch, which must not change the result of an op or make it raise."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -24,7 +24,10 @@ def test_results_are_the_same_in_every_state(case: Case) -> None:
 
 @pytest.mark.parametrize("switch", torch_states.TF32)
 def test_every_switch_of_tf32_is_read(switch: str) -> None:
-    """torch itself raises while ``fp32_precision`` is set and ``get_float32_matmul_precision`` is called."""
+    """Each torch setting that enables TF32 is read correctly.
+
+    torch itself raises if ``get_float32_matmul_precision`` is called while ``fp32_precision`` is set.
+    """
     assert tf32.setting() != "tf32"
     with torch_states.TF32[switch]():
         assert tf32.setting() == "tf32"
@@ -33,7 +36,10 @@ def test_every_switch_of_tf32_is_read(switch: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_running_sums_do_without_cumsum_that_may_raise(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.6 deterministic mode makes it raise on a GPU, in forward and in backward."""
+    """running_sum does not call cumsum where it may raise.
+
+    Before torch 2.6 deterministic mode makes cumsum raise on a GPU, in forward and in backward.
+    """
     x = torch.randn(5, 6, 7, dtype=torch.float64)
     x[1, 2, 3] = -torch.inf
     assert torch.equal(sequences.running_sum(x, dim), x.cumsum(dim))
@@ -54,8 +60,12 @@ def _raise() -> str:
 
 
 def _torch(getter: Any = None, new: str | None = None, old: Any = _raise) -> Any:
-    """Return a fake torch with these ways to read the setting: the getter of 2.9, its public name, the old
-    interface."""
+    """Return a fake torch from which the TF32 setting can be read.
+
+    getter: the private getter of torch 2.9, or None.
+    new: the value of the public ``fp32_precision``, or None.
+    old: the function ``get_float32_matmul_precision``.
+    """
     private = SimpleNamespace(**{} if getter is None else {"_get_fp32_precision_getter": getter})
     matmul = SimpleNamespace(**{} if new is None else {"fp32_precision": new})
     return SimpleNamespace(_C=private, backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul)),

@@ -1,5 +1,8 @@
-"""torch.func and forward-mode AD: gradients of samples, Jacobian-vector products and batches of vmap equal
-those that backward gives, on the torch path in float64. Inside of them no kernel is started."""
+"""torch.func transforms and forward-mode AD, on the torch path in float64.
+
+Per-sample gradients, Jacobian-vector products and batches of vmap equal the results of backward. No kernel
+starts inside a transform.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -21,7 +24,7 @@ from tests.ops.test_composed import inner_inputs
 from tests.ops.test_dynamic import tensors_of
 
 Leaves = dict[str, Tensor]
-# These write to their arguments instead of having gradients.
+# These ops write to their arguments and have no gradients.
 WRITING = ("causal_conv1d_update", "mamba_causal_conv1d_update", "selective_state_update")
 INSTEAD = {"inplace": False, "inplace_backward": False, "final_states_out": None,
            "output_dtype": torch.float64, "out_dtype": None}
@@ -29,7 +32,7 @@ CHUNKED = ("chunk_simple_gla", "chunk_kda", "chunk_rwkv6", "mamba3_siso_combined
 
 
 def long(op: str) -> dict[str, Any]:
-    """Return few arguments with more tokens than a chunk has."""
+    """Return the necessary arguments of an op, with more tokens than fit into a chunk."""
     T, H, K = 70, 2, 4
     q, g = F.normalize(randn(1, T, H, K), dim=-1), -torch.rand(1, T, H, K)
     if op == "mamba3_siso_combined":
@@ -49,7 +52,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 
 
 class Problem:
-    """Return a scalar function of a call's floating-point tensors, and its gradients by backward."""
+    """A scalar function of the floating-point tensors of a call, with its gradients by backward."""
 
     def __init__(self, function: Callable[..., Any], given: dict[str, Any]) -> None:
         self.function = function
@@ -82,7 +85,7 @@ class Problem:
         return dict(zip(own, found, strict=True))
 
     def product(self) -> Tensor:
-        """Return the loss's derivative in the direction of the tangents."""
+        """Return the derivative of the loss in the direction of the tangents."""
         return torch.stack([(x * self.tangents[name]).sum()
                             for name, x in self.gradients(self.leaves).items()]).sum()
 
@@ -115,7 +118,7 @@ def test_transforms_equal_backward(name: str) -> None:
 
 @pytest.fixture
 def started() -> Iterator[list[str]]:
-    """Collect the kernels that are planned for a pretended GPU; none of them runs."""
+    """Collect the names of kernels that start on a simulated GPU. No kernel runs."""
     found: list[str] = []
     machine.pretend(machine.parse("triton=3.6.0,sm=90"))
     door.replace_starter(lambda launch, *rest: found.append(launch.kernel))
@@ -149,8 +152,10 @@ def test_no_kernel_is_started_inside(way: str, started: list[str]) -> None:
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    """Outputs keep it there, also inside a transform. Outputs and tangents of the other sequence are
-    finite."""
+    """A NaN stays in its sequence inside a transform.
+
+    Outputs and tangents of the other sequence are finite.
+    """
     x, A, B, dt = randn(1, 6, 2, 4), -torch.rand(2), randn(1, 6, 1, 3), torch.rand(1, 6, 2)
     x[0, 1] = torch.nan
     seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
