@@ -275,7 +275,6 @@ def _in_parts(given: Tensors, how: conv.Activation) -> Tensor:
 
 class Tensors(NamedTuple):
     """The tensor arguments of one ``causal_conv1d_update`` call, with x as [b, D, T]."""
-
     x: Tensor
     state: Tensor
     weight: Tensor

@@ -272,7 +272,6 @@ class Tensors(NamedTuple):
     initial_state: [N, D, W] for N sequences.
     bounds: the checked cu_seqlens, [N + 1].
     """
-
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
@@ -289,7 +288,6 @@ class Scalars(NamedTuple):
     needs_grad: some tensor needs a gradient.
     call: the call string (op, dtype and options).
     """
-
     silu: bool
     has_ht: bool
     needs_grad: bool
@@ -298,7 +296,6 @@ class Scalars(NamedTuple):
 
 class Outputs(NamedTuple):
     """The results of one convolution: y [B, T, D], and the final state ht [N, D, W] or None."""
-
     y: Tensor
     ht: Tensor | None
 
@@ -312,7 +309,6 @@ class Token(NamedTuple):
     residual: [N, D] or None.
     cache: [N, D, W], updated in place.
     """
-
     x: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -322,7 +318,6 @@ class Token(NamedTuple):
 
 class Activation(NamedTuple):
     """The only option of an update: apply SiLU or not."""
-
     silu: bool
 
 

@@ -44,7 +44,6 @@ class Terms(NamedTuple):
     squares: a, the factor of L^2.
     ignore_index: the target of rows that do not count.
     """
-
     scale: float
     cap: float | None
     smoothing: float
@@ -239,7 +238,6 @@ def _problem(call: str, shape: tuple[int, ...], needs_grad: bool) -> Problem:
 
 class Tensors(NamedTuple):
     """The tensor arguments of one cross entropy: logits [N, V] and target [N]."""
-
     logits: Tensor
     target: Tensor
 
@@ -252,7 +250,6 @@ class Scalars(NamedTuple):
     needs_grad: the logits need a gradient.
     call: the call string (op, dtype and options).
     """
-
     scale: float
     cap: float | None
     smoothing: float
@@ -275,7 +272,6 @@ class Outputs(NamedTuple):
     z_loss: a L^2.
     lse: L, which backward reads.
     """
-
     loss: Tensor
     z_loss: Tensor
     lse: Tensor
@@ -339,7 +335,6 @@ class LinearTensors(NamedTuple):
     weight: [V, D].
     bias: [V] or None.
     """
-
     x: Tensor
     target: Tensor
     weight: Tensor
@@ -359,7 +354,6 @@ class LinearScalars(NamedTuple):
     needs_grad: any gradient is needed.
     call: the call string (op, dtype and options).
     """
-
     scale: float
     cap: float | None
     smoothing: float
@@ -389,7 +383,6 @@ class LinearOutputs(NamedTuple):
     The gradients are outputs because backward reads them (``ops/_common/gradients.py``). A gradient is None
     if it is not needed.
     """
-
     loss: Tensor
     dx: Tensor | None
     dweight: Tensor | None

@@ -94,7 +94,6 @@ class Tensors(NamedTuple):
     h0: the initial state, [N, D].
     bounds: the checked cu_seqlens, [N + 1].
     """
-
     x: Tensor
     g: Tensor
     h0: Tensor | None
@@ -108,7 +107,6 @@ class Scalars(NamedTuple):
     needs_grad: some tensor needs a gradient.
     call: the name of the op.
     """
-
     has_ht: bool
     needs_grad: bool
     call: str
@@ -116,7 +114,6 @@ class Scalars(NamedTuple):
 
 class Outputs(NamedTuple):
     """The results of one HGRN call: o [B, T, D], and the final state ht [N, D] or None."""
-
     o: Tensor
     ht: Tensor | None
 

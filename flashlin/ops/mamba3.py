@@ -56,7 +56,6 @@ class States(NamedTuple):
     k: [n, H, N], the k of the last token, after bias and rotation.
     v: [n, H, P], the v of the last token.
     """
-
     angle: Tensor
     ssm: Tensor
     k: Tensor
@@ -245,7 +244,6 @@ class Scalars(NamedTuple):
     needs_grad: some tensor needs a gradient.
     call: the name of the op.
     """
-
     dtype: torch.dtype
     needs_grad: bool
     call: str

@@ -247,7 +247,6 @@ class Asked(NamedTuple):
     activation: the activation of the gate, or None without a gate.
     output_dtype: the dtype of y; None means the dtype of x.
     """
-
     op: str
     kind: int
     eps: float
@@ -360,7 +359,6 @@ class Tensors(NamedTuple):
     x, residual, gate: [..., D], or [..., groups, D] with groups.
     weight, bias: [groups * D].
     """
-
     x: Tensor
     residual: Tensor | None = None
     weight: Tensor | None = None
@@ -380,7 +378,6 @@ class Scalars(NamedTuple):
     needs_grad: some tensor needs a gradient.
     call: the call string (op, dtype and options).
     """
-
     eps: float
     kind: int
     activation: int
@@ -401,7 +398,6 @@ class Outputs(NamedTuple):
     (``ops/_common/gradients.py``).
     mean, rstd: the mean and 1 / standard deviation of each row, which backward reads.
     """
-
     y: Tensor
     total: Tensor | None
     mean: Tensor | None

@@ -167,7 +167,6 @@ class Tensors(NamedTuple):
     offsets: seqlen_offsets as a tensor [N], or None.
     bounds: the checked cu_seqlens, [N + 1], or None.
     """
-
     x: Tensor
     cos: Tensor
     sin: Tensor
@@ -184,7 +183,6 @@ class Scalars(NamedTuple):
     needs_grad: x needs a gradient.
     call: the name of the op.
     """
-
     offset: int
     interleaved: bool
     in_place: bool
@@ -194,7 +192,6 @@ class Scalars(NamedTuple):
 
 class Outputs(NamedTuple):
     """The result of one rotary embedding, y [B, T, H, D]."""
-
     y: Tensor
 
 

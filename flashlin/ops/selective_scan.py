@@ -121,7 +121,6 @@ class Tensors(NamedTuple):
     B, C: [b, G, N, T] or [D, N].
     D, bias: [D].
     """
-
     u: Tensor
     delta: Tensor
     A: Tensor
@@ -139,7 +138,6 @@ class Scalars(NamedTuple):
     needs_grad: some tensor needs a gradient.
     call: the call string (op, dtype and options).
     """
-
     softplus: bool
     needs_grad: bool
     call: str
@@ -152,7 +150,6 @@ class Outputs(NamedTuple):
     last: the last state, [b, D, N].
     states: states that forward stores for backward, or None without gradients.
     """
-
     y: Tensor
     last: Tensor
     states: Tensor

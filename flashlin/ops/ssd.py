@@ -268,7 +268,6 @@ def _mixed(zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt
 
 class Scan(NamedTuple):
     """The tensor arguments of one scan, with names and shapes as in ``mamba_chunk_scan_combined``."""
-
     x: Tensor
     dt: Tensor
     A: Tensor

@@ -134,7 +134,6 @@ class Tensors(NamedTuple):
     D, dt_bias: [H, P].
     indices: the row of pool for each sequence, [b], or None.
     """
-
     pool: Tensor
     x: Tensor
     dt: Tensor
@@ -149,7 +148,6 @@ class Tensors(NamedTuple):
 
 class Scalars(NamedTuple):
     """The only option of an update: apply softplus to the step or not."""
-
     softplus: bool
 
 
