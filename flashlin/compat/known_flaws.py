@@ -111,8 +111,7 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     _OfTransformers(
         id="cuda-weights-only", since="5.0.0", fixed_in="5.15.0", models=(*MAMBA2, *MAMBA, "zamba"),
         effect="if the weights are not on CUDA, or torch.compile traces the model, Mamba layers use their "
-               "torch code, which stores a tensor for each pair of tokens; a warning says so once, when the "
-               "model is built",
+               "torch code, which stores a tensor for each pair of tokens; a warning says so at construction",
         need='pip install "transformers>=5.15", and then ' + _PATCH, proof=_READ.format("5.14.1")),
     # --- wrong if a tensor is used again ---
     _OfFla(
@@ -140,8 +139,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
     _OfFla(
         id="fla-mom-order", mended_by=("fla",),
         effect="if a call of the model Mom has up to 32 tokens, where each token counts once for every "
-               "memory that it goes to, its sort returns the tokens of a memory in any order: the result of "
-               "a token depends on later tokens",
+               "memory that it goes to, its sort puts the tokens of a memory into any order: results depend "
+               "on later tokens",
         need='flashlin.patch("fla")',
         proof="tested with fla 0.6.0 (CPU; sort: H200, torch 2.11); found in the source of 0.4.2 and 0.5.2"),
     # --- wrong if documents are packed into a row ---

@@ -205,8 +205,7 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
                    "that release, so newer failures are not avoided")
     elif other:
         yield line("unknown", "could not check",
-                   f"{place}triton {target.triton} is not a known release: planned as {other}, the nearest older "
-                   "one")
+                   f"{place}triton {target.triton} is not known: planned as {other}, the nearest older release")
     if not is_unreleased(target.triton):
         return
     fixed = ".".join(map(str, release(target.triton)))

@@ -515,9 +515,8 @@ def _backward_linear(plan: Plan | None, x: LinearTensors, y: LinearOutputs, grad
 LINEAR = Operator(
     "linear_cross_entropy", LinearTensors, LinearScalars, LinearOutputs, len(LinearOutputs._fields),
     # The whole call is planned for its warnings and errors. Each of its chunks is planned again.
-    family=FAMILY,
     problem=lambda given, how: _problem(how.call, (len(given.x), len(given.weight)), how.needs_grad),
-    forward=lambda plan, given, how: _linear_loss(given, how),
+    family=FAMILY, forward=lambda plan, given, how: _linear_loss(given, how),
     kept=lambda x, y, how: ((None,) * len(x), (None, *y[1:])), backward=_backward_linear,
     empty=_empty_linear, plain_backward=True,
     instead='cross_entropy_loss of the logits has them with flashlin.settings(path="torch")')
