@@ -62,7 +62,7 @@ def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.quick], ids=str)
 def test_a_float64_call_is_computed_in_float64(case: Case) -> None:
-    """This includes constants, gates and tensors that are float32 in the case."""
+    """A float64 call computes everything in float64, also constants, gates and float32 tensors."""
     found = results(case, CPU, torch.float64)
     assert {name: error for name, (ours, theirs) in found.items()
             if ours.dtype == torch.float64 and (error := judge(name, ours, theirs, 0).rms) > 1e-13} == {}

@@ -53,7 +53,7 @@ def test_lengths_and_one_recompilation() -> None:
     assert graphs.frame_count <= 2  # one for the first length, one for all other lengths
     for T in (33, 64, 5):
         assert_same(compiled, gated, leaves(2, T, 2, 16, 8))
-    assert graphs.frame_count <= 3  # lengths within one chunk have their own graph
+    assert graphs.frame_count <= 3  # one more for lengths within a single chunk
 
 
 def test_batches_and_lengths_together() -> None:

@@ -160,7 +160,10 @@ def test_a_process_that_ends_waits_for_no_kernel_that_has_not_begun() -> None:
 
 
 def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
-    """Importing sympy or torch._dynamo would take longer than the compilation of a kernel."""
+    """Parallel compilation imports neither sympy nor torch._dynamo.
+
+    Their import would take longer than the compilation of a kernel.
+    """
     code = ("import sys, torch, triton, flashlin\n"
             "from benchmarks.pretended import Driver, pretended\n"
             "from flashlin.compat import target\n"
@@ -213,7 +216,10 @@ def test_starts_wait_until_torch_may_read_what_they_write(card: Card) -> None:
 
 
 def test_the_next_part_of_a_batch_waits_for_the_one_before(card: Card) -> None:
-    """Otherwise the slices of a batch would all use their memory at the same time."""
+    """The next slice of a batch starts after the previous slice has started its kernels.
+
+    Otherwise all slices would use their memory at the same time.
+    """
     x, seen = torch.arange(16.0), list[int]()
 
     def starting(plan: Any) -> None:

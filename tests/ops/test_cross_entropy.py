@@ -191,7 +191,7 @@ def test_the_autocast_dtype_is_the_linear_layers(wide: bool) -> None:
 
 
 def test_small_gradients_do_not_vanish_in_float16() -> None:
-    """Small float16 gradients survive, because the factor of a gradient scaler applies first.
+    """Small float16 gradients do not become zero, because the factor of a gradient scaler applies first.
 
     The division by the number of rows comes after it.
     """

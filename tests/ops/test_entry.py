@@ -46,7 +46,7 @@ from tests.autocast import (
 HOPPER = parse("triton=3.6.0,sm=90")
 
 
-# --- every public function has the entry ---
+# --- every public function has the entry decorator ---
 
 def functions() -> dict[str, Callable[..., Any]]:
     places: list[tuple[Any, list[str]]] = [(flashlin, [*PUBLIC]), (mamba, mamba.__all__),
@@ -201,7 +201,7 @@ thread.join()
 def test_a_long_graph_ends_without_a_crash() -> None:
     """The process frees the autograd graphs of a long op and of many ops without a crash.
 
-    torch frees the nodes that Python has seen recursively. This can overflow the stack, which has 256 KiB here.
+    If Python has seen the nodes, torch frees them recursively. This can overflow the stack, here of 256 KiB.
     """
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=100,
                           check=False)
@@ -365,7 +365,10 @@ def quick() -> dict[str, Call]:
 @pytest.mark.parametrize("op", COMPILED)
 def test_compiled_ops_are_the_same_under_autocast_and_of_negated_tensors(op: str,
                                                                          quick: dict[str, Call]) -> None:
-    """Autocast leads to another compiled graph, so the last bits of the results may differ."""
+    """Compiled ops give equal results under autocast and for lazily negated tensors.
+
+    Autocast leads to another compiled graph, so the last bits of the results may differ.
+    """
     call = quick[op]
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     wanted = results(call, function=compiled)

@@ -161,7 +161,8 @@ def test_mamba3s_turns_have_second_order_gradients() -> None:
 def test_rows_of_no_sequence_are_zero_in_mamba3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows outside of all sequences are zero, also with D and Z.
 
-    The terms of D and Z do not depend on the sequences. On a GPU no check reads cu_seqlens on the host.
+    The terms of D and Z do not depend on the sequences. The test disables the check of cu_seqlens, because
+    the host does not read cu_seqlens on a GPU.
     """
     monkeypatch.setattr(tensors, "check_bounds", lambda *edges: None)
     given = {name: x.requires_grad_() for name, x in mamba3(12, D=randn(2), Z=randn(1, 12, 2, 3)).items()}

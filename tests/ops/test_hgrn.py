@@ -83,7 +83,7 @@ def test_what_forgets_everything_passes_no_gradient_on() -> None:
 def test_rows_of_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows outside of all sequences give zeros, even if their inputs are NaN.
 
-    On a GPU cu_seqlens is not checked, so that it may leave rows out.
+    The test disables the check of cu_seqlens, because the host does not read cu_seqlens on a GPU.
     """
     monkeypatch.setattr(arguments, "check_cu_seqlens", lambda bounds, *rest: bounds)
     given, bounds = inputs(B=1, N=2), torch.tensor([2, 6, 9])

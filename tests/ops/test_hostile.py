@@ -76,7 +76,10 @@ CHUNKED = [op for op in OPS if "chunk_size" in inspect.signature(function(op)).p
 
 
 def chunk_sizes_of(op: str) -> set[Any]:
-    """Return the values of chunk_size that the docstring of the op, or one that it refers to, allows."""
+    """Return the values of chunk_size that are documented for the op.
+
+    They are in its docstring or in the docstring that it refers to.
+    """
     text = " ".join((inspect.getdoc(function(op)) or "").split())
     said = re.split(r"[.;]", text.partition("chunk_size: ")[2])[0]
     if not said or said.startswith("as in"):

@@ -62,8 +62,9 @@ SETTINGS: dict[str, tuple[int, int, list[int] | None]] = {
 def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
     """Return the context that fla.ops.cp.build_cp_context returns on this rank.
 
-    cu_seqlens has the edges of the rank's own sequences, without empty ones. pre_num_ranks is the number of
-    earlier ranks with tokens of its first sequence, post_num_ranks of later ranks with tokens of its last.
+    cu_seqlens: edges of the sequences on this rank, without empty sequences.
+    pre_num_ranks: number of earlier ranks that have tokens of its first sequence.
+    post_num_ranks: number of later ranks that have tokens of its last sequence.
     """
     rank, start = dist.get_rank(group), dist.get_rank(group) * rows
     mine = sorted({min(max(edge, start), start + rows) - start for edge in edges})
@@ -105,7 +106,7 @@ def _without_states(op: str, edges: list[int]) -> tuple[Call, dict[str, torch.Te
     call = made(op, 4, T, edges)
     call = call._replace(shared={name: x for name, x in call.shared.items() if name not in STATES}, state="")
     options = {name: x for name, x in call.options.items() if name != "cu_seqlens"}
-    if op.startswith("mamba"):  # these use cu_seqlens only for states and seq_idx for sequences
+    if op.startswith("mamba"):  # reads sequences from seq_idx, and cu_seqlens only for states
         of_token = torch.bucketize(torch.arange(T), torch.tensor(edges[1:-1]), right=True)
         call = call._replace(options={"seq_idx": of_token[None].int(), **options})
     return call._replace(options=options), computed(call)
@@ -215,7 +216,8 @@ def compiled(group: Any) -> None:
 def unequal(group: Any) -> None:
     """Check that ranks raise if their numbers of tokens differ.
 
-    They also raise after earlier calls with equal numbers, for one or both of these numbers.
+    They raise in a first call, after a call with 8 tokens on each rank, and after calls with 8 and
+    with 9 tokens on each rank.
     """
     def call(rows: int) -> None:
         flashlin.chunk_simple_gla(**made("chunk_simple_gla", 2, rows, None).tokens, process_group=group)

@@ -192,7 +192,7 @@ def test_dtypes_in_and_out(op: Op) -> None:
 def test_chunks_on_the_cpu_are_the_same_function() -> None:
     """Long inputs give the results of the recurrence with and without the gate gk.
 
-    The torch path computes long inputs chunk by chunk. With gates of the state's rows or columns it does not.
+    The torch path computes long inputs chunk by chunk. With a gate per channel, such as gk, it does not.
     """
     given = gated(T=recurrent.LONG + 5)
     h0 = randn(2, 4, 8, 5)

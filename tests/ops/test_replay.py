@@ -129,7 +129,7 @@ def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a case reads the same data, also in a replay of two stages.
 
-    WORTH = 1 allows two stages, which are otherwise used only for larger calls.
+    WORTH is the least number of bytes that two stages must save. The value 1 allows them for small calls.
     """
     monkeypatch.setattr(recipe, "WORTH", 1)
     make_again = replay._replay
@@ -435,7 +435,7 @@ def test_scratch_has_room_for_all(card: Memory, again: list[Any]) -> None:
     [stage] = again[0].stages
     o, room = stage.made
     assert (o.shape, room.shape, room.dtype) == (X.shape, (640,), torch.uint8)
-    assert all(like.untyped_storage().nbytes() <= 8 for like in stage.made)  # storage of one element at most
+    assert all(like.untyped_storage().nbytes() <= 8 for like in stage.made)  # at most one element of storage
     at = stage.inside[0][0]
     assert stage.inside == ((at, 12), (at, 512))  # the byte offsets of first[3:] and second
     assert reads(card, one_result) == reads(card, one_result, again=True) and len(again) == 2

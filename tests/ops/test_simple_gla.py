@@ -529,7 +529,7 @@ def test_decoding_token_by_token() -> None:
 
 
 def test_decoding_packed() -> None:
-    """A packed batch with one token per sequence, as in a server that decodes, gives the right results."""
+    """Decoding in a packed batch with one token per sequence equals the reference."""
     given, h0, bounds = inputs(B=1, T=7), randn(7, 3, 8, 5), torch.arange(8)
     got = flashlin.fused_recurrent_simple_gla(**given, initial_state=h0, output_final_state=True,
                                               cu_seqlens=bounds)
