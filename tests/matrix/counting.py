@@ -1,5 +1,8 @@
-"""Which branches on what a loop has counted Triton's compiler for AMD leaves. Run by test_known_issues.py, under
-one release: python counting.py FOLDER ARCH ... prints, for each, the stores of each kernel, which has two."""
+"""Count the branches on loop counters that Triton's compiler for AMD keeps.
+
+test_known_issues.py runs this file under one release: python counting.py FOLDER ARCH ... prints, for each
+architecture, the number of stores of each kernel. A kernel has two stores.
+"""
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ def four_times_4(out, n):
 
 
 def stores(kernel, arch: str, folder: Path) -> int:
-    fresh = triton.jit(kernel)  # what is compiled for one card is kept in it
+    fresh = triton.jit(kernel)  # a jitted function caches the code of the first GPU
     compiled_by(partial(fresh.warmup, torch.int32, 5, grid=(1,), num_warps=1), arch, folder)
-    [code] = folder.rglob("*.ttgir")  # written before a linker is called, which Triton has from 3.5 on
+    [code] = folder.rglob("*.ttgir")  # written before the linker runs, which Triton has since 3.5
     return code.read_text().count("store ")
 
 

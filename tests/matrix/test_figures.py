@@ -1,7 +1,7 @@
-"""No main kernel grows by a tenth, in registers, spilled bytes or instructions, without anybody saying so:
-what machine code tells of speed on cards that nobody has here.
+"""No main kernel grows by a tenth in registers, spilled bytes or instructions without notice.
 
-A push compiles what is not what the record holds, a few kernels for each card; TEST_WHOLE=1 everything.
+Machine code gives these metrics for GPUs that are not available here. Each CI run compiles the kernels that
+differ from the record, at most a few per GPU. TEST_WHOLE=1 compiles all.
 """
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from matrix import figures
 from matrix.figures import CARDS, Figures, Measured
 from tests.share import WHOLE, share
 
-FEW = 6  # compiled for a card, 2 s each
+FEW = 6  # compiled per GPU, 2 s each
 ACCEPT = "if that is meant: python -m matrix figures, and say in the commit what it is for"
 
 
 def chosen(sm: int) -> dict[str, Recorded]:
-    """What has changed, of much neighbouring cards other ones; where nothing has, a kernel all the same."""
+    """Return the changed kernels, with different GPUs for similar kernels; one kernel if nothing changed."""
     number, planned = CARDS.index(sm), figures.planned(sm)
     names = sorted(planned if WHOLE else figures.changed(sm, figures.load()))
     if not names:
@@ -53,7 +53,7 @@ def test_a_little_of_nothing_has_not_grown() -> None:
 
 
 def test_what_is_kept_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is what it was is not compiled again."""
+    """A kernel that has not changed is not compiled again."""
     launch = Recorded("flashlin.kernels.tile_ops", "gate_cumsum", (), (), 4, 1, 0, ())
     compiled = []
 

@@ -1,7 +1,7 @@
-"""Our own scan on Hopper up to Triton 3.3: eight warps lose the compiler, four where the state is tall, and
-what is planned compiles.
+"""Our own scan on Hopper with Triton up to 3.3: the planned launches compile.
 
-Where these failures begin and end: test_known_issues.py.
+Eight warps abort the compiler, and so do four if the state is tall. test_known_issues.py tests the range of
+these failures.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, i
 def test_a_state_taller_than_its_chunks_wants_two_warps_on_hopper_up_to_32(
     version: str, says: str, K: int, V: int, compiled: Compile, gated: Callable[..., None]
 ) -> None:
-    """Issue tall-state-32."""
+    """This is known issue tall-state-32."""
     scans = []
     for ignored in (["tall-state-32"], []):
         with recording(parse(f"triton={version},sm=90")) as launches, flashlin.settings(ignore=ignored):

@@ -1,6 +1,8 @@
-"""Every known issue that a compiler can decide, proven both ways: its launch in matrix/proofs fails at the
-ends of the issue's range, and next to it, on the card beside it and as the issue's need has it, it does not.
-A launch that another issue hits may fail there in that one's words.
+"""Every known issue that a compiler can decide is tested in both directions.
+
+Its launch in matrix/proofs fails at both ends of the issue's range. It does not fail in the next releases,
+on the next GPU, or with the change that the issue requires. If another issue applies to a launch as well,
+the launch may fail there with the message of that issue.
 """
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ ISSUES = {issue.id: issue for issue in KNOWN_ISSUES}
 
 
 class Cell(NamedTuple):
-    """A launch on a card under a release, with the assembler of another release where one is named."""
+    """A launch on a GPU under a release, possibly with the assembler of another release."""
     triton: str
     sm: int
     launch: Recorded
@@ -59,11 +61,15 @@ def hits(issue: KnownIssue, cell: Cell) -> bool:
 
 
 def cells(proof: Any) -> Iterator[Cell]:
-    """The ends of the range, the releases next to them, and at the last end what does not fail."""
+    """Return the cells of an issue.
+
+    These are the ends of the range, the releases next to them, and at the last end the launches that do not
+    fail.
+    """
     def inside(ptxas_of: str) -> list[str]:
         return [version for version in RELEASES
                 if hits(ISSUES[proof.issue], Cell(version, proof.sm, proof.launch, ptxas_of))]
-    # where another assembler is the cure: once, where it cures
+    # if another assembler is the cure, one cell where it helps
     found = inside(proof.ptxas_of) or inside("")[-1:]
     assert found, (f"{proof.issue}: no release has it on sm_{proof.sm}, or the launch lacks a trait: got "
                    f"{sorted(proof.launch.traits)} (from kernels/shield/source.py), need "
@@ -82,8 +88,10 @@ def cells(proof: Any) -> Iterator[Cell]:
 
 @pytest.fixture(scope="session")
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
-    """What comes of a cell. A release compiles all of its cells at once, and once for all workers of a run,
-    who meet in a folder."""
+    """Return the result of a cell.
+
+    A release compiles all of its cells at once. All workers of a run share the results through a folder.
+    """
     base = tmp_path_factory.getbasetemp()
     room = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "proofs"
     room.mkdir(exist_ok=True)
@@ -127,7 +135,7 @@ def compiled(batch: list[Cell]) -> list[Result]:
 
 
 def what_is_wrong(proof: Any, cell: Cell, result: Result) -> str:
-    """In a cell whose result is not what the table of issues says, why."""
+    """Return the reason if the result of a cell differs from the table of issues."""
     said = f"{result.message} {result.cause}"
     speaks = not proof.says or any(text in said for text in proof.says)
     if hits(ISSUES[proof.issue], cell):
@@ -137,7 +145,7 @@ def what_is_wrong(proof: Any, cell: Cell, result: Result) -> str:
     return "" if explained or (result.ok and not proof.fails(result)) else "it is said not to fail"
 
 
-OTHER_LINE = {"latencies-35-tf32"}  # a Result keeps one line of stderr, and its symptom is in the next
+OTHER_LINE = {"latencies-35-tf32"}  # a Result contains one line of stderr, but the symptom is in the next one
 PROVEN = [issue for issue in KNOWN_ISSUES if issue.id in {proof.issue for proof in table.PROOFS}]
 
 
@@ -156,8 +164,10 @@ def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownI
 
 @pytest.mark.parametrize("issue", [issue for issue in PROVEN if issue.symptoms], ids=lambda issue: issue.id)
 def test_what_is_printed_is_among_the_symptoms(issue: KnownIssue, measure: Measure) -> None:
-    """Of this issue, or of another one that hits the same launch; a process that is ended by a signal may
-    have printed nothing."""
+    """The text is a symptom of this issue, or of another issue that applies to the launch.
+
+    A process that a signal ends may have printed nothing.
+    """
     said = {f"{result.message} {result.cause}".strip() for proof in table.PROOFS if proof.issue == issue.id
             for cell in cells(proof) for result in [measure(cell)]
             if proof.fails(result) and not result.ok and hits(issue, cell)} - {"SIGSEGV"}
@@ -167,7 +177,7 @@ def test_what_is_printed_is_among_the_symptoms(issue: KnownIssue, measure: Measu
     assert not unknown, "flashlin why does not know what is printed"
 
 
-# amd-loop-counts: a branch decided where there are two to take. Before 3.5 Triton has no linker for AMD.
+# amd-loop-counts: the compiler removes a branch that is needed. Before 3.5 Triton has no linker for AMD.
 DECIDED = {"3.5.1": "four_times_4", "3.6.0": "four_times_4", "3.8.0": "up_to_8", "3.9.0": ""}
 
 

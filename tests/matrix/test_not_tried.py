@@ -1,5 +1,7 @@
-"""What a machine lacks is no verdict on a kernel: no room, no memory, no linker, a child that somebody else
-has ended."""
+"""A missing resource of the machine is no verdict on a kernel.
+
+Examples are disk space, memory, a linker, and a child that another process has ended.
+"""
 from __future__ import annotations
 
 import errno
@@ -69,8 +71,10 @@ def waits(folder: Path) -> Result:
 @pytest.mark.parametrize("work, status", [(spins, "timeout"), (waits, NOT_TRIED)])
 def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], Result], status: str,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two compilers at low priority on a busy machine once took 180 s for 2 s of work. This test may also run
-    on a busy machine, so it waits for a spinning process until that has worked, and no longer."""
+    """A time limit counts CPU time, because a busy machine once took 180 s for 2 s of work at low priority.
+
+    This test may also run on a busy machine. So it waits until a spinning process has used its CPU time.
+    """
     pytest.importorskip("triton")
     if work is spins:
         monkeypatch.setattr(subprocesses, "PATIENCE", 1000)
@@ -85,7 +89,7 @@ def test_who_takes_too_long_is_judged_by_what_was_worked(work: Callable[[Path], 
 
 
 class CompilationError(Exception):
-    """As Triton's own: it quotes the kernel."""
+    """An error that quotes the kernel, as Triton's own does."""
 
 
 def caused(error: Exception, cause: Exception) -> Exception:

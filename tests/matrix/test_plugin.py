@@ -1,4 +1,4 @@
-"""The pytest plugin, as a user has it: a test session of its own on kernels that know nothing of flashlin."""
+"""The pytest plugin as a user runs it: in a separate test session, on kernels that do not use flashlin."""
 from __future__ import annotations
 
 import os
@@ -111,10 +111,12 @@ NEWER = """
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """report(test) -> (outcome, what the plugin says of it). One session for all, with workers: the summary
-    must come through them."""
+    """Return a function from the name of a test to its outcome and the message of the plugin.
+
+    One session with workers runs all tests, because the summary must arrive through the workers.
+    """
     folder = tmp_path_factory.mktemp("user")
-    (tests := folder / "checks").mkdir()  # only pytest puts it on the path
+    (tests := folder / "checks").mkdir()  # only pytest adds it to the path
     for name, text in {"my_package": PACKAGE, "test_kernels": TESTS, "newer": NEWER}.items():
         (tests / f"{name}.py").write_text("\n".join(line.removeprefix("    ") for line in text.splitlines()))
     (tests / "foreign_kernels.py").write_text(Path(foreign.__file__).read_text())
@@ -132,7 +134,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         case = cases[test]
         failed, skipped = case.find("failure"), case.find("skipped")
         if skipped is not None and " install: " in str(skipped.get("message")):
-            pytest.skip(str(skipped.get("message")))  # in CI the plugin fails there
+            pytest.skip(str(skipped.get("message")))  # in CI the plugin fails instead
         if skipped is not None:
             return "skipped", str(skipped.get("message"))
         if failed is not None:
@@ -146,12 +148,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_a_good_kernel_passes_every_layer(report: Report) -> None:
-    """A release: import, a kernel on two cards, numbers."""
+    """The layers are: import under a release, a kernel on two GPUs, and numbers."""
     assert report("test_right") == ("passed", "test_kernels.right: 8 passed, 0 failed, 0 skipped")
 
 
 def test_every_configuration_of_a_tuned_kernel_is_compiled(report: Report) -> None:
-    """Two configurations, and numbers; a dtype is among the constants."""
+    """The kernel has two configurations, numbers, and a dtype among its constants."""
     assert report("test_tuned") == ("passed", "test_kernels.through_float16: 3 passed, 0 failed, 0 skipped")
 
 
@@ -257,6 +259,6 @@ def test_a_minor_version_is_its_newest_patch_and_nothing_is_fetched_twice(
 
 
 def test_the_plugin_loads_without_torch_and_triton() -> None:
-    """pytest loads it in every session."""
+    """Every session of pytest loads the plugin."""
     script = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; import flashlin.testing.plugin"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)

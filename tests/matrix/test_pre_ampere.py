@@ -1,9 +1,8 @@
-"""Below sm_80: what fails on which Triton fails exactly where a KnownIssue says, and what is planned instead
-compiles.
+"""Below sm_80, launches fail under exactly the releases that a KnownIssue names, and planned launches compile.
 
-Our own kernels; where each failure begins and ends: test_known_issues.py. No card is needed: ``raw`` are the
-launches recorded with the known-issue checks off, ``planned`` those of the normal policy; both are compiled
-to machine code by the real releases, half of them by each.
+The kernels are our own; test_known_issues.py tests the range of each failure. No GPU is needed. ``raw`` are
+the launches recorded with the known-issue checks off, ``planned`` those of the normal policy. The real
+releases compile both to machine code, half of the launches each.
 """
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.4.0", supported()[-1])
 CARDS = (70, 75)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla")
-# What the compiler says where an issue strikes; a release may meet the same wall in several places.
-# Whose products have none behind them: they may compile where this issue stops the others of their family, with
-# which they are planned.
+# The messages of the compiler for an issue. A release may fail in several places for the same reason.
+# Kernels whose products are not followed by another product. They may compile where this issue stops the other
+# kernels of their family, with which they are planned.
 ALONE = {"simple_gla_states": ["half-dot-volta-32"]}
 SAYS = {
     "bf16-pre-ampere-32": ("Feature '.bf16' requires .target sm_80 or higher", "IndexError: map::at",
@@ -38,13 +37,16 @@ SAYS = {
     "half-dot-volta-32": ("Failed to compute parent layout for slice layout",),
     "half-dot-33-pre-ampere": ("Unsupported rounding mode for conversion", "Unsupported conversion from"),
 }
-SPILLING = "half-dot-34-pre-ampere"  # compiles, and one can see from the spills what it is worth
+SPILLING = "half-dot-34-pre-ampere"  # compiles, but the spills show that it is slow
 TENS_OF_KILOBYTES = 10_000
 
 
 def cells(version: str) -> list[tuple[int, torch.dtype]]:
-    """Cards and dtypes. From 3.4 on a 16-bit dot takes ten times as long to compile: there each dtype on one
-    card, each card with one."""
+    """Return the GPUs and dtypes to compile.
+
+    With Triton 3.4 and newer a 16-bit dot takes ten times as long to compile. There, each dtype is compiled
+    for one GPU, and each GPU with one dtype.
+    """
     every = [(sm, dtype) for sm in CARDS for dtype in DTYPES]
     left_out = ((70, torch.float16), (75, torch.bfloat16)) if release(version) >= (3, 4) else ()
     return [cell for cell in every if cell not in left_out]
@@ -62,7 +64,7 @@ def launches(gated: Callable[..., None]) -> Launches:
 
 
 def striking(version: str, sm: int, launch: Recorded) -> list[str]:
-    """The known issues that a launch runs into."""
+    """Return the known issues that apply to a launch."""
     here = issues_here(parse(f"triton={version},sm={sm}"))
     return [issue.id for issue in here
             if issue.hits(frozenset(launch.traits), launch.num_warps, launch.num_stages)]
@@ -75,7 +77,7 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
     jobs = list(dict.fromkeys(Job(sm, launch)
                               for sm, dtype in cells(version)
                               for launch in launches(version, sm, dtype, "off")))
-    if release(version) >= (3, 4):  # nothing fails there, so the planned launches below are these
+    if release(version) >= (3, 4):  # no raw launch fails there, so raw and planned launches are the same
         jobs = [job for job in jobs if job.launch.kernel == "simple_gla_scan"]
     else:
         jobs = list(share(jobs, RELEASES.index(version), 2))
@@ -104,7 +106,7 @@ def test_planned_launches_compile(version: str, compiled: Compile, launches: Lau
         planned = [launch for others in {torch.float32, dtype}
                    for launch in launches(version, sm, dtype, "auto", others)]
         assert planned, f"sm_{sm} {dtype}: the torch path, where fp32 operands would do"
-        # Before 3.3 a kernel may not even load or store bf16: torch casts, before the launch and after it.
+        # Before 3.3 a kernel cannot even load or store bf16. So torch casts before and after the launch.
         if release(version) < (3, 3):
             assert not any("bf16" in str(kind) for launch in planned
                            for _, kind in launch.arguments), f"sm_{sm} {dtype}"
@@ -137,12 +139,12 @@ def test_every_issue_proven_here_is_one() -> None:
 @pytest.mark.parametrize("v_first", [True, False])
 def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_first: bool,
                                                                           compiled: Compile) -> None:
-    """Issue v-first-volta, from the public op to machine code, forward and backward."""
+    """Known issue v-first-volta is tested from the public op to machine code, forward and backward."""
     found = {}
     for policy in ("off", "auto"):
         q, k, v = (torch.zeros(1, 64, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
         with recording(parse("triton=3.1.0,sm=70")) as launches, flashlin.settings(policy=policy):
-            # without a gate, whose backward fails there in any layout (mma-to-mma-volta)
+            # without a gate, because its backward fails there in any layout (mma-to-mma-volta)
             o, ht = flashlin.chunk_simple_gla(q, k, v,
                                               initial_state=torch.zeros(1, 2, 64, 64),
                                               output_final_state=True, state_v_first=v_first)

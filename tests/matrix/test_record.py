@@ -1,4 +1,4 @@
-"""What is recorded of a launch is what Triton's JIT compiles for, no more and no less."""
+"""A recorded launch has exactly the facts for which Triton's JIT compiles."""
 from __future__ import annotations
 
 import json
@@ -73,7 +73,7 @@ def test_types_as_triton_names_them(value: object, kind: str | None, left_alone:
                           torch.zeros(8)[1:]])
 @pytest.mark.parametrize("specialise", [True, False])
 def test_the_installed_jit_sees_a_stand_in_as_it_sees_the_value(value: object, specialise: bool) -> None:
-    """A kernel is compiled with a stand-in for each argument: Triton must not be able to tell them apart."""
+    """Kernels compile with a stand-in for each argument, so Triton must treat stand-ins as values."""
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit, "native_specialize_impl"):
         pytest.skip("this Triton specialises elsewhere")
@@ -98,12 +98,12 @@ def test_a_kernel_started_twice_is_recorded_once(gated: Callable[..., None]) -> 
 @pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
 def test_no_batch_and_no_length_compiles_anything_anew(op: str, packed: bool,
                                                        gated: Callable[..., None]) -> None:
-    """Sequences that are split have kernels of their own, which other lengths and batches then share."""
+    """Split sequences have kernels of their own, which other lengths and batches then share."""
     for lengths, sizes in (((64, 1, 16, 100, 700), (2, 1, 16, 33)), ((2000, 1600, 4096), (2, 1, 3))):
         counts = []
         with recording(HOPPER) as launches:
             for T in lengths:
-                for size in sizes:  # batch, or number of sequences
+                for size in sizes:  # size of the batch, or number of sequences
                     if packed:
                         gated(op, B=1, T=T, edges=[0] * size + [T])
                     else:
@@ -135,8 +135,7 @@ def test_the_torch_path_starts_nothing(record: Record) -> None:
 
 
 def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
-    """The whole way with the installed Triton: record, compile for Hopper, read back what one wants to
-    know."""
+    """With the installed Triton: record, compile for Hopper, and read the facts of the machine code."""
     pytest.importorskip("triton")
     launch = scan(record(K=16, V=16))
     result = compile_launches([Job(90, launch)])[0]
@@ -147,7 +146,7 @@ def test_a_stand_in_driver_is_enough_to_compile(record: Record) -> None:
 def test_it_compiles_for_amd_too(gated: Callable[..., None]) -> None:
     pytest.importorskip("triton")
     jobs = []
-    for arch in ("gfx942", "gfx1100"):  # waves of 64 and of 32 lanes
+    for arch in ("gfx942", "gfx1100"):  # waves have 64 or 32 lanes
         with flashlin.settings(canary="trial"), recording(parse(f"{arch},triton=3.6.0")) as found:
             gated(K=16, V=16)
         jobs.append(Job(arch, scan(found)))
@@ -167,8 +166,10 @@ def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
 
 
 def test_a_child_that_takes_too_long_is_ended(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process says on a busy machine that a kernel could not be tried. This process waits until it
-    has been."""
+    """On a busy machine, another process may report that it could not test a kernel.
+
+    So this process waits until the kernel has been tested.
+    """
     pytest.importorskip("triton")
     job = Job(90, scan(record()))
     assert compile_launches([job], timeout=0.2)[0].status in ("timeout", NOT_TRIED)

@@ -1,5 +1,7 @@
-"""The token-by-token kernels compile under every Triton, for every dtype a state may be beside, and hold
-their tiles in registers."""
+"""The token-by-token kernels compile under every Triton release, with a state of any dtype.
+
+They keep their tiles in registers.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ Compile = Callable[[str, list[Job]], list[Result]]
 
 
 def launches(triton: str, sm: int) -> list[Recorded]:
-    """Training; decoding from a pool with everything that the kernel can do to its inputs; and serving."""
+    """Return launches of training, of decoding from a pool with all input transforms, and of serving."""
     def tensor(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=grad)
     q, v = (tensor(2, 3, heads, 128, dtype=torch.bfloat16, grad=True) for heads in (2, 4))
@@ -54,7 +56,7 @@ def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str,
 
 
 def test_sequences_without_a_state_of_a_pool_in_the_interpreter_of_39() -> None:
-    """Its masks have to be blocks: two scalars compared and joined are none there."""
+    """Its masks must be blocks, because it cannot combine two compared scalars."""
     said = child("3.9.0", """
         q = torch.ones(2, 1, 2, 16)
         pool = torch.zeros(5, 2, 16, 16)

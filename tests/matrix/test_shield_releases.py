@@ -1,9 +1,10 @@
-"""The two failures that users meet with their own kernels, under the releases that have them: raw they fail,
-through flashlin they do not.
+"""Two failures that users meet with their own kernels, under the releases that have them.
 
-1. The autotuner: keys counted wrongly (Triton 3.0, 3.1), unknown keys refused (3.0, 3.1, 3.9). Pure Python,
-  run by a child of each release.
-2. Eight and sixteen warps on Hopper (3.2, 3.3): compiled to machine code, no card needed.
+The raw kernels fail, and the kernels under shield do not.
+
+1. The autotuner counts keys wrongly (Triton 3.0, 3.1) or refuses unknown keys (3.0, 3.1, 3.9). It is pure
+Python, which a child of each release runs. 2. Eight and sixteen warps on Hopper (3.2, 3.3). The kernels are
+compiled to machine code, without a GPU.
 """
 from __future__ import annotations
 
@@ -69,8 +70,10 @@ BEGIN = """
 
 
 def child(version: str, script: str, before: str = BEGIN, interpret: bool = False) -> str:
-    """What a script prints under that release, or in its interpreter. Raises AssertionError, with its
-    traceback, where it fails."""
+    """Return the output of a script under that release, or in its interpreter.
+
+    Raises AssertionError with the traceback of the script if it fails.
+    """
     try:
         environment = triton_environment(version, interpreter=interpret)
     except NotInstallable as error:
@@ -91,8 +94,10 @@ def child(version: str, script: str, before: str = BEGIN, interpret: bool = Fals
 
 @pytest.mark.parametrize("version", ["3.0.0", "3.1.0"])
 def test_keys_after_a_tuned_argument_are_counted_wrongly_before_32_and_rightly_here(version: str) -> None:
-    """keyed(x, BK, n, o, m): BK is not among what a call gives, so position 2 is o and position 4 does not
-    exist."""
+    """The kernel is keyed(x, BK, n, o, m).
+
+    A call does not pass BK, so position 2 is o and position 4 does not exist.
+    """
     child(version, """
         try:
             call(decorated(triton.autotune, ["m"]), 8, 0)
@@ -142,8 +147,10 @@ def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) 
 
 @pytest.mark.parametrize("version", ["3.0.0", "3.2.0", "3.3.1", supported()[-1]])
 def test_decorating_needs_no_driver(version: str) -> None:
-    """Triton 3.2 and 3.3 ask the driver for its benchmark when they decorate, which fails where a module is
-    merely imported."""
+    """Triton 3.2 and 3.3 get the benchmark function from the driver when they decorate.
+
+    This fails if a module is only imported.
+    """
     child(version, f"""
         try:
             triton.autotune(configs, ["n"])(foreign.keyed)
@@ -156,8 +163,10 @@ def test_decorating_needs_no_driver(version: str) -> None:
 
 
 def test_a_configuration_that_aborts_the_compiler_is_left_out_under_32() -> None:
-    """The real compiler in real children: eight warps abort on Hopper, four do not. With the plan off for
-    warps, so that the abort is met."""
+    """The real compiler runs in real child processes: eight warps abort on Hopper, four do not.
+
+    Planning for warps is off, so that the abort occurs.
+    """
     child("3.2.0", """
         from flashlin.compat.target import parse, pretend
         compile_as_it_is = foreign.states.run
@@ -181,7 +190,7 @@ def test_a_configuration_that_aborts_the_compiler_is_left_out_under_32() -> None
 # --- 2. eight and sixteen warps on Hopper ---
 
 def launched(target: str, warps: int, shielded: bool) -> Recorded:
-    """What a user's launch comes to, raw or through shield, as the JIT would specialise it."""
+    """Return the result of a user's launch, raw or through shield, specialised as the JIT does."""
     found: list[Recorded] = []
 
     def keep(*args: Any, grid: Any, warmup: bool, **options: Any) -> None:

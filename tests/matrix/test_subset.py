@@ -1,5 +1,8 @@
-"""A slice of the matrix small enough for every push: five releases from one end to the other, two generations
-of cards, a fifth of the launches under each. And that a kernel which somebody breaks does not get through."""
+"""A part of the matrix that is small enough for every CI run.
+
+It has five releases from the oldest to the newest, two generations of GPUs, and a fifth of the launches
+under each release. A deliberately broken kernel must be found.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -60,7 +63,10 @@ def _launches(version: str, sm: int) -> list[Recorded]:
 
 
 def test_a_kernel_broken_on_purpose_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Eight warps on sm_90 under 3.2.0, heads of 64, with the check that would prevent it switched off."""
+    """The kernel has eight warps on sm_90 under 3.2.0, and heads of 64.
+
+    The check that prevents it is off.
+    """
     for name in ("over_k", "over_v"):
         monkeypatch.setattr(recipe, name, lambda *args, chosen=getattr(recipe, name): (
             config._replace(num_warps=8) for config in chosen(*args)))
