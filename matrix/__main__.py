@@ -1,4 +1,4 @@
-"""python -m matrix: run the version matrix, and make the support table of what it found."""
+"""Run the version matrix, and write the support table from its results: ``python -m matrix``."""
 from __future__ import annotations
 
 import argparse
@@ -19,8 +19,11 @@ RESULTS, PAGE = HERE / "results", HERE.parent / "build" / "support.html"
 
 
 class Bar:
-    """One line that rewrites itself on a terminal; elsewhere a line now and then, so that a log stays
-    readable."""
+    """A progress bar of a cell, which counts failed compilations.
+
+    On a terminal the line is updated in place. Otherwise a line is printed at most every 30 seconds, so that
+    a log stays readable.
+    """
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
@@ -43,7 +46,7 @@ class Bar:
 
 
 def planned(whole: Matrix) -> list[CellState]:
-    """What is known of every cell, with the plans of today, which take two minutes."""
+    """Return the state of every cell: its recorded results, and plans made now, which takes two minutes."""
     bar, every = Bar(), []
     for cell in whole.cell:
         bar.cell, result = cell.triton, load_result(RESULTS, cell)
@@ -58,7 +61,7 @@ def planned(whole: Matrix) -> list[CellState]:
 
 
 def take(whole: Matrix, folder: Path, results: Path) -> list[Cell]:
-    """Keep the cells whose files lie in a folder among the results; which these are."""
+    """Copy the results of cells from a folder into the folder ``results``, and return these cells."""
     there = [cell for cell in whole.cell if (folder / f"{cell.name}.json").exists()]
     for cell in there:
         load_result(folder, cell).save(results)
@@ -71,7 +74,7 @@ def command_line() -> argparse.ArgumentParser:
                                      epilog="first time:  python -m matrix run --cell 3.6.0 --card sm90   "
                                             "then   python -m matrix report")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run cells; what has been found already is not run again")
+    run = commands.add_parser("run", help="run cells; results that exist already are kept")
     run.add_argument("--cell", action="append", default=[],
                      help="a Triton release, such as 3.6.0 (repeatable; default: all)")
     run.add_argument("--card", action="append", default=[], help="such as sm90 (repeatable; default: all)")
@@ -79,31 +82,34 @@ def command_line() -> argparse.ArgumentParser:
                      choices=("import", "plan", "compile", "interpret", "torch"),
                      help="only this layer (repeatable)")
     run.add_argument("--main", action="store_true",
-                     help="plan and compile only the main calls, of which SUPPORT.md counts what spills")
+                     help="plan and compile only the main calls, whose spills SUPPORT.md counts")
     run.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
     run.add_argument("--out", type=Path, default=RESULTS,
                      help="folder of the results (default: matrix/results)")
-    run.add_argument("--afresh", action="store_true", help="forget what was found before")
+    run.add_argument("--afresh", action="store_true", help="delete earlier results first")
     report = commands.add_parser("report",
                                  help="write SUPPORT.md, the launch table and build/support.html from the "
                                       "results")
     either = report.add_mutually_exclusive_group()
     either.add_argument("--take", action="append", default=[], type=Path, metavar="FOLDER",
-                        help="take in the cells that another machine has run, of which each is alone in its "
-                             "folder beside its launches.json (repeatable)")
+                        help="add the results of a cell that ran on another machine; the folder contains the "
+                             "file of one cell and its launches.json (repeatable)")
     either.add_argument("--check", action="store_true",
-                        help="write nothing; exit with 1 if the first two are not what the results say")
-    programs = commands.add_parser("stacks", help="run other packages' models, raw and patched")
+                        help="write nothing; exit with 1 if SUPPORT.md or the launch table is stale")
+    programs = commands.add_parser("stacks", help="run models of other packages, raw and patched")
     programs.add_argument("--stack", action="append", default=[],
-                          help="how its name begins, such as 'transformers 5.23.0' (repeatable; default: all)")
+                          help="name or beginning of the name of a stack, such as 'transformers 5.23.0' "
+                               "(repeatable; default: all)")
     programs.add_argument("--model", action="append", default=[],
-                          help="such as qwen3_next, whose rows are renewed (repeatable; default: all)")
+                          help="only this model, such as qwen3_next; the record keeps the rows of other models "
+                               "(repeatable; default: all)")
     programs.add_argument("--way", choices=("raw", "patched", "both"), default="both")
     programs.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
     programs.add_argument("--out", type=Path, default=RESULTS,
                           help="folder of the records (default: matrix/results)")
-    figures_of = commands.add_parser("figures", help="write the figures that main kernels are held to")
+    figures_of = commands.add_parser("figures", help="measure the main kernels and write the metrics that "
+                                                     "tests compare them with")
     figures_of.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     nightly = commands.add_parser("workflow", help="write the releases into matrix/github-workflow.yml")
     nightly.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
@@ -146,7 +152,7 @@ def main() -> int:
 
 
 def run(whole: Matrix, chosen: list[Cell], options: argparse.Namespace) -> int:
-    """Run these cells and tell what failed; 1 if a cell that is a gate did."""
+    """Run the chosen cells and print their failures. Return 1 if a cell of kind gate failed, else 0."""
     bar, began, failed = Bar(), time.monotonic(), 0
     cards = tuple(card for card in whole.card if not options.card or card.name in options.card)
     for cell in chosen:

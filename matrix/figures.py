@@ -1,8 +1,12 @@
-"""The figures of the main kernels, registers, spilled bytes and the instructions of the longest loop, for
-five cards under one release: tests/matrix/test_figures.py holds kernels to them, without a GPU.
+"""Record the metrics of the main kernels on five GPU architectures under one Triton release.
 
-    python -m matrix figures    compiles what has changed since, a quarter of an hour for everything, and
-                                writes them anew, for the diff to be read
+The metrics are the registers, the spilled bytes, and the instructions of the longest loop. They come from the
+compiler, so no GPU is needed. tests/matrix/test_figures.py fails if a kernel becomes worse than its record.
+
+    python -m matrix figures
+
+compiles the kernels that changed since the record, and writes the new metrics. It takes a quarter of an hour
+if all kernels changed. Read the diff of the record afterwards.
 """
 from __future__ import annotations
 
@@ -22,38 +26,48 @@ from matrix.workload import calls, is_main, seen
 RECORD = Path(__file__).with_name("results") / "figures-triton-3.6.0.json"
 TRITON = RECORD.stem.rpartition("-")[2]
 CARDS = (80, 89, 90, 100, 120)
-# The shapes that most models train with; of sizes besides them SUPPORT.md tells what spills.
+# The shapes that most models train with. SUPPORT.md lists the spills of other sizes.
 SHAPES = {"bfloat16 D=128", "float16 D=64", "bfloat16 P=64 N=128", "float16 P=64 N=128", "bfloat16 N=16",
           "float16 N=16"}
-# A figure has grown that is more than a tenth larger; of a small one so much does not count.
+# A metric has grown if it is larger by more than a tenth and by more than this amount.
 SLACK = Figures(spills=64, registers=8, instructions=16, local=8)
 
 
 class Measured(NamedTuple):
-    """id: of what was compiled (``matrix.run.identity``): as long as that is the same, so are the figures."""
+    """The metrics of one compiled kernel.
+
+    id: the id of the compiled code (``matrix.run.identity``). The metrics hold while the id stays the same.
+    figures: the metrics.
+    """
     id: str
     figures: Figures
 
 
-Record = dict[str, dict[str, Measured]]  # card -> kernel, with op and shape
+Record = dict[str, dict[str, Measured]]  # GPU -> "op label kernel" -> metrics
 
 
 def planned(sm: int) -> dict[str, Recorded]:
-    """The main kernels that are planned for a card, by op, shape and name."""
+    """Return "op label kernel" -> launch, for the main kernels that are planned on a GPU architecture.
+
+    sm: the architecture as a number, such as 90.
+    """
     launches: dict[str, Recorded] = {}
     for call in calls():
         if is_main(call.op, call.label) and call.label in SHAPES:
             for launch in seen(call, parse(f"triton={TRITON},sm={sm}")).launches:
                 name = f"{call.op} {call.label} {launch.kernel}"
-                # what multiplies no matrices is bound by memory, but for Mamba's scan
+                # Kernels without matrix products are limited by memory, except Mamba's selective scan.
                 if "dot" in launch.traits or launch.kernel.startswith("selective"):
-                    # forward's and backward's are two
+                    # The forward and the backward pass may use the same kernel.
                     launches[f"{name} again" if name in launches else name] = launch
     return launches
 
 
 def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> Iterator[tuple[str, Measured]]:
-    """Compile them, each once. Raises RuntimeError where one does not compile."""
+    """Compile launches for a GPU architecture, and yield the name and the metrics of each.
+
+    Launches with the same code are compiled once. Raise RuntimeError if a launch does not compile.
+    """
     distinct = {identity(launch): launch for launch in launches.values()}
     todo = [Job(sm, launch, loop=True) for launch in distinct.values()]
     found: dict[str, Figures] = {}
@@ -66,14 +80,14 @@ def measure(sm: int, launches: dict[str, Recorded], *, jobs: int = 0) -> Iterato
 
 
 def changed(sm: int, record: Record) -> dict[str, Recorded]:
-    """The kernels planned for a card that are not those whose figures are kept."""
+    """Return the main kernels of a GPU architecture that are new or changed since the record."""
     kept = record.get(f"sm{sm}", {})
     return {name: launch for name, launch in planned(sm).items()
             if name not in kept or kept[name].id != identity(launch)}
 
 
 def grown(then: Figures, now: Figures) -> list[str]:
-    """Which figures are more than a tenth larger, in words."""
+    """Return one text for each metric that has grown by more than a tenth and more than its ``SLACK``."""
     return [f"{name} {old} -> {new}"
             for name, old, new, slack in zip(Figures._fields, then, now, SLACK, strict=True)
             if new > old + max(old / 10, slack)]
@@ -86,7 +100,7 @@ def load(path: Path = RECORD) -> Record:
 
 
 def write(path: Path = RECORD, cards: Sequence[int] = CARDS, *, jobs: int = 0) -> int:
-    """Measure what has changed and keep it; 0, as exit code."""
+    """Measure the kernels that changed, write the record, and return the exit code 0."""
     record = load(path)
     for sm in cards:
         card, kept = f"sm{sm}", record.get(f"sm{sm}", {})

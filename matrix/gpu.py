@@ -1,9 +1,10 @@
-"""Run every case on this machine's GPUs, in worker processes, and record the verdicts as one JSON file.
+"""Run every case on the GPUs of this machine, in worker processes, and record the verdicts in one JSON file.
 
     python -m matrix.gpu --out matrix/results/ [--op chunk_simple_gla] [--missing] [--jobs 8]
 
-Each case runs forward and backward twice in every dtype, against the float64 reference; the second run must
-repeat the first to the bit. A worker that dies (an abort, an illegal address) is a row, and the others go on.
+Each case runs forward and backward twice in every dtype. Its results are compared with the float64 reference,
+and the second run must give bitwise the same results as the first. If a worker dies, for example of an abort
+or an illegal address, the record gets a row about it, and the other workers continue.
 """
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
-    """Run a case twice in one dtype and return its row: the verdict, the worst tensor and its errors."""
+    """Run a case twice in one dtype and return its row for the record.
+
+    The row has the verdict, the worst tensor with its errors, and the configurations that ran.
+    """
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype_name)
     row: dict[str, Any] = {"op": case.op, "case": case.id, "dtype": dtype_name, "configs": {}}
 
@@ -43,7 +47,7 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
     door.replace_starter(noting)
     try:
         verdicts, again = (compare.check(case, device, dtype) for _ in range(2))
-    except Exception as error:  # of any kind: it is this row's result, unless a full card or disk raised it
+    except Exception as error:  # any error is the result of the case, except those of a full GPU or disk
         return {**row, "ok": False,
                 failure(failure_kind.of_error(error)): f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
@@ -55,25 +59,34 @@ def row_of_case(case: Case, dtype_name: str) -> dict[str, Any]:
 
 
 def failure(kind: failure_kind.Kind) -> str:
-    """Return the key of a row for a failure: "error" for a kernel, else "not tried", which is not recorded."""
+    """Return the key under which a row keeps the text of a failure.
+
+    It is "error" if the kernel failed. It is "not tried" if the machine failed, for example with a full disk;
+    such rows are printed but not recorded.
+    """
     return "error" if kind == "kernel" else "not tried"
 
 
 def planned(case: Case, dtype_name: str) -> dict[str, str]:
-    """The configurations that a case would start on this card, and their sources, as in ``row_of_case``.
-    Starts nothing."""
+    """Return the configurations that a case would launch on this GPU, each with its source hash.
+
+    It only plans and launches nothing. The result has the same form as ``configs`` in a row of
+    ``row_of_case``.
+    """
     with recording(record.this_card()) as launches:
         as_in_a_case(case, getattr(torch, dtype_name), gradients=True)
     return {launch.config: source_hash(launch.module, launch.kernel) for launch in launches}
 
 
 def work(part: int, of: int, ops: list[str], known: dict[str, Any]) -> None:
-    """A worker: its share of the cases, one JSON line each, announced before it starts so that a death names
-    its case. Those of which a record knows all that they would start, and that they were right, are left
-    out."""
+    """Run the cases of worker number ``part`` out of ``of``, and print one JSON line for each.
+
+    Each case is announced in a line before it runs, so that the case is known if the worker dies. A case is
+    skipped if the record ``known`` says that it was right and has all configurations that it would launch.
+    """
     flashlin.settings(canary="trial")
-    torch.set_num_threads(1)  # the references run on the CPU, one worker a core
-    # neighbours share kernels, so a worker takes a run of them and compiles each kernel once
+    torch.set_num_threads(1)  # the references run on the CPU, with one worker for each core
+    # Neighboring cases share kernels. A worker gets consecutive cases, so that it compiles each kernel once.
     todo = [(case, dtype) for dtype in DTYPES for case in cases.CASES if not ops or case.op in ops]
     right = {key(row) for row in known.get("rows", ()) if row["ok"]}
     for case, dtype in todo[len(todo) * part // of:len(todo) * (part + 1) // of]:
@@ -92,8 +105,15 @@ def gpus() -> list[str]:
 
 
 def collect(jobs: int, ops: list[str], seconds: float, known: Path | None = None) -> list[dict[str, Any]]:
-    """Rows of all workers; a worker that ended early leaves a row that says how. A row with ``not tried``
-    speaks of no kernel. known: a record, of which what is right is not run again."""
+    """Run the cases in ``jobs`` worker processes and return the rows of all workers.
+
+    A worker that ended early adds a row that says how it ended. A row with the key ``not tried`` does not
+    count against a kernel.
+
+    ops: names of the ops to run. Empty means all.
+    seconds: time limit of each worker.
+    known: a record. Cases that were right there are not run again.
+    """
     options = [*(f"--op={op}" for op in ops), *([f"--known={known}"] if known else [])]
     with ThreadPoolExecutor(jobs) as pool:
         shares = pool.map(partial(rows_of_worker, jobs, options, seconds, gpus()), range(jobs))
@@ -121,8 +141,10 @@ def key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A record's cases with these rows in place of older ones. A configuration counts as right until a case
-    that uses it is not."""
+    """Return the facts of a record in which new rows replace the older rows of the same cases.
+
+    A configuration is listed as right unless one of the new rows that use it failed.
+    """
     configs, broken = dict[str, str](before.get("configs", {})), set[str]()
     for row in rows:
         used = row.pop("configs", {})
@@ -137,12 +159,19 @@ def merged(before: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def of_today(configs: dict[str, str]) -> dict[str, str]:
-    """Return the configurations with a kernel source that has not changed since they were recorded."""
+    """Return the configurations whose kernel source has not changed since they were recorded.
+
+    configs: configuration -> source hash.
+    """
     return {config: source for config, source in configs.items() if is_current(source, config.partition(" ")[0])}
 
 
 def brief(row: dict[str, Any]) -> dict[str, Any] | list[Any]:
-    """A row as a record keeps it: errors to two digits. What is right is bitwise right."""
+    """Return a row in the form of the record, with errors rounded to two digits.
+
+    The row of a right case becomes a list of its fields in ``RIGHT``. Such a case also repeats bitwise, so
+    the list does not say so.
+    """
     rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
                for name, value in row.items()}
     return [rounded[name] for name in RIGHT] if row["ok"] else rounded
@@ -154,21 +183,21 @@ def main() -> int:
                         help="only this op (repeatable); the record in --out, if made by these versions, "
                         "keeps the others")
     parser.add_argument("--jobs", type=int, default=8,
-                        help="worker processes (default 8; compiling is what takes the time)")
-    parser.add_argument("--seconds", type=float, default=540, help="time limit for all of it (default 540)")
+                        help="worker processes (default 8; most of the time is compilation)")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of the run (default 540)")
     parser.add_argument("--missing", action="store_true",
-                        help="only cases that failed or start something of which the record in --out, made "
-                        "by these versions, does not know that it was right")
+                        help="only cases that failed, or that launch a configuration that is not recorded as "
+                        "right in the record in --out, if made by these versions")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path,
-                        help="only cases of which that record, of a card like this one, does not know so")
+                        help="as --missing, with this record instead, which must be from a GPU like this one")
     arguments = parser.parse_args()
     if arguments.part:
         part, of = arguments.part.split("/")
         work(int(part), int(of), arguments.op,
              load_gpu(arguments.known) if arguments.known else {})
         sys.stdout.flush()
-        # some pairs of torch and Triton abort while the interpreter is torn down, after all work is done
+        # Some pairs of torch and Triton abort while the interpreter shuts down, after all work is done.
         os._exit(0)
     card = record.this_card()
     if arguments.known:

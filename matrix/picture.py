@@ -1,5 +1,8 @@
-"""How many ops run where, and how, as one picture in SVG for README and SUPPORT.md: a bar for each card under
-each release, as SUPPORT.md has it. Readable on light and on dark pages."""
+"""Draw the picture of the support status as SVG, for README.md and SUPPORT.md.
+
+It has one bar for each GPU and Triton release. The bar shows how many ops have each status of SUPPORT.md. The
+picture is readable on light and dark pages.
+"""
 from __future__ import annotations
 
 from collections import Counter
@@ -8,19 +11,22 @@ from xml.sax.saxutils import escape
 
 from matrix.status import STATUSES, Status
 
-# Of each status the mark in SUPPORT.md, and its colour on light and on dark pages.
+# Status -> its mark in SUPPORT.md, its color on light pages, and its color on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {
     "ran": ("ran", "#00705a", "#3fc79a"), "compiled": ("compiled", "#6cc4a8", "#1d7a66"),
     "worked around": ("around", "#6fa8e8", "#2f6fb5"), "slow": ("compiled, slow", "#b98ae0", "#7d4fae"),
     "compiled only": ("compiled only", "#d9a5b8", "#8a4a64"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
     "not run": ("not run", "#c9ced6", "#4a525c"), "refused": ("refused", "#f2a65a", "#b86200"),
     "FAILED": ("**FAILED**", "#b3171f", "#ff6b63")}
-LEFT, TOP, WIDE, HIGH, GAP = 148, 62, 58, 16, 6  # pixels of a bar and what is around it
+LEFT, TOP, WIDE, HIGH, GAP = 148, 62, 58, 16, 6  # margins, width, height and distance of bars, in pixels
 
 
 def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str]) -> str:
-    """said: (op, release, card) -> mark, in the order in which releases and cards are shown. examples: of each
-    card, whose it is."""
+    """Return the picture as SVG text.
+
+    said: (op, Triton release, GPU) -> mark of its status, in the order of the picture.
+    examples: GPU architecture -> the name of a GPU with it.
+    """
     bars: dict[tuple[str, str], Counter[str]] = {}
     for (_, triton, card), mark in said.items():
         bars.setdefault((triton, card), Counter())[mark] += 1
@@ -50,7 +56,7 @@ def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str
 
 
 def name(status: Status) -> str:
-    """Of the class in the style."""
+    """Return the CSS class of a status."""
     return status.replace(" ", "-")
 
 

@@ -1,11 +1,16 @@
-"""Run the matrix: every Triton release against every card, without a GPU. Behind ``python -m matrix``, which
-says what its options are.
+"""Run the cells of the matrix: every Triton release for every GPU. No GPU is needed.
 
-A cell's layers: ``import`` (every module and public name, under that release), ``plan`` (every call of
-workload.py on every card), ``compile`` (what those calls would start, to machine code, a child process each),
-``interpret`` (the kernels' numbers on the CPU), ``torch`` (the same without kernels). Results are kept after
-each step, by what was compiled: a run that was killed goes on where it was, and a change of one kernel
-repeats only what it touches.
+This module does the work of ``python -m matrix run``, and its ``--help`` lists the options. A cell has these
+layers:
+
+  import      import every module and public name under the release of the cell
+  plan        plan every call of workload.py on every GPU
+  compile     compile the launches of these plans to machine code, each in a child process
+  interpret   run the quick cases with the kernels in Triton's interpreter on the CPU
+  torch       run the quick cases on the torch path, without kernels
+
+Results are saved while a layer runs, with the identity of the compiled code. A run that was killed continues
+at the same point, and a change of one kernel repeats only its own compilations.
 """
 from __future__ import annotations
 
@@ -45,15 +50,19 @@ from matrix.status import CellState, Outcome, Planned
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
 SAVED_EVERY = 5.0  # seconds
 LIMIT = 300.0  # seconds for an import
-Progress = Callable[[str, int, int, str], None]  # layer, done, of, what was last
+Progress = Callable[[str, int, int, str], None]  # layer, number done, total, text about the last step
 
 
 def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ...] = (), *, main: bool = False,
         jobs: int = 0, timeout: float = 180, progress: Progress = lambda *_: None) -> CellState:
-    """Run a cell's layers (those named, or all), keep what was found in ``folder`` and return it.
+    """Run the layers of a cell, save their results in ``folder`` and return the state of the cell.
 
-    main: plan and compile main calls alone, those that SUPPORT.md counts spills of; jobs: compilers at a
-    time, 0 for one per core; timeout: seconds for each kernel. Raises NotInstallable, which quotes pip.
+    layers: the layers to run. Empty means all layers of the cell.
+    main: plan and compile only the main calls. SUPPORT.md counts the spills of these calls.
+    jobs: number of compilers that run at the same time. 0 means one for each CPU core.
+    timeout: time limit of the compilation of one kernel, in seconds.
+
+    Raise NotInstallable, with the output of pip, if the release cannot be installed.
     """
     import torch
 
@@ -99,7 +108,10 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
 
 def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: None,
           wanted: Callable[[str, str], bool] = lambda op, label: True) -> Planned:
-    """Return the plans of all wanted calls on every GPU, which takes half a second for each GPU."""
+    """Return the plans of all wanted calls on every GPU.
+
+    Planning takes half a second for each GPU. ``wanted`` gets the name of the op and the label of the call.
+    """
     import torch
 
     from matrix.workload import Seen, calls, seen
@@ -114,7 +126,7 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
             made, failed = Seen((), ()), ""
             try:
                 made = seen(call, target)
-            except Exception as error:  # a call that breaks while it is planned is this row's result
+            except Exception as error:  # an error while planning is the result of this call
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             own = [plan for plan in made.plans if plan.asked.op == call.op]
             # Also compile kernels that plans avoid because they have not been run there: all kernels on AMD,
@@ -137,9 +149,9 @@ def plans(cell: Cell, cards: Sequence[Card], progress: Progress = lambda *_: Non
 
 
 def plan_by(result: CellResult) -> bool:
-    """Make plans of this process use the slow launches of a result instead of those in the launch table.
+    """Make plans in this process use the slow launches of ``result`` instead of those in the launch table.
 
-    Return True if the two differ.
+    Return True if this changes the launch table, so that new plans may differ from earlier ones.
     """
     triton, slow = result.cell.triton, slow_by_config(result)
     before = {config: releases[triton].pop("slow", {})
@@ -154,7 +166,7 @@ def plan_by(result: CellResult) -> bool:
 
 
 def plain(result: CellResult, cards: Sequence[Card]) -> Planned:
-    """Return the plans of the main calls if no launch were known to be slow."""
+    """Return the plans that the main calls would get if no launch were known to be slow."""
     from matrix.workload import is_main
     plan_by(CellResult(cell=result.cell))
     try:
@@ -192,9 +204,12 @@ def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
 
 def compile_all(result: CellResult, planned: Planned, cards: Sequence[Card], folder: Path, jobs: int,
                 timeout: float, progress: Progress) -> dict[str, str]:
-    """What has no verdict yet; each verdict is in ``result`` at once, and in its file soon. Returns card ->
-    how many launches could not be tried, and why. A first launch for each card goes ahead: where it cannot be
-    tried (no linker for AMD, say), neither can the others."""
+    """Compile all planned launches that have no verdict yet, and enter their verdicts in ``result``.
+
+    The file of the result is saved every few seconds. Return GPU name -> a text with the number of launches
+    that could not be tried, and the reason. One launch for each GPU is compiled first. If it cannot be tried,
+    for example because the linker for AMD is missing, the other launches for this GPU are skipped.
+    """
     names = {card.name: card for card in cards}
     waiting = [place for place in planned.places
                # A busy machine may have caused a timeout, so try again.
@@ -247,7 +262,10 @@ def compiled(answer: Result) -> Compiled:
 
 
 def imports(cell: Cell) -> Verdict:
-    """Check that all modules and public names import under a release, without changes to the process."""
+    """Return a verdict on the import of all modules and public names under the release of a cell.
+
+    The import runs in a child process, so it does not change this process.
+    """
     variables = environment(cell)
     ran = run_to_end(python("matrix.importing", first=variables["PYTHONPATH"]), variables, limit=LIMIT)
     if ran.code is None:
@@ -271,9 +289,10 @@ def environment(cell: Cell, interpreter: bool = False) -> dict[str, str]:
 
 
 def cases(cell: Cell, layer: Layer, progress: Progress) -> Iterator[Verdict]:
-    """Run the quick cases of every op on the CPU, in child processes with the release of the cell.
+    """Run the quick cases of every op on the CPU, and yield one verdict for each case and dtype.
 
-    The layer decides whether they run the kernels in the interpreter or the torch path.
+    The cases run in child processes with the release of the cell. The layer ``interpret`` runs kernels in
+    Triton's interpreter, and the layer ``torch`` runs the torch path.
     """
     interpreted = layer == "interpret"
     variables = {**environment(cell, interpreted), "TRITON_INTERPRET": str(int(interpreted))}

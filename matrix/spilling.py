@@ -1,5 +1,8 @@
-"""What main kernels keep in memory for want of registers, as tables of SUPPORT.md: before and after plans
-knew of it, and what is slow in every configuration."""
+"""Write the tables of SUPPORT.md about register spills of the main kernels.
+
+The first table counts spilling kernels for plans without and with knowledge of the spills. The second table
+lists the configurations that planning uses although they spill, because every alternative spills also.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +17,15 @@ from matrix.workload import is_main
 
 
 class Count(NamedTuple):
-    """Of main kernels on a card under a release. kernels: how many are planned; counted: whether the figures of
-    all are known; before, after: those of slow ones, as they would be planned and as they are."""
+    """The spilling main kernels on one GPU under one Triton release.
+
+    triton: the Triton release.
+    card: name of the GPU.
+    kernels: number of planned launches of main calls.
+    counted: True if all these launches have been compiled.
+    before: metrics of the slow launches if planning knew of no spills.
+    after: metrics of the slow launches of the current plans.
+    """
     triton: str
     card: str
     kernels: int
@@ -27,30 +37,32 @@ class Count(NamedTuple):
 def table(every: Iterable[CellState]) -> list[str]:
     states = [state for state in every if state.plain.outcomes]
     return ["## What spills", "",
-            f"Of the main kernels (16 bits, heads of 64, 128 and 256, forward and backward, one op of each "
-            f"family): how many are compiled to {GIVEN_UP} registers a thread, where the assembler finds no way "
-            f"to hand them out; and how many load and store more than {SPILLS:,} and more than {MANY:,} bytes a "
-            "thread for want of registers. Before: as they would be planned if nobody knew of it.", "",
+            "Main kernels are those of one op of each family, forward and backward, in 16 bits, with heads of "
+            f"64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, for which the "
+            "assembler fails to allocate registers. It also counts kernels that spill more than "
+            f"{SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows the count without knowledge of "
+            "spills → the count of the current plans.", "",
             *markdown.table(("Triton", "card", "kernels", f"{GIVEN_UP} registers", f"over {SPILLS:,}",
                              f"over {MANY:,}"), ()), *lines(states),
             "", "### compiled, slow", "",
-            f"What spills that much with every number of warps and stages there is for it, of which the best is "
-            f"taken. Chunks are shorter only instead of {GIVEN_UP} registers or more than {MANY:,} bytes: they "
-            "take twice the steps, and twice the memory for states. On sm90, where configurations were timed, "
-            f"one goes only for its {GIVEN_UP} registers.", "",
+            "These configurations spill with every number of warps and stages that exists for them, so planning "
+            f"uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} registers or more than "
+            f"{MANY:,} bytes, because shorter chunks need twice the steps and twice the memory for states. On "
+            f"sm90, where configurations were timed, planning avoids a configuration only if it has {GIVEN_UP} "
+            "registers.", "",
             *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
                              "of them local", "others tried, bytes"), _slow(states))]
 
 
 def _main(planned: Planned, card: str) -> list[str]:
-    """The launches of the main calls that kernels run."""
+    """Return the ids of the launches of all main calls that kernels compute on a GPU."""
     return list(dict.fromkeys(
         launch for one in planned.outcomes if one.card == card and one.path == "triton"
         and is_main(one.op, one.call) for launch in one.launches))
 
 
 def counts(states: Iterable[CellState]) -> Iterator[Count]:
-    """Of each card on which a cell's main calls are run by kernels."""
+    """Yield the counts of every NVIDIA GPU and Triton release on which kernels compute main calls."""
     for state in states:
         for card in dict.fromkeys(one.card for one in state.planned.outcomes):
             launches = tuple(_main(planned, card) for planned in (state.plain, state.planned))
@@ -72,12 +84,12 @@ def _cells(one: Count) -> list[str]:
 
 
 def lines(states: Iterable[CellState]) -> list[str]:
-    """The rows of the first table."""
+    """Return the rows of the first table as lines of markdown."""
     return [markdown.line(*_cells(one)) for one in counts(states)]
 
 
 def _slow(states: Iterable[CellState]) -> Iterator[list[str]]:
-    """A row for each configuration, with the figures of its worst use."""
+    """Yield one row of the second table for each slow configuration, with the metrics of its worst launch."""
     rows: dict[str, list[tuple[str, str, Figures]]] = {}
     tried: dict[str, dict[str, int]] = {}
     for state in states:
@@ -106,7 +118,7 @@ def _slow(states: Iterable[CellState]) -> Iterator[list[str]]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two configurations are of the same kernel on the same operands."""
+    """Return True if two configurations are of the same kernel on the same operands."""
     return _parts(one)[::2] == _parts(other)[::2]
 
 
@@ -115,7 +127,10 @@ def _tile(config: str) -> str:
 
 
 def _parts(config: str) -> tuple[str, str, frozenset[str]]:
-    """The kernel, how it is started, and its traits, without those that follow from the tile."""
+    """Return the kernel, the tile with warps and stages, and the traits of a configuration.
+
+    Traits that follow from the tile are left out.
+    """
     kernel, *words = config.split()
     return (kernel, " ".join(word for word in words if "=" in word),
             frozenset(word for word in words if "=" not in word) - {"tall_state", "narrow_state"})
