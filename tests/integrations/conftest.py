@@ -1,4 +1,4 @@
-"""What holds for every test of patches: none is left behind."""
+"""Every test of patches must leave no patch behind."""
 from __future__ import annotations
 
 import sys
@@ -16,11 +16,13 @@ METHODS = ("forward", "prepare_inputs_for_generation")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After each test these packages bind the objects that they did before, and what has been imported
-    meanwhile binds no stand-in. Nothing is imported for this."""
+    """Check after each test that these packages bind the same objects as before the test.
+
+    Modules imported meanwhile must bind no stand-in. The check imports nothing.
+    """
     before = bindings()
     yield
-    monkeypatch.undo()  # which would come later: tests share it with a fixture that was there first
+    monkeypatch.undo()  # it would run later, because an earlier fixture also uses monkeypatch
     after = bindings()
     loaded = {module for module, _ in after}
     changed = [place for place, value in before.items() if place[0] in loaded
@@ -30,13 +32,15 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(before: Any, after: Any) -> bool:
-    """Whether it is a cache of the package's own that was empty."""
+    """Return True for a cache of the package's own that was empty before."""
     return before is None and after is not None and not callable(after)
 
 
 def bindings() -> dict[tuple[ModuleType, str], Any]:
-    """What the loaded modules bind, and what patches replace of their classes. A module that is loaded anew
-    is another one."""
+    """Return the bindings of the loaded modules, and the class attributes that patches replace.
+
+    A module that is loaded again counts as another module.
+    """
     found: dict[tuple[ModuleType, str], Any] = {}
     for key, module in list(sys.modules.items()):
         if key.partition(".")[0] not in PACKAGES or not isinstance(module, ModuleType):

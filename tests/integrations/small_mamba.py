@@ -1,5 +1,8 @@
-"""Packages mamba_ssm and causal_conv1d of a few lines: modules, functions and layers under the names of the
-real ones, bound and called as there. What is not replaced answers with its name."""
+"""Small packages mamba_ssm and causal_conv1d, with the names and the structure of the real ones.
+
+Modules, functions and layers are bound and called as in the real packages. A function that is not replaced
+returns its own name.
+"""
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,7 +23,7 @@ def raw(name: str, arguments: str) -> str:
     return f"def {name}({arguments}):\n    return 'raw {name}'\n"
 
 
-# selective_scan_fn has an argument that flashlin's has not
+# selective_scan_fn has an argument that flashlin's function lacks
 FILES = {
     "mamba_ssm/__init__.py": "__version__ = '9.9'\n"
         "from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn\n",
@@ -191,7 +194,7 @@ class Mamba2(nn.Module):
 
 
 def write(folder: Path, situation: str) -> None:
-    """The packages in one of SITUATIONS."""
+    """Write the packages in one of SITUATIONS."""
     for path, text in FILES.items() if situation != "absent" else ():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""flashlin as a backend of the real fla, by fla's own door."""
+"""flashlin as a backend of the real fla, by fla's own extension point."""
 from __future__ import annotations
 
 import sys
@@ -16,7 +16,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.target import parse
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that there is no GPU here
+    warnings.simplefilter("ignore")  # about the missing GPU
     import fla.ops
 
 
@@ -62,7 +62,7 @@ def test_what_is_switched_off_is_fla_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where flashlin would refuse, or take plain torch on a GPU, fla's own kernels run."""
+    """If flashlin would refuse a call, or use plain torch on a GPU, fla's own kernels run."""
     verify = backends.verifier(fla.ops.chunk_gated_delta_rule)
     given = calls()["chunk_gated_delta_rule"]
     assert verify(**given) == (True, None)

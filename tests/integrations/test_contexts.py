@@ -1,5 +1,7 @@
-"""fla's own contexts: what tests/ops/test_ranks.py takes for one is one, and flashlin reads of it what it
-works out itself of the whole row's edges."""
+"""Contexts of the real fla are like those of tests/ops/test_ranks.py.
+
+flashlin reads from a context the same values that it computes from the edges of the whole row.
+"""
 from __future__ import annotations
 
 import importlib
@@ -40,7 +42,7 @@ def test_a_zigzag_of_fla_is_what_the_tests_take_for_one(monkeypatch: pytest.Monk
 
 
 def test_a_context_of_fla_and_the_edges_of_the_whole_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "agree", lambda *_, **__: None)  # there are no others here
+    monkeypatch.setattr(ranks, "agree", lambda *_, **__: None)  # there are no other ranks
     drawn = random.Random(0)
     for _ in range(100):
         size, rows = drawn.choice((2, 3, 4)), drawn.randint(1, 8)
@@ -62,14 +64,14 @@ def test_a_context_of_fla_and_the_edges_of_the_whole_say_the_same(monkeypatch: p
 
 
 def in_a_patched_program(op: str, group: Any) -> None:
-    """fla's own function, called with fla's own context, which for a convolution has to know its taps."""
+    """Call fla's own function with fla's own context. A convolution's context must know the number of taps."""
     edges = [0, 5, 10, 11, 48]
     call = made(op, 2, 48, edges)
     weights = {name: x for name, x in call.shared.items() if name in ("weight", "bias")}
     right = getattr(flashlin, op)(**call.tokens, **weights, **call.options)[0]
     options = weights | {name: x for name, x in call.options.items() if name != "cu_seqlens"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no GPU here
+        warnings.simplefilter("ignore")  # about the missing GPU
         home = "fla.modules" if op in ("causal_conv1d", "token_shift") else "fla.ops"
         theirs = importlib.import_module(f"{home}.{op.removeprefix('chunk_')}")
         cp = importlib.import_module("fla.ops.cp")

@@ -1,5 +1,8 @@
-"""patch("fla") on the real package: what is replaced, that its models run without a GPU and agree with
-themselves, and that nothing is left behind."""
+"""patch("fla") on the real package.
+
+The tests cover the replaced names, models that run without a GPU and agree with themselves, and the end of
+a patch.
+"""
 from __future__ import annotations
 
 import inspect
@@ -23,7 +26,7 @@ from flashlin.kernels.families import PUBLIC
 from matrix.stacks import models as stacks
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that there is no GPU here
+    warnings.simplefilter("ignore")  # about the missing GPU
     import fla.layers
     import fla.models
     import fla.modules
@@ -35,7 +38,7 @@ VOCABULARY = 67
 
 @pytest.fixture(autouse=True)
 def no_compiler() -> Iterator[None]:
-    """RWKV's layers compile parts of themselves, which takes half a minute on a CPU."""
+    """Disable torch.compile in RWKV's layers, where it takes half a minute on a CPU."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -72,12 +75,12 @@ def test_signatures_stay_fla_s_own(name: str) -> None:
 
 
 def test_an_older_release_binds_apply_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 0.4.2 does with gate_output_correction, without which RWKV7 runs on no CPU."""
+    """In fla 0.4.2, gate_output_correction is bound so. RWKV7 needs it to run on a CPU."""
     older = ModuleType("fla.ops.rwkv7.older")
     kind = type("GateOutputCorrection", (torch.autograd.Function,), {
         "forward": staticmethod(lambda ctx, o, r, k, r_k, v, g: o), "__module__": older.__name__})
     older.gate_output_correction = apply = kind.apply  # type: ignore[attr-defined]
-    importer = ModuleType("fla.layers.older")  # which imported it
+    importer = ModuleType("fla.layers.older")  # a module that imported it
     importer.gate_output_correction = apply  # type: ignore[attr-defined]
     for module in (older, importer):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -118,7 +121,7 @@ def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
 
 
 def test_an_error_of_a_call_on_another_device_stays_as_it_is() -> None:
-    """Such a call may have tensors on the CPU, too. Training loops look for this class."""
+    """Such a call may also have tensors on the CPU. Training loops look for this class."""
     class Layer(torch.nn.Module):
         @explaining
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -148,7 +151,7 @@ MODELS = {"GatedDeltaNet": {"num_heads": 2, "head_dim": 16}, "DeltaNet": {"num_h
           "GatedDeltaProduct": {"num_heads": 2, "head_dim": 16}, "Comba": {"num_heads": 2, "head_dim": 16},
           "RetNet": {"num_heads": 2}, "RWKV6": {"num_heads": 2}, "RWKV7": {"head_dim": 16},
           "Mamba2": {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16}}
-# These do not keep apart, always or in training, what should be
+# These models mix tokens that should stay apart, always or only in training
 MIXING = {"LinearAttention": {"num_heads": 2}, "Mamba": {"state_size": 8}, "Samba": {"attn": None},
           "Mom": {"num_heads": 2, "head_dim": 16, "num_memories": 4, "topk": 2}}
 
@@ -162,11 +165,14 @@ def model(name: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_and_generate_on_a_cpu(name: str) -> None:
-    """Raw they raise; patched, a prompt in one call and token by token with a cache agree, and a step of
-    training lowers the loss."""
+    """Raw models raise. With the patch they run.
+
+    A prompt in one call agrees with a prompt token by token with a cache, and a training step lowers the
+    loss.
+    """
     tokens = torch.randint(0, VOCABULARY, (2, 40))
     net = model(name)
-    if name != "Mamba2":  # whose layer has plain torch of its own
+    if name != "Mamba2":  # its layer has a plain torch path
         with pytest.raises(Exception, match=r"active drivers|Triton|Pointer|cuda|CUDA"):
             net(tokens)
     with flashlin.patched("fla"):
@@ -201,13 +207,16 @@ HYBRID = {"attn": {"layers": [1], "num_heads": 2}}
 
 
 def attention(q: Any, k: Any, v: Any, **_: Any) -> Any:
-    """flash_attn's, which needs a GPU: [B, T, H, D], and the last query is that of the last key."""
+    """Replace flash_attn's function, which needs a GPU: [B, T, H, D].
+
+    The last query belongs to the last key.
+    """
     seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
     return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), seen).transpose(1, 2)
 
 
 def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
-    """The tokens that it adds, greedily."""
+    """Return the tokens that the model generates greedily."""
     found = net.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False, **options)
     return found[:, prompt.shape[1]:].tolist()  # type: ignore[no-any-return]
 
@@ -217,16 +226,18 @@ def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
                          ids=["GatedDeltaNet", "DeltaNet", "RWKV7", "Mamba2", "hybrid"])
 def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: Any,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.24 hands the cache over as ``cache``, which fla's models swallow: from the second token
-    on raw ones go on from one token alone."""
+    """Since 5.24, transformers passes the cache as ``cache``, which fla's models drop.
+
+    After the first token, raw models compute each token from one token alone.
+    """
     monkeypatch.setattr("fla.layers.attn.flash_attn_func", attention)
     net, prompt = model(name, **more).eval(), torch.randint(3, VOCABULARY, (2, 9))
     with torch.no_grad():
-        for weight in net.parameters():  # or it repeats its last token, whatever came before
+        for weight in net.parameters():  # else it repeats its last token for any input
             weight.add_(0.2 * torch.randn_like(weight))
         with monkeypatch.context() as patch:
             patch.setattr("flashlin.integrations.fla.prepares_by", lambda name: False)
-            with flashlin.patched("fla"):  # fla's functions run, without a GPU, and its models are raw
+            with flashlin.patched("fla"):  # fla's functions run without a GPU, and its models are raw
                 raw = written(net, prompt)
         with flashlin.patched("fla"):
             right = written(net, prompt, use_cache=False)
@@ -238,7 +249,7 @@ def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: A
 
 @pytest.mark.skipif(not RENAMED, reason="this transformers names a cache as fla does")
 def test_a_cache_goes_by_both_names() -> None:
-    """Given to a model, to the model inside, and to generate."""
+    """The cache is passed to a model, to the model inside it, and to generate."""
     net, tokens = model("GatedDeltaNet").eval(), torch.randint(3, VOCABULARY, (1, 40))
     with torch.no_grad(), flashlin.patched("fla"):
         for called in (net, net.model):
@@ -277,8 +288,10 @@ def test_a_program_s_own_forward_is_given_the_name_that_it_knows(name: str) -> N
 @pytest.mark.parametrize("pieces", [(9, 1, 1), (9, 4)])
 def test_an_older_release_is_told_which_tokens_are_new(pieces: tuple[int, ...],
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases before 0.6 ask for cache_position, which transformers hands on no more: without, they take
-    the last token of whatever there is."""
+    """Releases before 0.6 need cache_position, which transformers no longer passes.
+
+    Without it they use only the last token of the input.
+    """
     def prepare(self: Any, input_ids: Any = None, past_key_values: Any = None, cache_position: Any = None,
                 **given: Any) -> Any:
         new = input_ids[:, -1:] if cache_position is None else input_ids[:, cache_position]
@@ -315,7 +328,7 @@ def test_a_cache_s_name_is_undone() -> None:
 
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "LinearAttention", "Mamba", "Mamba2", "Mom", "Samba"])
 def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
-    """And those that keep them apart say nothing."""
+    """Models that keep documents apart do not warn."""
     first, other = torch.randint(0, VOCABULARY, (2, 1, 13))
     second = torch.randint(0, VOCABULARY, (1, 27))
     edges, net = torch.tensor([0, 13, 40]), model(name).eval()
@@ -335,7 +348,7 @@ def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [12, 70])
 def test_mom_sees_no_later_token_in_evaluation(tokens: int) -> None:
-    """Its sort, raw, leaves the tokens of a memory in any order, on most CPUs whatever their number."""
+    """The raw sort returns the tokens of a memory in any order, on most CPUs for any number of tokens."""
     first, other = torch.randint(0, VOCABULARY, (2, 2, tokens))
     half, net = tokens // 2, model("Mom").eval()
     other[:, :half] = first[:, :half]
@@ -348,7 +361,7 @@ def test_mom_sees_no_later_token_in_evaluation(tokens: int) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mom_sees_later_tokens_in_training_and_says_so_once(training: bool) -> None:
-    """In eval() it trains without."""
+    """In eval() mode it trains without later tokens."""
     tokens, net = torch.randint(0, VOCABULARY, (1, 70)), model("Mom").train(training)
     with flashlin.patched("fla"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -362,7 +375,7 @@ def test_mom_sees_later_tokens_in_training_and_says_so_once(training: bool) -> N
 
 
 def test_an_older_release_generates_with_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache has transformers' way of reordering, for keys and values."""
+    """Its cache gets transformers' method to reorder keys and values."""
     cache = sys.modules["fla.models.cache_utils"]
     monkeypatch.delattr(cache.FLALayer, "reorder_cache")
     monkeypatch.delattr(cache.FLACache, "reorder_cache")
@@ -379,7 +392,11 @@ def test_an_older_release_generates_with_beams(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_layer_of_gdn2_reads_a_prompt_as_it_decodes() -> None:
-    """It has no model. With gradients it goes chunk by chunk, without and for few tokens token by token."""
+    """Prompts and decoding agree in the layer; fla has no GDN-2 model.
+
+    With gradients the layer runs chunk by chunk. Without gradients and for few tokens, it runs token by
+    token.
+    """
     torch.manual_seed(0)
     layer = fla.layers.GatedDeltaNet2(64, head_dim=16, num_heads=2, num_v_heads=4, layer_idx=0)
     x = torch.randn(2, 40, 64)
@@ -399,7 +416,7 @@ def test_threads_enter_and_leave_in_any_order() -> None:
         with flashlin.patched("fla"):
             barrier.wait(60)
             if not first:
-                one.join(60)  # the other has left
+                one.join(60)  # the other thread has left its block
             seen.append(net(tokens).logits)
     one = threading.Thread(target=run, args=(True,))
     two = threading.Thread(target=run, args=(False,))

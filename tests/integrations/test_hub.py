@@ -1,5 +1,7 @@
-"""flashlin.kernel_mapping: what the package ``kernels`` asks of a repository, and, with TEST_WHOLE=1, the real
-package with a transformers that accepts it."""
+"""flashlin.kernel_mapping meets the requirements of the package ``kernels``.
+
+With TEST_WHOLE=1 the real package runs, with a transformers release that accepts it.
+"""
 from __future__ import annotations
 
 import inspect
@@ -31,7 +33,10 @@ def test_every_name_that_models_look_up_is_mapped() -> None:
 
 @pytest.mark.parametrize("kernel", sorted({one.kernel for _, one in FUNCTIONS}))
 def test_a_repository_is_what_kernels_accepts(kernel: str) -> None:
-    """No constructor, no members beside forward and two flags, and parameters of the same number and kinds."""
+    """A repository has no constructor, and no members besides forward and two flags.
+
+    Its parameters have the same number and kinds.
+    """
     layer = Repository(kernel).load()
     assert layer.__init__ is torch.nn.Module.__init__
     assert set(dir(layer)) - set(dir(torch.nn.Module)) <= {"can_torch_compile", "has_backward"}

@@ -1,6 +1,8 @@
-"""patch("mamba_ssm") and patch("causal_conv1d") in every situation of an installation, on packages written
-here (small_mamba.py). Where the Python files of the real ones are on the path (PYTHONPATH), with einops and
-transformers and without an extension, their layers and models are tried, too."""
+"""patch("mamba_ssm") and patch("causal_conv1d") for every kind of installation.
+
+The packages are written by small_mamba.py. If the Python files of the real packages are on PYTHONPATH, with
+einops and transformers and without an extension, their layers and models are tested as well.
+"""
 from __future__ import annotations
 
 import importlib
@@ -40,10 +42,10 @@ def loaded() -> list[str]:
 
 @pytest.fixture
 def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes one of small_mamba.SITUATIONS; afterwards nothing of it is left."""
+    """Make an installation of small_mamba.SITUATIONS, and remove it afterwards."""
     def make(situation: str) -> None:
         small_mamba.write(tmp_path, situation)
-        monkeypatch.syspath_prepend(str(tmp_path))  # which also takes the next line back
+        monkeypatch.syspath_prepend(str(tmp_path))  # this also reverts the next line
         sys.path[1:] = [one for one in sys.path[1:] if not any((Path(one) / package).is_dir()
                                                                for package in PACKAGES)]
         importlib.invalidate_caches()
@@ -107,7 +109,7 @@ def test_a_function_is_replaced_wherever_it_is_bound_and_comes_back(installation
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_only_theirs_has_runs_theirs(installation: Make, before: bool) -> None:
-    """Also after modules that import the function have arrived."""
+    """This also holds after modules that import the function are loaded."""
     installation("working")
     if before:
         importlib.import_module("mamba_ssm")
@@ -151,7 +153,7 @@ def test_a_package_can_be_imported_without_its_extension(installation: Make, sit
     assert not set(small_mamba.EXTENSIONS) & set(sys.modules)
     with pytest.raises(ImportError):
         importlib.import_module("selective_scan_cuda")
-    assert sys.modules["mamba_ssm"] is package  # it stays imported
+    assert sys.modules["mamba_ssm"] is package  # it is still imported
     assert package.selective_scan_fn(**scan_inputs()) == "raw selective_scan_fn"
 
 
@@ -174,14 +176,14 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def convolved(x: Tensor, conv: torch.nn.Conv1d) -> Tensor:
-    """silu of the causal convolution of x [b, D, T]."""
+    """Return silu of the causal convolution of x [b, D, T]."""
     assert conv.bias is not None
     padded = F.pad(x, (conv.weight.shape[2] - 1, 0))
     return reference.silu(F.conv1d(padded, conv.weight, conv.bias, groups=x.shape[1]))
 
 
 def eager_mamba(layer: Any, u: Tensor) -> Tensor:
-    """The layer in plain torch, a step for each token. Its parameters are float64."""
+    """Compute the layer in plain torch, one step per token. Its parameters are float64."""
     x, z = (u @ layer.in_proj.weight.T).transpose(1, 2).chunk(2, 1)
     x = convolved(x, layer.conv1d)
     rank, N = layer.dt_proj.weight.shape[1], layer.A_log.shape[1]
@@ -209,7 +211,7 @@ EAGER = {"Mamba": eager_mamba, "Mamba2": eager_mamba2}
 
 
 def layer_agrees(name: str) -> None:
-    """Forward and every gradient of a layer of the package that is there, then its decoding."""
+    """Compare forward, every gradient and decoding of a layer of the installed package."""
     module, facts = LAYERS[name]
     torch.manual_seed(0)
     layer = getattr(importlib.import_module(module), name)(32, layer_idx=0, **facts)
@@ -254,7 +256,7 @@ def test_layers_of_the_real_files(real: None, name: str) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["Mamba1", "Mamba2"])
 def test_a_model_of_the_real_files_writes(real: None, kind: str, fused: bool) -> None:
-    """Greedy tokens with the cache are those of the whole sequence, which is that of float64."""
+    """Greedy tokens with the cache are those of the whole sequence, in float64."""
     with flashlin.patched(*PACKAGES), no_events():
         from mamba_ssm.models.config_mamba import MambaConfig
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
@@ -266,7 +268,7 @@ def test_a_model_of_the_real_files_writes(real: None, kind: str, fused: bool) ->
         prompt = torch.randint(40, (2, 7))
         out = model.generate(prompt, max_length=20, cg=False, return_dict_in_generate=True,
                              output_scores=True)
-        written = out.sequences.clone()  # it was made in inference mode
+        written = out.sequences.clone()  # a tensor made in inference mode
         logits = model(written).logits
         assert torch.equal(logits[:, 6:-1].argmax(-1), written[:, 7:])
         torch.testing.assert_close(torch.stack(out.scores, 1), logits[:, 6:-1], rtol=1e-3, atol=1e-4)
@@ -288,7 +290,7 @@ def normed(x: Tensor, norm: Any) -> Tensor:
 
 
 def test_packed_prompts_of_the_real_mamba2(real: None) -> None:
-    """causal_conv1d_varlen_states and the states of sequences, then decoding."""
+    """The results of causal_conv1d_varlen_states and the states of the sequences are followed by decoding."""
     with flashlin.patched(*PACKAGES):
         from mamba_ssm.modules.mamba2 import Mamba2
         torch.manual_seed(0)
@@ -308,7 +310,10 @@ def test_packed_prompts_of_the_real_mamba2(real: None) -> None:
 
 
 def test_the_real_mamba3_reads_prompts(real: None) -> None:
-    """Packed like one by one, with gradients for all of it; what it keeps for decoding is what goes on."""
+    """Packed prompts give the results and gradients of single prompts.
+
+    Decoding continues from the kept state.
+    """
     with flashlin.patched(*PACKAGES):
         from mamba_ssm.modules import mamba3 as module
         torch.manual_seed(0)
@@ -331,7 +336,7 @@ def test_the_real_mamba3_reads_prompts(real: None) -> None:
 
 
 def test_the_real_files_above_the_extension(real: None) -> None:
-    """Their own functions, whose forward and backward call what stands in for the extensions."""
+    """Their own functions call the stub modules of the extensions in forward and backward."""
     torch.manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
@@ -381,7 +386,7 @@ def test_the_scan_of_the_extension(gated: bool, groups: bool) -> None:
     torch.testing.assert_close(out, ungated)
     assert kept.shape == (1, 4, 1, 6) and torch.equal(kept[:, :, -1, 1::2], last.detach())
     assert len(behind) == gated and not out.requires_grad
-    # callers have dx and dz in one tensor
+    # callers pass dx and dz in one tensor
     dz = torch.empty(1, 8, 5).double()[:, 4:] if gated else None
     found = extensions.bwd(*inputs, upstream, kept, out, dz, True, True)
     for name, x in zip(("u", "delta", "A", "B", "C", "D", "delta_bias"), found, strict=False):
@@ -470,11 +475,14 @@ def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
     assert not loaded() and all(importlib.util.find_spec(package) is None for package in PACKAGES)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("mamba_ssm")
-    assert isinstance(names["scan"](**scan_inputs()), Tensor)  # what was taken goes on working
+    assert isinstance(names["scan"](**scan_inputs()), Tensor)  # imported functions continue to work
 
 
 def test_none_where_an_import_failed_becomes_the_function(installation: Make) -> None:
-    """The usual way to do without a package. Not the norms, which other packages have, too."""
+    """This is the usual way to do without a package.
+
+    It does not apply to norms, which other packages also have.
+    """
     installation("absent")
     program = types.ModuleType("program")
     exec("try:\n    from mamba_ssm.ops.triton.layer_norm import RMSNorm, layer_norm_fn\n"
@@ -512,7 +520,7 @@ def test_what_transformers_remembers_is_asked_again(installation: Make,
 
 
 def test_falcon_mamba_trains_as_it_decodes() -> None:
-    """Its fused function norms dt where its torch code, which decodes, does not."""
+    """Its fused function applies a norm to dt, but its torch code for decoding does not."""
     torch.manual_seed(0)
     D, N, R, T, eps = 8, 4, 3, 9, 1e-3
     conv = torch.nn.Conv1d(D, D, 4, groups=D)

@@ -1,5 +1,8 @@
-"""Documents packed into a row of a patched model of transformers: every way to mark them keeps them apart, or
-one warning says why not. ``matrix/results/documents.json`` has all models; here are a few of them."""
+"""Documents packed into one row of a patched transformers model stay apart, or one warning says why not.
+
+This must hold for every way to mark documents. ``matrix/results/documents.json`` has all models; here are a
+few of them.
+"""
 from __future__ import annotations
 
 import warnings
@@ -68,7 +71,7 @@ def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
     ("granitemoehybrid", "[B, T]"), ("inkling2", "bounds alone"), ("zamba2", "numbers"),
     ("lara_mini", "ones")])
 def test_the_first_document_does_not_change_the_second(model: str, way: str) -> None:
-    """Calls leave use_cache at its default, with which models write a cache."""
+    """Calls leave use_cache at its default, for which models write a cache."""
     with flashlin.patched("transformers"), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         made = build(named(model))
@@ -79,7 +82,7 @@ def test_the_first_document_does_not_change_the_second(model: str, way: str) -> 
 
 @pytest.mark.parametrize("model, way", [("qwen3_5", "[4, B, T]"), ("mamba2", "[B, T]"), ("lfm3", "numbers")])
 def test_a_compiled_model_keeps_documents_apart(model: str, way: str) -> None:
-    """Without a graph break: the documents are found by tensor operations alone."""
+    """There is no graph break, because tensor operations alone find the documents."""
     with flashlin.patched("transformers"), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         made = build(named(model))
@@ -147,15 +150,15 @@ PADDED_BLOCKS = torch.tensor([[MIN, MIN, MIN, MIN], [MIN, 0, MIN, MIN], [MIN, 0,
     ({"position_ids": [[0, 1, 0, 1]]}, [[0, 1, 0]]),
     ({"position_ids": [[7, 8, 3, 4]]}, [[0, 1, 0]]),
     ({"position_ids": [[[7, 8, 0, 1]], [[5, 5, 5, 5]], [[5, 5, 5, 6]], [[5, 5, 6, 5]]]}, [[0, 1, 0]]),
-    ({"position_ids": [[[0, 0, 0, 0]], [[0, 0, 0, 1]], [[0, 1, 0, 0]]]}, [[0, 1, 0]]),  # images begin both
+    ({"position_ids": [[[0, 0, 0, 0]], [[0, 0, 0, 1]], [[0, 1, 0, 0]]]}, [[0, 1, 0]]),  # both documents begin with images
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 1, 1]]}, [[0, 0, 0]]),
     ({"position_ids": [[1, 0, 1, 0]], "attention_mask": [[0, 1, 1, 1]]}, [[0, 0, 1]]),  # padding on the left
-    ({"position_ids": [[0, 1, 1, 1]], "attention_mask": [[1, 1, 0, 0]]}, [[0, 0, 0]]),  # on the right
+    ({"position_ids": [[0, 1, 1, 1]], "attention_mask": [[1, 1, 0, 0]]}, [[0, 0, 0]]),  # padding on the right
     ({"position_ids": [[0, 1, 1, 2]], "attention_mask": [[1, 1, 0, 1]]}, [[0, 0, 0]]),  # between
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 0, 1]]}, [[0, 0, 0]]),
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 2, 2]]}, [[0, 1, 0]]),
     ({"position_ids": [[0, 1, 0, 0]], "attention_mask": [[1, 1, 0, 2]]}, [[0, 0, 1]]),
-    ({"position_ids": [[0, 1, 2, 0]], "attention_mask": [[9, 1, 1, 1, 1]]}, [[0, 0, 1]]),  # of a prefix
+    ({"position_ids": [[0, 1, 2, 0]], "attention_mask": [[9, 1, 1, 1, 1]]}, [[0, 0, 1]]),  # the mask also covers a prefix
     ({"attention_mask": [[0, 0, 1, 1]]}, None),
     ({"attention_mask": [[True, True, False, True]]}, None),
     ({"attention_mask": [[0, 2, 1, 1], [1, 1, 1, 1]]}, [[0, 1, 0], [0, 0, 0]]),
@@ -198,7 +201,7 @@ def masks_of(implementation: str, **given: Any) -> tuple[Any, list[str]]:
 
     def forward(self: Any, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None,
                 cache: Any = None, **options: Any) -> None:
-        seen.append(masking(create)(config, input_ids[..., None], attention_mask,  # as older versions call it
+        seen.append(masking(create)(config, input_ids[..., None], attention_mask,  # older versions call it so
                                     cache=cache, position_ids=position_ids))
     call = watched(forward, by_seq_idx=True, said=set())
     warned = said(lambda: call(object(), torch.zeros(1, T), **given))
@@ -214,8 +217,10 @@ def test_masks_of_attention_are_made_of_the_documents_and_of_padding() -> None:
 
 
 def test_flash_attention_beside_a_mask_is_told() -> None:
-    """With a mask, the function returns that mask and ignores positions; None means that there is no
-    padding."""
+    """With a mask, the function returns that mask and ignores positions.
+
+    None means that there is no padding.
+    """
     made, warned = masks_of("flash_attention_2", **MARKS["ones"])
     assert made["attention_mask"] is not None and len(warned) == 1
     assert "flash attention separates documents" in warned[0]

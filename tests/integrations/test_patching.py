@@ -1,4 +1,7 @@
-"""Bindings, the import hook, patch and its report, on small packages made here; by_name; flashlin run."""
+"""Bindings, the import hook, patch with its report, by_name and flashlin run.
+
+The packages of these tests are small and made here.
+"""
 from __future__ import annotations
 
 import copy
@@ -45,7 +48,7 @@ class Layer(torch.nn.Module):
 
 
 class Toy(Patch):
-    """Replaces ``f`` of the package ``toy``, in what is loaded and what comes."""
+    """A patch that replaces ``f`` of the package ``toy``, in loaded and in later modules."""
     package, watched = "toy", ("toy",)
 
     def begin(self) -> None:
@@ -64,7 +67,7 @@ class Toy(Patch):
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package that binds a function wherever one can be bound."""
+    """Make a package that binds a function in all possible places."""
     home = tmp_path / "toy"
     home.mkdir()
     (home / "__init__.py").write_text("from toy.ops import f\nTABLE = {'f': f}\n")
@@ -94,7 +97,7 @@ def test_every_place_is_replaced_and_is_the_same_object_afterwards(toy: ModuleTy
     with flashlin.patched("toy") as report:
         assert [f() for f in bindings_of(toy, layer)] == ["ours"] * 6
         assert sys.modules["toy.wrap"].wrapped() == "ours"
-        late = importlib.import_module("toy.late")  # imported inside, with what it imports
+        late = importlib.import_module("toy.late")  # imported inside of the block, with its own imports
         assert late.f() == sys.modules["toy.later_still"].g() == "ours"
         built_inside, table = Layer(toy.f), toy.TABLE
         assert "toy: 1 functions replaced in 6 places (flashlin.f)" in str(report)
@@ -111,11 +114,11 @@ def test_patched_models_are_copied_and_pickled_by_name(toy: ModuleType) -> None:
         assert copy.deepcopy(layer).function is layer.function
         data = pickle.dumps(layer)
         assert pickle.loads(data).function is toy.ops.f
-    assert pickle.loads(data).function() == "theirs"  # without the patch it is what the package has
+    assert pickle.loads(data).function() == "theirs"  # without the patch it is the package's function
 
 
 def test_blocks_in_threads_and_patch_count(toy: ModuleType) -> None:
-    """Threads enter and leave in any order; patch stays until unpatch."""
+    """Threads enter and leave in any order. The patch stays until unpatch."""
     entered, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
     seen: list[str] = []
 
@@ -136,7 +139,7 @@ def test_blocks_in_threads_and_patch_count(toy: ModuleType) -> None:
     flashlin.patch("toy")
     with flashlin.patched("toy"):
         flashlin.unpatch("toy")
-        assert toy.f() == "ours"  # the block still wants it
+        assert toy.f() == "ours"  # the block is still active
     assert toy.f() == "theirs"
 
 
@@ -209,7 +212,7 @@ def test_a_module_is_watched_twice_executed_again_and_only_looked_for(toy: Modul
 
 def test_an_import_meanwhile_asks_every_finder(toy: ModuleType, tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch that ends, as in another thread, takes a finder away while an import goes through them."""
+    """A patch that ends in another thread removes a finder while an import iterates over the finders."""
     class Ends:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
             if name == "beside_toy":
@@ -242,7 +245,7 @@ def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
 @pytest.mark.parametrize("names", [("toy", "toys"), ("toys", "toy")])
 def test_patches_end_in_one_order(toy: ModuleType, names: tuple[str, str],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers' models hold is asked of mamba_ssm again, which must be back then."""
+    """The objects of transformers' models are looked up in mamba_ssm again, which must be restored first."""
     ended: list[str] = []
 
     class Ends(Toy):
@@ -320,7 +323,7 @@ def test_a_patch_keeps_no_model_alive(toy: ModuleType) -> None:
 
 
 def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
-    """A module may be half imported when a patch begins, and arrives afterwards."""
+    """A module may be half imported when a patch begins, and complete later."""
     theirs = toy.f
     with flashlin.patched("toy") as report:
         ours, places = toy.f, len(report.replaced)
@@ -334,7 +337,7 @@ def test_what_is_read_again_is_not_wrapped_again(toy: ModuleType) -> None:
 def test_unknown_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"package: got 'flax', need one of triton, fla"):
         flashlin.patch("triton", "flax")
-    assert "triton" not in patching._in_force  # nothing is half done
+    assert "triton" not in patching._in_force  # no patch is half applied
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
@@ -350,7 +353,7 @@ def ours(x: int, *, scale: float = 2.0, process_group: Any = None) -> tuple[Any,
 
 def test_by_name_takes_the_originals_positions() -> None:
     call = by_name(original, ours)
-    assert inspect.unwrap(call) is original  # for registries that know the original
+    assert inspect.unwrap(call) is original  # registries look the original up
     assert call(1) == ("ours", 1, 2.0) and call(1, 3.0) == ("ours", 1, 3.0)
     assert call(x=1, scale=3.0) == ("ours", 1, 3.0) and call(1, flag=False) == ("ours", 1, 2.0)
     assert call.__name__ == "original" and call.__module__ == original.__module__
@@ -464,7 +467,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_run_is_as_python_runs_it(name: str, tmp_path: Path) -> None:
-    """Output, what is told of errors, and the exit code, of files, folders and modules."""
+    """Output, error texts and exit codes are the same, for files, folders and modules."""
     file = tmp_path / f"{name}.py"
     file.parent.mkdir(exist_ok=True)
     text, arguments = PROGRAMS[name]
@@ -479,8 +482,7 @@ def test_run_is_as_python_runs_it(name: str, tmp_path: Path) -> None:
 
 
 def test_run_inside_of_run_patches_once(tmp_path: Path) -> None:
-    """A program that patches for itself, in a process that has inherited the patch and is asked for it
-    again."""
+    """The program patches in a process that has inherited the same patch."""
     (tmp_path / "toolkit.py").write_text("""
 import flashlin, os
 flashlin.patch("triton")

@@ -1,5 +1,7 @@
-"""Programs as users have them, unedited, under ``flashlin run``: in Triton's interpreter, so that what runs are
-kernels, and stderr names them."""
+"""Programs of users run unedited under ``flashlin run`` in Triton's interpreter.
+
+So kernels run, and the summary on stderr names them.
+"""
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
-"""Compare ``flashlin run`` with ``python`` on the same programs. Test console scripts, and the summary of
-what ran in all processes."""
+"""Compare ``flashlin run`` with ``python`` on the same programs.
+
+Other tests cover console scripts, and the summary of all processes.
+"""
 from __future__ import annotations
 
 import os
@@ -126,7 +128,7 @@ def command(folder: Path, name: str, text: str) -> Path:
 def test_a_console_script_is_found_on_the_path(first: str, scripts: Path) -> None:
     script = command(scripts, "accelerate", first + "import sys\nprint(sys.argv, sys.path[0], __name__)\n")
     assert run_command.file_of("accelerate") == str(script)
-    Path("accelerate").mkdir()  # as in a checkout of its source
+    Path("accelerate").mkdir()  # the same as in a checkout of its source
     assert run_command.file_of("accelerate") == str(script)
     if "env" in first:
         done = flashlin("run", "--quiet", "--patch", "triton", "accelerate", "launch", "--", "x",
@@ -222,8 +224,10 @@ elif __name__ == "__main__":
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_the_summary_has_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
-    """A process that was killed, or forked by multiprocessing, counts up to the last power of two. A second
-    ``flashlin run`` in the program leaves its summary to the first one."""
+    """A process that was killed or forked by multiprocessing counts its calls up to the last power of two.
+
+    A second ``flashlin run`` in the program leaves its summary to the first one.
+    """
     (tmp_path / "tmp").mkdir()
     (tmp_path / "x.py").write_text(CHILDREN)
     done = flashlin("run", "--patch", "triton", str(tmp_path / "x.py"), TMPDIR=str(tmp_path / "tmp"))
@@ -266,7 +270,7 @@ def test_a_program_runs_without_a_place_for_temporary_files(
 
 @pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="no such files")
 def test_a_program_may_come_through_a_pipe() -> None:
-    """As ``flashlin run <(...)`` of a shell."""
+    """A shell does so with ``flashlin run <(...)``."""
     reads, writes = os.pipe()
     try:
         os.write(writes, b"number = 5\n")

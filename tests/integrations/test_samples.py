@@ -28,7 +28,7 @@ def test_gradients_of_samples_and_tangents(kind: str) -> None:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     weights = {name: x.detach() for name, x in model.named_parameters()}
     tangents = {name: torch.randn_like(x) for name, x in weights.items()}
-    samples = torch.randint(1, 17, (2, 10))  # without padding: its row has a tangent but no gradient
+    samples = torch.randint(1, 17, (2, 10))  # without padding, whose row has a tangent but no gradient
 
     def loss(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         logits = torch.func.functional_call(model, weights, (tokens[None],)).logits

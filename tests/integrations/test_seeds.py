@@ -1,6 +1,8 @@
-"""The programs whose failures flashlin began with, in the layers and functions of the real fla, patched: here small
-on a CPU; on a card (where this file can be run, too) in their sizes. ``python -m matrix.stacks.seeds`` runs them raw
-as well, each in a process of its own."""
+"""The first programs whose failures flashlin avoided, in the layers and functions of the real fla, patched.
+
+Here they are small and run on a CPU. On a GPU, where this file also runs, they have their real sizes.
+``python -m matrix.stacks.seeds`` also runs them raw, each in a process of its own.
+"""
 from __future__ import annotations
 
 import warnings
@@ -19,20 +21,20 @@ from tests.integrations import raw_retention
 from tests.share import WHOLE
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that there is no GPU here
+    warnings.simplefilter("ignore")  # about the missing GPU
     import fla.layers
 
 GPU = torch.cuda.is_available()
 WHERE = seeds.Where(torch.device("cuda" if GPU else "cpu"), torch.bfloat16 if GPU else torch.float32,
                     small=not GPU)
-# On a CPU one pass is compared with itself, unless it is one of many rows.
+# On a CPU one pass is compared with itself, unless it has many rows.
 PARTS = [(program, part) for program, parts in seeds.PROGRAMS.items() for part in parts
          if GPU or "B = 10923" in part or not part.endswith(seeds.BOTH_WAYS)]
 
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """Without trials in child processes, which would compile it all twice to know what is tested here."""
+    """Disable trials in child processes, because they would compile every kernel a second time."""
     with seeds.quick(), flashlin.settings(canary="off"):
         yield
 
@@ -95,12 +97,14 @@ def test_raw_bf16_retention_does_not_compile_on_a_t4(triton_matrix: TritonMatrix
 
 @pytest.mark.skipif(GPU, reason="compiled under another Triton, which needs no GPU")
 def test_bf16_retention_on_a_t4(compiled: Callable[[str, list[Job]], list[Result]]) -> None:
-    """fla's layer in bf16, as it would be started on a T4 under Triton 3.2: no dot sees bf16, and each
-    kernel of the scan compiles for sm75."""
+    """The layer of fla in bf16 is started as on a T4 under Triton 3.2.
+
+    No dot gets bf16, and each kernel of the scan compiles for sm75.
+    """
     layer = fla.layers.MultiScaleRetention(hidden_size=128, num_heads=2, layer_idx=0).bfloat16()
     x = torch.randn(1, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings(), flashlin.patched("fla"), recording(parse("triton=3.2.0,sm=75")) as started:
-        warnings.simplefilter("ignore")  # of the copies
+        warnings.simplefilter("ignore")  # about the copies
         layer(x)[0].sum().backward()
     scans = [launch for launch in started if launch.kernel.startswith("simple_gla")]
     assert scans

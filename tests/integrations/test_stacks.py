@@ -1,4 +1,4 @@
-"""The table of real programs: what its verdicts see, and a share of it, run anew."""
+"""The table of real programs: its verdicts detect errors, and a sample of it is run again."""
 from __future__ import annotations
 
 import json
@@ -71,8 +71,10 @@ def test_a_gradient_that_cancels_is_measured_by_the_largest() -> None:
 
 @pytest.mark.parametrize("stack", STACKS if WHOLE else STACKS[:1], ids=lambda one: one.name)
 def test_patched_models_agree(stack: Any) -> None:
-    """In a process of its own: fla is installed here, and models that were imported beside it raise on a
-    CPU."""
+    """The models run in a process of their own.
+
+    fla is installed here, and models that were imported with it raise on a CPU.
+    """
     models = [one for one in stack.models if WHOLE or one.name in CHANGED]
     said = run.asked(stack, models)
     assert WHOLE or set(said) == set(CHANGED)
@@ -87,7 +89,7 @@ def test_records_have_nothing_wrong(stack: Any) -> None:
 
 
 def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
-    """README and an error's advice name the same models."""
+    """README and the advice of an error name the same models."""
     stack = run.by_name(["fla 0.6.0, transformers 5.24.0"])[0]
     rows = [row for row in records.read(RESULTS / f"{stack.file}.json")["rows"]
             if "(layer)" not in row["model"]]
@@ -99,7 +101,7 @@ def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
     assert said and (int(said[1]), int(said[2])) == (len(found), len(rows))
     assert sorted(found) == sorted(RUNNING) == sorted(re.split(", | and ", said[3]))
     missing = {row["model"]: row["patched"]["logits"] for row in rows if row["model"] not in found}
-    own_words = {"Parallax"}  # its first error asks for 16 bits
+    own_words = {"Parallax"}  # its first error requires 16 bits
     assert {name for name, answer in missing.items() if "on a CPU: " not in answer} == own_words
 
 
@@ -116,7 +118,7 @@ def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_every_excuse_is_one_that_a_record_needs() -> None:
-    """One that nothing needs would hide what breaks later."""
+    """An excuse that no record needs would hide later failures."""
     def needed(on_cuda: bool) -> set[tuple[str, str, str]]:
         return {(row["model"], quantity, verdicts.verdict_of(row["raw"][quantity]))
                 for stack in STACKS if stack.on_cuda == on_cuda
@@ -133,7 +135,7 @@ def test_every_excuse_is_one_that_a_record_needs() -> None:
 
 
 def test_a_wrong_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The convolution of LFM3, which needs no other package, a little too large."""
+    """The convolution of LFM3, which needs no other package, is made slightly too large."""
     model, right = next(one for one in MODELS if one.name == "lfm3"), flashlin.mamba.causal_conv1d_fn
     raw, _ = ways.run(model, "raw", quantities=["logits"])
 
@@ -223,7 +225,7 @@ def test_what_patching_made_worse_is_told() -> None:
     assert wrong("logits", fine, "not patched")
     assert wrong("pieces", off, off) == []
     assert run.wrong({"model": "qwen3_next", "patched": {"logits": broken}}) == ["logits: raises: E: no"]
-    for (model, quantity) in LEAKS:  # of a model that leaks, nothing else is excused
+    for (model, quantity) in LEAKS:  # a model that leaks has no other excuse
         assert wrong(quantity, broken, off, model) == []
         assert wrong(quantity, fine, off, model) and wrong("logits", broken, off, model)
     assert wrong("padding", fine, off, "mamba") and not wrong("padding", fine, off, "mamba", on_cuda=True)
@@ -266,12 +268,12 @@ def test_a_quick_tuner_takes_the_first_configuration_that_fits() -> None:
     with seeds.quick():
         for n in (5, 6):
             tuner.run(n)
-    assert tried == 2 * [1, 2, 4, 4]  # the last is the call itself
+    assert tried == 2 * [1, 2, 4, 4]  # the last call is the measured one
     assert "_bench" in vars(Autotuner) and Autotuner._bench.__qualname__ == "Autotuner._bench"
 
 
 class Overwriting(torch.autograd.Function):
-    """x * weight, whose backward writes over both of what it was given, as fla's RWKV-7 over its input."""
+    """x * weight, whose backward overwrites both of its inputs, as fla's RWKV-7 overwrites its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

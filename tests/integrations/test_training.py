@@ -1,5 +1,8 @@
-"""What training puts around a model, with flashlin in it: autocast, activation checkpointing, loss scaling,
-torch.compile, several processes (DDP, FSDP2)."""
+"""Training around a model works with flashlin.
+
+The tests cover autocast, activation checkpointing, loss scaling, torch.compile, and several processes (DDP,
+FSDP2).
+"""
 from __future__ import annotations
 
 import os
@@ -19,7 +22,7 @@ from flashlin import dispatch
 from matrix.stacks.models import TINY, build, named
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that there is no GPU here
+    warnings.simplefilter("ignore")  # about the missing GPU
     import fla.models
 
 VOCABULARY = 67
@@ -67,7 +70,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     calls = []
     net.model.layers[0].attn.register_forward_hook(lambda *_: calls.append(1))
     ours = gradients(net, net(TOKENS, labels=TOKENS).loss)
-    assert len(calls) == 2  # again in backward
+    assert len(calls) == 2  # forward runs again in backward
     assert all(torch.equal(ours[name], x) for name, x in right.items())
 
 
@@ -81,9 +84,9 @@ def test_loss_scaling() -> None:
     scaler.scale(net(TOKENS, labels=TOKENS).loss).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 1024.0  # no step was left out
+    assert scaler.get_scale() == 1024.0  # no step was skipped
     close({name: p.grad for name, p in net.named_parameters() if p.grad is not None}, right, 1e-3)
-    assert all(torch.equal(p, before[name] - p.grad)  # unscaled, and the step that was taken
+    assert all(torch.equal(p, before[name] - p.grad)  # the gradient is unscaled, and the step used it
                for name, p in net.named_parameters() if p.grad is not None)
 
 
@@ -98,7 +101,7 @@ def test_compiled_without_a_break() -> None:
     close(gradients(net, loss), right, 1e-3)
 
 
-# What is patched, and a model of it with the op that it shall call.
+# The patched package, one of its models, and the op that the model must call.
 RANKED: dict[str, tuple[str, Callable[[], Any], str]] = {
     "fla's GatedDeltaNet": ("fla", model, "chunk_gated_delta_rule"),
     "qwen3_next": ("transformers", lambda: build(named("qwen3_next")), "chunk_gated_delta_rule"),
@@ -106,7 +109,7 @@ RANKED: dict[str, tuple[str, Callable[[], Any], str]] = {
 
 
 def ranked(name: str, rank: int) -> None:
-    """The mean of two ranks' gradients, each of one row, is the gradient of both rows."""
+    """Check that the mean gradient of two ranks, with one row each, is the gradient of both rows."""
     package, made, op = RANKED[name]
     asked = set[str]()
     with flashlin.patched(package), dispatch.watching(lambda plan: asked.add(plan.asked.op)):
@@ -139,7 +142,7 @@ dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """DDP and FSDP2."""
+    """The methods are DDP and FSDP2."""
     root = str(Path(__file__).resolve().parents[2])
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=root))

@@ -1,7 +1,9 @@
-"""patch("transformers"): models agree with their own torch paths, and everything is put back.
+"""patch("transformers"): models agree with their own torch paths, and everything is restored.
 
-CI runs the newest transformers, whose files bind decorated functions, and files written as those of older
-ones, where globals and constructors bind them; TEST_WHOLE=1 runs the models under older ones, too."""
+CI runs the newest transformers, whose files bind decorated functions. It also runs files in the style of
+older releases, in which globals and constructors bind them. With TEST_WHOLE=1 the models run under older
+releases.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -53,10 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
         "v_head_dim": 8}),
     "mamba": ("Mamba", MAMBA),
-    # Before 5.15 the fused function has the last word, whose norm is one of groups
+    # Before 5.15 the fused function is used, whose norm is a group norm
     "mamba2": ("Mamba2", {**MAMBA, "num_heads": 4, "head_dim": 16, "chunk_size": 16,
                           "n_groups": 2 - BEFORE_5_15}),
-    # Before 5.20 it does not generate with this norm
+    # before 5.20 the model cannot generate with this norm
     "falcon_h1": ("FalconH1", {**SHAPE, **MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": not BEFORE_5_20}),
     "lfm3": ("Lfm3", {**SHAPE, **EXPERTS, "layer_types": ["conv", "full_attention"], "conv_L_cache": 7,
                       "num_dense_layers": 1}),
@@ -70,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", {
         **SHAPE, **MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
         "num_experts_per_tok": 2, "shared_intermediate_size": 16}),
-    # A chunk is the whole row: before 5.15 their torch functions join chunks wrongly
+    # A chunk is the whole row, because before 5.15 their torch functions join chunks wrongly
     "nemotron_h": ("NemotronH", {
         **SHAPE, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
         "ssm_state_size": 8, "n_groups": 1, "chunk_size": 32}),
@@ -87,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 IN_CI = ("qwen3_next", "kimi_linear", "mamba", "mamba2", "falcon_h1", "lfm3")
 TESTED = tuple(MODELS) if WHOLE else IN_CI
-# What mixes the documents of a row, whatever it is told
+# Models that mix the documents of a row for any marks
 ATTENTION, LAYERS = "attention looks across documents", "layers call causal_conv1d_fn without"
 MIXES = {"mamba": LAYERS, "falcon_mamba": LAYERS,
          "zamba": ATTENTION if VERSION < (5, 2) else LAYERS, "jamba": ATTENTION if VERSION < (5, 0) else LAYERS}
@@ -117,7 +119,7 @@ def built(name: str, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def torch_path(model: Any) -> Iterator[None]:
-    """The model's own torch functions, whatever packages are installed."""
+    """Use the model's own torch functions, whatever packages are installed."""
     if BEFORE_5_15:
         kept = [(layer, dict(vars(layer))) for layer in model.modules() if "slow_forward" in vars(layer)]
         for layer, _ in kept:
@@ -135,7 +137,7 @@ def torch_path(model: Any) -> Iterator[None]:
 
 
 def trained(model: Any, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """Logits, and the gradients of all weights, of a step of training."""
+    """Return the logits and the gradients of all weights of a training step."""
     model.train().zero_grad()
     logits = model(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
@@ -168,17 +170,17 @@ def test_a_model_agrees_with_its_torch_path(name: str) -> None:
             assert far(trained(model, None)[0], right[0][0]) < 2e-6
             assert far(trained(model, None)[1], right[0][1]) < 2e-5
         assert len(report.replaced) > 2
-        if not (BEFORE_5_15 and name in ("mamba", "falcon_mamba")):  # whose fused function knows no mask
+        if not (BEFORE_5_15 and name in ("mamba", "falcon_mamba")):  # their fused function ignores the mask
             assert max(far(a, b) for a, b in zip(trained(before, PADDED), right[1], strict=True)) < 2e-5
         assert torch.equal(written(before), says[0])
         assert torch.equal(written(before, attention_mask=PADDED), says[1])
     assert changed(left) == []
-    with torch_path(model):  # built while it was patched
+    with torch_path(model):  # it was built while patched
         assert torch.equal(trained(model, None)[0], right[0][0])
 
 
 def packed(model: Any, **marks: Any) -> float:
-    """How far two documents in a row are from the same alone."""
+    """Return the difference of two documents in a row from the same documents alone."""
     lengths = (9, 12)
     alone = [model(input_ids=TOKENS[row:row + 1, :length], use_cache=False).logits
              for row, length in enumerate(lengths)]
@@ -225,7 +227,7 @@ def test_a_state_that_is_dropped_is_told_once() -> None:
 
 
 def test_pieces_of_a_prompt_are_the_prompt_or_one_warning_says_why_not() -> None:
-    """Up to 5.6 Gated DeltaNet gives several tokens no state."""
+    """Up to 5.6, Gated DeltaNet drops the state for several tokens."""
     model = built("qwen3_next")
     with torch.no_grad(), flashlin.patched("transformers"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -262,7 +264,7 @@ def test_a_state_in_the_cache_that_a_function_is_not_given_is_told(op: str, stat
 
 
 def everything() -> dict[Any, Any]:
-    """What transformers' modules bind, with what is in their classes and tables, and what is in layers."""
+    """Return the bindings of transformers' modules, classes, tables and layers."""
     found: dict[Any, Any] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("transformers", "transformers_modules") and type(vars(module)) is dict:
@@ -320,7 +322,7 @@ def test_a_file_that_is_imported_later_is_patched_too(monkeypatch: pytest.Monkey
     name = "transformers.models.lfm2_moe.modeling_lfm2_moe"
     if "lfm2_moe" not in dir(transformers.models):
         pytest.skip("nothing to import")
-    if loaded := sys.modules.get(name):  # by another test, which finds it again
+    if loaded := sys.modules.get(name):  # another test imported it and must find it again
         monkeypatch.setattr(transformers.models.lfm2_moe, "modeling_lfm2_moe", loaded)
         monkeypatch.delitem(sys.modules, name)
     with flashlin.patched("transformers"):
@@ -348,7 +350,7 @@ def test_patching_imports_nothing_and_says_where_there_is_nothing() -> None:
     assert said.stdout.strip() == "transformers is not installed: pip install transformers", said.stderr
 
 
-# --- files as older versions have them ---
+# --- files in the style of older versions ---
 
 OLD = '''
 import torch
@@ -384,7 +386,7 @@ LAZY = OLD.format(bound="from transformers.integrations.hub_kernels import lazy_
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A modeling file of this source, imported."""
+    """Return a modeling file with this source, imported."""
     package = tmp_path / "transformers_modules"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -407,7 +409,7 @@ def test_globals_and_what_layers_have_of_them(file: Callable[[str], ModuleType])
         for layer in (before, inside):
             assert layer.causal_conv1d_fn.__flashlin_kernel__ == "causal_conv1d_fn"
             assert layer.chunk_gated_delta_rule.__flashlin_kernel__ == "chunk_gated_delta_rule"
-            assert layer() is module.mamba_chunk_scan_combined  # which the file has not
+            assert layer() is module.mamba_chunk_scan_combined  # a name that the file does not define
         assert {one.implementation for one in bound_in(module)} == {"flashlin"}
         assert pickle.loads(pickle.dumps(inside)).causal_conv1d_fn is inside.causal_conv1d_fn
     for layer in (before, inside):
@@ -422,7 +424,7 @@ def test_what_constructors_write_is_undone(file: Callable[[str], ModuleType], bu
     hub = importlib.import_module(HUB)
     if not hasattr(hub, "_KERNEL_MODULE_MAPPING"):
         pytest.skip("no lazy loading")
-    for package in ("causal-conv1d", "mamba-ssm"):  # which a machine without CUDA has not
+    for package in ("causal-conv1d", "mamba-ssm"):  # not installed on a machine without CUDA
         monkeypatch.setitem(hub._HUB_KERNEL_MAPPING, package, {"repo_id": "nobody/nothing"})
     monkeypatch.setattr(hub, "is_kernels_available", lambda: False)
     module = file(LAZY)
@@ -530,8 +532,11 @@ def test_the_convolution_has_every_activation_that_its_caller_knows(activation: 
 
 @pytest.mark.parametrize("name", MODELS if WHOLE else ("kimi_linear", "mamba", "falcon_h1"))
 def test_a_patched_model_is_traced_whole(name: str) -> None:
-    """All that are tested here. qwen4_exp, of the models beside them, is traced neither raw nor patched: its
-    own code branches on a length that it reads from a tensor."""
+    """All tested models are traced without a graph break.
+
+    qwen4_exp is not among them. It is traced neither raw nor patched, because its code branches on a length
+    that it reads from a tensor.
+    """
     model = built(name)
     with torch.no_grad(), flashlin.patched("transformers"):
         eager = model(input_ids=TOKENS, use_cache=False).logits
@@ -547,7 +552,7 @@ def test_under_an_older_transformers(version: str) -> None:
     except NotInstallable as error:
         pytest.skip(str(error))
     root = Path(__file__).parents[2]
-    # Not the older ones that are started from here
+    # Older releases, which this test also starts, are left out
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not older and not traced"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(home)])}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

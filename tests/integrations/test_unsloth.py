@@ -1,5 +1,8 @@
-"""Programs that load unsloth, whose packages are laid out like the small one here: it carries a copy of fla
-and puts it into sys.modules under that name, and it runs modeling files that it has written anew."""
+"""Programs that load unsloth, whose packages have the structure of the small one here.
+
+unsloth carries a copy of fla and puts it into sys.modules under that name. It runs modeling files that it
+has rewritten.
+"""
 from __future__ import annotations
 
 import importlib
@@ -89,7 +92,7 @@ class Layer(nn.Module):
 
 
 class NoFla:
-    """In ``sys.meta_path``: fla is not installed."""
+    """A finder for ``sys.meta_path`` for which fla is not installed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "fla":
@@ -98,7 +101,7 @@ class NoFla:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has not imported fla, with unsloth_zoo beside it."""
+    """Make a process that has not imported fla, with unsloth_zoo on its path."""
     for name, text in FILES.items():
         file = tmp_path / "unsloth_zoo" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +163,7 @@ def test_a_package_without_a_copy_carries_none(program: None, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("program")
 def test_fla_itself_is_patched_when_it_is_whole(tmp_path: Path) -> None:
-    """A part of it arrives before, while the package is being imported."""
+    """Some of its modules arrive earlier, while the package is being imported."""
     home = tmp_path / "installed" / "fla"
     home.mkdir(parents=True)
     (home / "part.py").write_text("")
@@ -178,7 +181,7 @@ def test_fla_itself_is_patched_when_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize("early", [True, False])
 def test_files_that_unsloth_runs_are_seen(early: bool, tmp_path: Path) -> None:
-    """Its functions stand inside a wrapper of its own, which is called as they are."""
+    """Its functions are inside a wrapper, which is called in the same way."""
     compiler = importlib.import_module("unsloth_zoo.compiler")
     hub = importlib.import_module("transformers.integrations.hub_kernels")
     if not hasattr(hub, "use_kernel_func_from_hub_with_fallback"):
