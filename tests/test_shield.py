@@ -384,8 +384,8 @@ def test_a_wrong_declaration_for_a_function_is_the_same_error(declared: dict[str
 
 def test_a_function_without_a_signature_is_an_error() -> None:
     with pytest.raises(TypeError,
-                       match=r"kernel: got <built-in method add of type .*, which Python knows no arguments "
-                             r"of, need a Triton kernel or"):
+                       match=r"kernel: got <built-in method add of type .*, whose arguments Python cannot list, "
+                             r"need a Triton kernel or"):
         flashlin.shield(torch.add)
 
 

@@ -293,7 +293,7 @@ def test_the_call_runs_on_and_the_next_one_names_it(paper_gpu):
     assert str(error.value) == (
         f"embedding called at {HERE}:{at} in test_the_call_runs_on_and_the_next_one_names_it: "
         "input: got 50 at position 4 = [1, 1], need 0 <= token < 10, the vocabulary size\n"
-        '  note     the GPU was not waited for; flashlin.settings(tokens="sync") raises in the call itself')
+        '  note     the call did not wait for the GPU; flashlin.settings(tokens="sync") raises in the call itself')
     embedding(torch.tensor([1]), weight)  # each error is reported once
     synchronize()
 
@@ -376,7 +376,7 @@ def test_captured_calls_without_a_flag_are_announced(paper_gpu, monkeypatch):
     paper_gpu.capture(True)
     check_tokens(paper_gpu([1]), 10)
     with pytest.warns(UserWarning,
-                      match="captured graphs hold more than 1 different checks; check_tokens called at"):
+                      match="captured graphs contain more than 1 different checks; check_tokens called at"):
         check_tokens(paper_gpu([1]), 11)
     assert len(deferred_checks._flags[torch.device("cpu")].calls) == 1
 

@@ -110,7 +110,7 @@ def test_an_argument_that_is_left_out_is_not_taken_for_another() -> None:
 
 def test_unknown_names_are_dropped_with_a_warning() -> None:
     kernel = Kernel()
-    with pytest.warns(UserWarning, match="autotune: key names STAGE, which fn has no arguments of"):
+    with pytest.warns(UserWarning, match="autotune: key names STAGE, which are not arguments of fn"):
         tuner = tuned(kernel, key=["n", "STAGE"])
     call(tuner)
     assert kernel.started[-1]["BK"] == 32

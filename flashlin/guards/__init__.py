@@ -1,1 +1,1 @@
-"""What a call asks for, and what can stand against it."""
+"""Descriptions of calls and kernel launches, and the checks that decide if a launch can run."""

@@ -1,8 +1,8 @@
-"""The checks. Each yields the Reasons against the launches that it is given. Planning takes the first Reason
-of the first check that has one.
+"""Checks of planned launches.
 
-They know no kernel and no family by name: what a family's kernels cannot take stands in its record.
-Adding one is a function in CHECKS.
+Each check yields the reasons why the launches of a draft plan cannot or should not run. Planning handles the
+first reason of the first check that yields one. The checks name no kernel and nearly no family: the record of
+a family lists the limits of its kernels. To add a check, write a function and append it to ``CHECKS``.
 """
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from flashlin.policy import Policy
 
 
 class Draft(NamedTuple):
-    """A plan that is not checked yet: the launches that a problem of a family would make on a target."""
+    """A plan before its checks: the launches of a problem on a target.
+
+    problem: the call as plain numbers and strings.
+    family: the group of ops whose kernels run it.
+    launches: the kernel launches that the problem would make on the target.
+    target: the GPU and the releases of Triton, torch and ptxas.
+    policy: the settings that apply to the call.
+    """
     problem: Problem
     family: Family
     launches: tuple[Launch, ...]
@@ -34,21 +41,22 @@ Check = Callable[[Draft], Iterator[Reason]]
 AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
-# Up to here a token-by-token kernel without gradients beats the chunked one: it is one short launch, and a
-# chunk would be mostly padding.
+# Up to this number of tokens, without gradients, a token-by-token kernel is faster than a chunked kernel. It
+# is one short launch, and a chunk would be mostly padding.
 FEW_TOKENS = 16
-# What ranks divide, whatever suits them: "heads" (where they can), "tokens", or "" to choose. For tests and
-# benchmarks, which forget plans (dispatch.plan has a cache) when they change it.
+# Forces ranks to divide "heads" (where possible) or "tokens"; "" lets the checks choose. For tests and
+# benchmarks only. They clear the cache of dispatch.plan when they change it.
 forced_over = ""
-# Options of calls whose ranks cannot have a share of the heads each, whatever their number.
+# Options of a call that prevent ranks from dividing the heads, for any number of ranks, each with its reason.
 UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
             "few_qk_heads": "heads of q and k that they do not divide"}
-# Families whose tokens do more to a state than let it decay: ranks in the middle of a sequence make a K x K
-# matrix of that, which takes another pass, in float32.
+# Families whose tokens do more to a state than let it decay. A rank in the middle of a sequence computes a
+# K x K matrix for this, in an additional pass in float32.
 TRANSFERRED = ("delta", "dplr")
 
 
 def check_ranks(draft: Draft) -> Iterator[Reason]:
+    """Choose if the ranks that share each sequence divide its heads or carry states along its tokens."""
     problem = draft.problem
     if problem.ranks == 1 or problem.over:
         return
@@ -68,13 +76,15 @@ def check_ranks(draft: Draft) -> Iterator[Reason]:
 
 
 def check_path(draft: Draft) -> Iterator[Reason]:
-    # a user's kernel has no other path: the setting is not about it
+    """Move the call to the torch path if the settings say ``path=torch``."""
+    # A user's own kernel has no torch path, so the setting does not apply to it.
     if draft.policy.path == "torch" and draft.problem.given is None:
         yield Reason("setting", "path=torch", "a path other than torch for kernels", ("torch_path",),
                      forced=False)
 
 
 def check_backend(draft: Draft) -> Iterator[Reason]:
+    """Reject Triton kernels on an unsupported device, a torch build for other GPUs, or an old Triton."""
     target = draft.target
     if target.backend == "cpu":
         yield Reason("backend", "tensors on the CPU", "an NVIDIA GPU for the Triton kernels",
@@ -90,6 +100,7 @@ def check_backend(draft: Draft) -> Iterator[Reason]:
 
 
 def check_mode(draft: Draft) -> Iterator[Reason]:
+    """Choose between chunk and token-by-token kernels for a call with ``mode="auto"``."""
     problem, target = draft.problem, draft.target
     if problem.mode != "auto":
         return
@@ -110,6 +121,7 @@ def check_mode(draft: Draft) -> Iterator[Reason]:
 
 
 def check_dtype(draft: Draft) -> Iterator[Reason]:
+    """Reject dtypes without kernels, and bf16 operands in Triton's interpreter."""
     if draft.problem.dtype not in ("float16", "bfloat16", "float32"):
         yield Reason("dtype", draft.problem.dtype, "float16, bfloat16 or float32 for the kernels",
                      ("torch_path",))
@@ -119,12 +131,14 @@ def check_dtype(draft: Draft) -> Iterator[Reason]:
 
 
 def check_head_dim(draft: Draft) -> Iterator[Reason]:
+    """Reject head dimensions K or V above ``MAX_HEAD_DIM`` (512)."""
     if draft.family.head_dim and max(draft.problem.K, draft.problem.V) > MAX_HEAD_DIM:
         yield Reason("head-dim", f"K={draft.problem.K} V={draft.problem.V}",
                      f"K and V up to {MAX_HEAD_DIM} for the kernels", ("torch_path",))
 
 
 def check_family(draft: Draft) -> Iterator[Reason]:
+    """Reject options and sizes that the record of the family lists as unsupported by its kernels."""
     for option, got, need in draft.family.unsupported:
         if option in draft.problem.options:
             yield Reason(option, got, f"{need} for the kernels", ("torch_path",))
@@ -135,6 +149,7 @@ def check_family(draft: Draft) -> Iterator[Reason]:
 
 
 def check_grid(draft: Draft) -> Iterator[Reason]:
+    """Reject launches with more programs on a grid axis than CUDA allows."""
     for launch in draft.launches:
         for axis, (size, limit) in enumerate(zip(launch.grid, AXIS_LIMITS, strict=False)):
             if size > limit:
@@ -143,6 +158,7 @@ def check_grid(draft: Draft) -> Iterator[Reason]:
 
 
 def check_offsets(draft: Draft) -> Iterator[Reason]:
+    """Reject launches whose largest element offset does not fit into 32 bits."""
     remedies = ("torch_path",) if draft.problem.given is None else ("chunk_batch",)
     for launch in draft.launches:
         if launch.span > OFFSET_LIMIT:
@@ -151,6 +167,7 @@ def check_offsets(draft: Draft) -> Iterator[Reason]:
 
 
 def check_shared(draft: Draft) -> Iterator[Reason]:
+    """Reject launches that need more shared memory per block than the GPU has."""
     for launch in draft.launches:
         if launch.shared > draft.target.shared:
             yield Reason("shared-memory", f"{launch.kernel} needs {launch.shared} bytes per block",
@@ -158,6 +175,7 @@ def check_shared(draft: Draft) -> Iterator[Reason]:
 
 
 def check_known_issues(draft: Draft) -> Iterator[Reason]:
+    """Reject launches that match a known issue on this machine, unless the policy ignores the issue."""
     if draft.policy.policy == "off":
         return
     for issue in issues_here(draft.target):
@@ -168,8 +186,11 @@ def check_known_issues(draft: Draft) -> Iterator[Reason]:
 
 
 def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
-    """What a known issue says of a launch. As long as the recipe may have a tile without the issue's facts,
-    passing this one over is a choice."""
+    """Return the reason that a known issue gives against a launch.
+
+    The reason is not forced if the issue names properties of the tile, because the recipe may offer another
+    tile without them.
+    """
     facts = issue.traits & TILE_FACTS - draft.problem.avoid
     tile = f" {launch.tile_text}" if facts and launch.tile else ""
     target = draft.target
@@ -179,24 +200,29 @@ def _known(issue: KnownIssue, launch: Launch, draft: Draft) -> Reason:
 
 
 def check_launch_table(draft: Draft) -> Iterator[Reason]:
-    if draft.problem.given is not None or draft.policy.policy == "off":  # the table is about our own kernels
+    """Reject configurations that failed according to the launch table or to trials on this machine."""
+    # The table lists flashlin's own kernels only.
+    if draft.problem.given is not None or draft.policy.policy == "off":
         return
     for launch in draft.launches:
         if trust(launch.config, draft.target) == "failed":
-            # sequences that are not split need fewer kernels
+            # If sequences stay whole, the call needs fewer kernels.
             facts = frozenset({PARTS}) if launch.part else frozenset()
-            yield Reason("launch-table", failure(launch.config, draft.target), "a configuration that holds",
+            yield Reason("launch-table", failure(launch.config, draft.target), "a configuration that works",
                          ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
 
 
 def check_has_run(draft: Draft) -> Iterator[Reason]:
-    """On AMD only what is known to have run is started, since a kernel that hangs may take the desktop with
-    it. Whether a user's own kernel runs there is for its author to say."""
+    """Reject kernels on an AMD GPU unless a record or a trial shows that they ran correctly there.
+
+    A kernel that hangs on an AMD GPU may also freeze the desktop. The check does not apply to a user's own
+    kernels, because their author decides where they run.
+    """
     problem, target = draft.problem, draft.target
     if (target.backend != "hip" or problem.given is not None or draft.policy.policy == "off"
             or draft.policy.canary == "trial"):
         return
-    ops = (problem.op, f"{problem.mode}_{problem.op}")  # the second of an op that chooses its mode
+    ops = (problem.op, f"{problem.mode}_{problem.op}")  # second: the name with its mode
     if not all(has_run(launch.config, ops, problem.dtype, target) for launch in draft.launches):
         yield Reason("backend", "an AMD GPU on which these kernels have not run (flashlin warmup tries them)",
                      "an NVIDIA GPU, or flashlin warmup: see its --help first", ("torch_path",))

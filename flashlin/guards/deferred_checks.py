@@ -1,14 +1,17 @@
-"""Checks whose answer comes later from a GPU. The device writes the answer and copies it to pinned memory.
-The next flashlin call (``poll``) or the exit of the process reads it there, without waiting for the GPU.
-``flashlin.synchronize()`` waits.
+"""Checks that run on a GPU and whose result the host reads later.
 
-An answer that each rank of a group has is not polled, because a rank that raises alone leaves the others
-waiting in an exchange. Every rank reads it in the same later call (``settle``). That call waits only if the
-host is more than BEHIND such calls ahead of the GPU.
+The GPU writes the result of a check, its answer, and copies it to pinned memory. The next flashlin call
+(``poll``) or the exit of the process reads it there without waiting for the GPU. ``flashlin.synchronize()``
+waits for all answers.
 
-An answer is two int64, a position (-1: nothing is wrong) and the value found there; a verdict turns them into
-a message. Inside a captured graph there is neither event nor copy: each captured call has a flag on the
-device that keeps the first wrong answer of any replay until ``synchronize`` reads it.
+``poll`` does not read an answer that all ranks of a group share. A rank that raises alone would leave the
+other ranks waiting in an exchange. All ranks read such an answer in the same later call (``settle``). That
+call waits only if the host is more than ``BEHIND`` such calls ahead of the GPU.
+
+An answer is two int64 values: a position (-1 if nothing is wrong) and the value found there. The ``verdict``
+method of the checked call turns them into a message. A captured CUDA graph can use neither events nor host
+copies. Each captured call therefore has a flag on the device, which keeps the first wrong answer of any
+replay until ``synchronize`` reads it.
 """
 from __future__ import annotations
 
@@ -27,30 +30,37 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-SLOTS, FLAGS = 256, 1024    # answers on their way, made in blocks of so many; captured calls of one device
-SHOWN = 5                   # bad answers spelled out in one message
-BEHIND = 8                  # later calls of ranks after which they read an answer
-PATIENCE = 1.0              # seconds the exit of the process gives to answers that are still on their way
+SLOTS, FLAGS = 256, 1024    # slots per allocated block; flags of captured calls per device
+SHOWN = 5                   # bad answers that one message shows in full
+BEHIND = 8                  # number of later calls after which ranks read a shared answer
+PATIENCE = 1.0              # seconds that the exit of the process waits for pending answers
 
 
 class Verdict(Hashable, Protocol):
-    """A call that is being checked."""
+    """A call whose check runs on a GPU; it turns the answer into an error message."""
 
     def verdict(self, position: int, value: int) -> str:
-        """What is wrong, in words; empty where nothing is."""
+        """Return the error message for an answer, or an empty string if nothing is wrong."""
 
 
 class Slot(NamedTuple):
-    """Room for one answer: pair [2] int64 on the device, its pinned copy host [2], and the event behind the
-    copy."""
+    """Memory for one answer.
+
+    pair: the answer on the device, [2] int64.
+    host: its pinned copy on the host, [2] int64.
+    event: is recorded after the copy, so that it shows when the copy has finished.
+    """
     pair: Tensor
     host: Tensor
     event: torch.cuda.Event
 
 
 class Flags(NamedTuple):
-    """The captured calls of one device and their answers: row r of table [FLAGS, 2] int64 belongs to the r-th
-    call."""
+    """Captured calls of one device and their answers.
+
+    table: the answers on the device, [FLAGS, 2] int64.
+    calls: the captured calls, each with its row in the table.
+    """
     table: Tensor
     calls: dict[Verdict, int]
 
@@ -58,31 +68,36 @@ class Flags(NamedTuple):
 Made = TypeVar("Made")
 Owed: TypeAlias = deque[tuple[Slot, Verdict]]
 owed: Owed = deque()
-_shared: Owed = deque()     # answers that each rank of a group has
+_shared: Owed = deque()     # answers that all ranks of a group share
 _free: dict[torch.device, list[Slot]] = {}
 _flags: dict[torch.device, Flags] = {}
 _lock = Lock()
 
 
 def poll() -> None:
-    """Raise ValueError for answers that have arrived and are bad. Waits for nothing; one truth test where
-    nothing is owed."""
+    """Raise ValueError if answers that have arrived report an error.
+
+    The function never waits for a GPU. Without pending answers it costs one truth test.
+    """
     if owed:
         _raise(_arrived(owed))
 
 
 def settle() -> None:
-    """Raise ValueError for bad answers that ranks share, all but the last BEHIND; wait for them if the GPU
-    has not written them yet. Each rank calls this once in each call that several ranks make."""
+    """Raise ValueError if an answer that all ranks share reports an error, except for the last ``BEHIND``.
+
+    The function waits for the answers that the GPU has not written yet. Every rank calls it once in each call
+    that several ranks make together.
+    """
     if len(_shared) > BEHIND and not capturing():
         _raise(_waited(_shared, BEHIND))
 
 
 def synchronize() -> None:
-    """Wait for every check that flashlin has started on a GPU, those of captured graphs included.
+    """Wait for every check that flashlin has started on a GPU, including checks of captured graphs.
 
-    Raises ValueError for the first one that failed, with a line for each further one; none is raised twice.
-    Costs nothing where nothing is owed. Not for use while a graph is being captured.
+    Raises ValueError for the first failed check, with a line for each further failure. Each failure is raised
+    once. Without pending checks the call costs nothing. Do not call it while a graph is being captured.
     """
     messages = _waited(owed) + _waited(_shared)
     for device, flags in _flags.items():
@@ -96,9 +111,12 @@ def synchronize() -> None:
 
 
 def take(device: torch.device) -> Slot:
-    """A slot of a primed device to write an answer to, for ``send``. One block nearly always does, because
-    CUDA itself holds a host back that runs a thousand launches ahead; where it does not (many streams),
-    another is made, so that nobody waits for a slot."""
+    """Return a free slot for an answer on a device that ``prime`` has prepared; pass it to ``send`` later.
+
+    One block of slots is nearly always enough, because CUDA makes a host wait that is about a thousand
+    launches ahead. With many streams the host may be further ahead. Then another block is allocated, so that
+    no call waits for a slot.
+    """
     with _lock:
         if not _free[device]:
             _free[device] += apart(partial(_slots, device))
@@ -106,21 +124,28 @@ def take(device: torch.device) -> Slot:
 
 
 def send(slot: Slot, call: Verdict, shared: bool = False) -> None:
-    """The answer in ``slot.pair`` is written, or will be by what the current stream still has to do: send it
-    to the host. shared: each rank of a group sends it, for ``settle``."""
+    """Start the copy of an answer to the host, on the current stream, and queue it for a later call.
+
+    slot: its ``pair`` contains the answer, or work already queued on the current stream writes it.
+    call: the checked call, which makes the error message.
+    shared: all ranks of a group send this answer, and ``settle`` reads it instead of ``poll``.
+    """
     slot.host.copy_(slot.pair, non_blocking=True)
     slot.event.record(torch.cuda.current_stream(slot.pair.device))
     (_shared if shared else owed).append((slot, call))
 
 
 def flag(device: torch.device, call: Verdict) -> Tensor | None:
-    """Where a captured call leaves its answer, [2] int64; the same call gets the same one. None, with a
-    warning, where none is left."""
-    # captured without a warm-up: the graph's own pool has to hold the table, and keeps it for as long
+    """Return the flag, [2] int64, into which a captured call writes its answer.
+
+    Equal calls share a flag. If no flag is left, the function warns and returns None.
+    """
+    # Without a warm-up before the capture, the table is allocated in the graph's own memory pool, which keeps
+    # it as long as the graph exists.
     if device not in _flags:
         with torch.inference_mode(False):
             table = torch.empty(FLAGS, 2, dtype=torch.int64, device=device)
-            # filled now and outside the graph, or every replay would clear it
+            # Fill the table now and outside the graph; otherwise every replay would clear it.
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 table.fill_(-1)
         _install(device, table)
@@ -130,14 +155,16 @@ def flag(device: torch.device, call: Verdict) -> Tensor | None:
         return table[row]
     del calls[call]
     warnings.warn(
-        f"flashlin: captured graphs hold more than {FLAGS} different checks; {call} is not reported",
+        f"flashlin: captured graphs contain more than {FLAGS} different checks; {call} is not reported",
         stacklevel=4)
     return None
 
 
 def prime(device: torch.device) -> bool:
-    """Make what a later capture on this device needs and must not allocate. Whether that was still to be
-    done."""
+    """Allocate the flags for later graph captures on a device; return False if they already exist.
+
+    A capture itself must not allocate them.
+    """
     if device in _flags:
         return False
     with _lock:
@@ -148,7 +175,7 @@ def prime(device: torch.device) -> bool:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured here and now, where events must be left alone."""
+    """Return True if the current stream is capturing a CUDA graph; events must not be queried then."""
     return bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -169,18 +196,22 @@ def _slots(device: torch.device) -> list[Slot]:
 
 
 def apart(make: Callable[[], Made]) -> Made:
-    """Call ``make`` in a thread of its own and return what it returns: tensors that outlive the call.
+    """Call ``make`` in a new thread and return its result; for tensors that must outlive the current call.
+
     Inference mode, fake tensors, func transforms and the memory pool of torch.compile's graphs belong to the
-    caller's thread, and would turn them into tensors that die or cannot be written to."""
+    caller's thread. There they would create tensors that are freed too early or cannot be written to.
+    """
     with ThreadPoolExecutor(1, "flashlin-pending") as pool:
         return pool.submit(make).result()
 
 
 def _arrived(owed: Owed, behind: int = 0) -> list[str]:
-    """Messages of the bad answers that are here, oldest first; their slots become free. Stops at the first
-    that is not here yet, and at the last ``behind``."""
+    """Return the error messages of the answers that have arrived, oldest first, and free their slots.
+
+    Stop at the first answer that has not arrived. Keep the last ``behind`` answers unread.
+    """
     messages: list[str] = []
-    if not owed or capturing():    # asking an event would end the capture
+    if not owed or capturing():    # an event query would end the capture
         return messages
     with _lock:
         while len(owed) > behind and owed[0][0].event.query():
@@ -192,14 +223,14 @@ def _arrived(owed: Owed, behind: int = 0) -> list[str]:
 
 
 def _waited(owed: Owed, behind: int = 0) -> list[str]:
-    """``_arrived``, after waiting for all of these answers."""
+    """Wait for all answers but the last ``behind``, then return the result of ``_arrived``."""
     for slot, _ in tuple(owed)[:max(len(owed) - behind, 0)]:
         slot.event.synchronize()
     return _arrived(owed, behind)
 
 
 def _judge(flags: Flags, table: Tensor) -> list[tuple[int, str]]:
-    """(row, message) of the flags in ``table`` that are bad."""
+    """Return (row, message) for each flag in ``table`` that reports an error."""
     answers = table[:len(flags.calls)].tolist()
     told = [(row, call.verdict(*answers[row])) for call, row in flags.calls.items()]
     return [(row, message) for row, message in told if message]
@@ -207,7 +238,7 @@ def _judge(flags: Flags, table: Tensor) -> list[tuple[int, str]]:
 
 def _raise(messages: list[str]) -> None:
     if messages:
-        raise ValueError(f'{_joined(messages)}\n  note     the GPU was not waited for; '
+        raise ValueError(f'{_joined(messages)}\n  note     the call did not wait for the GPU; '
                          'flashlin.settings(tokens="sync") raises in the call itself')
 
 
@@ -217,8 +248,10 @@ def _joined(messages: list[str]) -> str:
 
 
 def _at_exit() -> None:
-    """Print what is known or comes within PATIENCE. An exception would help nobody here, and a GPU that hangs
-    must not hang the exit."""
+    """Print the errors that are known at exit or arrive within ``PATIENCE`` seconds.
+
+    An exception would have no handler here. A GPU that hangs must not block the exit.
+    """
     messages: list[str] = []
     try:
         owed.extend(_shared)
@@ -232,15 +265,14 @@ def _at_exit() -> None:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.001)
-    except Exception:  # a dead CUDA context refuses everything, and has been reported by whoever met it
+    except Exception:  # after a CUDA error every call fails, and that error has been reported already
         pass
     if messages:
         print(f"flashlin: {_joined(messages)}", file=sys.stderr)
 
 
 def _copied(table: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy on its way to the host behind what the current stream still has to do, and the event that says
-    it is there."""
+    """Start a copy of a table to the host on the current stream; return the copy and the event after it."""
     host, event = torch.empty(table.shape, dtype=table.dtype, device="cpu",
                               pin_memory=torch.cuda.is_available()), torch.cuda.Event()
     host.copy_(table, non_blocking=True)
@@ -249,10 +281,13 @@ def _copied(table: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def _in_child() -> None:
-    """A forked child (a DataLoader's worker, say) cannot ask its parent's GPU, nor may it end its parent's
-    events: keep them, unasked."""
+    """Drop all pending answers in a forked child, such as a worker of a DataLoader.
+
+    The child can neither query the events of its parent nor destroy them. Their slots therefore go back to
+    the free list, which keeps the events alive.
+    """
     global _lock
-    _lock = Lock()      # the parent may have held it
+    _lock = Lock()      # another thread of the parent may have held it during the fork
     for one in (owed, _shared):
         while one:
             slot, _ = one.popleft()

@@ -1,8 +1,8 @@
-"""What a family of ops says about itself: its launches, its public ops, what sizes mean, typical calls.
+"""Records that describe a family of ops: its launches, its public ops, its sizes and its typical calls.
 
-Each ``kernels/<family>/recipe.py`` ends with such records, ``SPECS``. ``kernels/families.py`` collects them,
-and all that speaks of all ops reads them there: planning, the checks, doctor and explain, warmup, the public
-names, the matrix. Plain Python.
+Each ``kernels/<family>/recipe.py`` ends with such records, named ``SPECS``. ``kernels/families.py`` collects
+them. Everything that needs all ops reads them there: planning, the checks, doctor, explain, warmup, the
+public names and the matrix. This module contains plain Python only.
 """
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from flashlin.guards.plan_types import Launch, Problem
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call. V: 0 where it follows from K. N: packed sequences, 0 where there are B."""
+    """Sizes of a call.
+
+    B: the batch size.
+    T: the number of tokens.
+    H: the number of heads.
+    K: the head dimension of q and k.
+    V: the head dimension of v, or 0 if it follows from K.
+    N: the number of packed sequences, or 0 if the batch contains B sequences.
+    packed: the sequences are packed along T.
+    """
     B: int = 1
     T: int = 1
     H: int = 1
@@ -24,32 +33,45 @@ class Sizes(NamedTuple):
     packed: bool = False
 
 
-Typical = Mapping[str, Sizes]  # what people call an op with, by what for
-USES = ("training", "packed", "heads of 256", "decoding")  # the keys of a Typical, as doctor orders them
+Typical = Mapping[str, Sizes]  # the sizes of typical calls of an op, by use
+USES = ("training", "packed", "heads of 256", "decoding")  # the keys of a Typical, in doctor's order
 
 
 class Limit(NamedTuple):
-    """A family's kernels take at most ``most`` on an axis. got: what a call has then, ``{}`` its size."""
+    """Largest size that the kernels of a family support on one axis.
+
+    axis: the field of ``Problem``, such as ``K``.
+    most: the largest size.
+    got: the text of the error for a larger size; that size replaces ``{}``.
+    """
     axis: str
     most: int
     got: str
 
 
 class Unsupported(NamedTuple):
-    """A family's kernels take no calls with this one of ``Problem.options``. got, need: as in a Reason."""
+    """An optional argument or flag that the kernels of a family do not support.
+
+    option: its name in ``Problem.options``.
+    got, need: the texts of the resulting ``Reason``.
+    """
     option: str
     got: str
     need: str
 
 
 class Op(NamedTuple):
-    """A public op. What is left empty is as in its family.
+    """A public op in the record of a family. Empty fields have the value of the family.
 
-    module: where it is defined, in ``flashlin.ops``. mode: what it asks for, ``""`` where there is no choice.
-    options: the optional tensors and flags of a typical call, sorted; some decide which kernels are started.
-    family: whose kernels run it, where it is not the family in whose record it stands.
-    in_place: of an op that updates a state in place, what a call of it is where gradients are wanted.
-    planned_as: the op it is planned as: the same function by another name, or a norm before a linear layer.
+    name: the public name.
+    module: the module in ``flashlin.ops`` that defines it.
+    mode: the mode it requests, or ``""`` if the op has no modes.
+    options: names of the optional tensors and flags of a typical call, sorted. Some select the kernels.
+    family: the family whose kernels run it, if that is another family than the one that lists it.
+    typical: sizes of typical calls, by use.
+    counted: a function that converts the sizes of a call into the sizes of its ``Problem``.
+    in_place: for an op that updates a state in place, a phrase for a call of it that requires gradients.
+    planned_as: the op as which it is planned, for an alias or for a norm before a linear layer.
     """
     name: str
     module: str
@@ -63,7 +85,7 @@ class Op(NamedTuple):
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether ranks may share its sequences (process_group)."""
+        """Return True if several ranks may share its sequences (argument ``process_group``)."""
         return self.mode == "chunk" and self.name.startswith(("chunk_", "mamba_chunk_"))
 
 
@@ -71,12 +93,16 @@ Recipe = Callable[[Problem, Target], tuple[Launch, ...]]
 
 
 class Family(NamedTuple):
-    """launches: which launches a problem makes on a target.
-    axes: what T, H, K and V mean in its problems, where that is not tokens and heads.
-    typical: calls as people make them, see USES.
-    counted: a Problem's sizes, out of those that explain is asked about.
-    head_dim: whether K and V are head dimensions, which a check bounds and trials choose.
-    limits, unsupported: what else the kernels cannot take; such calls take the torch path.
+    """A group of ops that share kernels and planning.
+
+    name: the name of the family.
+    launches: its recipe, which returns the launches of a problem on a target.
+    ops: its public ops.
+    axes: the meaning of T, H, K and V in its problems, where they are not tokens and heads.
+    typical: sizes of typical calls, by use; ``USES`` lists the uses.
+    counted: a function that converts the sizes of a call into the sizes of its ``Problem``.
+    head_dim: True if K and V are head dimensions; a check limits them and trials choose them.
+    limits, unsupported: further sizes and options without kernels; such calls run on the torch path.
     """
     name: str
     launches: Recipe
@@ -96,12 +122,12 @@ HEADS = {"K": "head dimension of q and k", "V": "head dimension of v"}
 
 
 def over_heads(name: str, launches: Recipe, ops: tuple[Op, ...] = ()) -> Family:
-    """A family over sequences of heads, with a state of K by V."""
+    """Return a family for ops on sequences with heads, whose state per head is a K x V matrix."""
     return Family(name, launches, ops, axes=HEADS, typical=SEQUENCES, head_dim=True)
 
 
 def problem_of(family: Family, op: Op, sizes: Sizes, dtype: str, needs_grad: bool, mode: str = "") -> Problem:
-    """The problem that a typical call of these sizes makes; mode: in place of the op's own."""
+    """Return the problem of a typical call with these sizes; ``mode`` overrides the mode of the op."""
     counted = op.counted or family.counted
     B, T, H, K, V, N, packed = counted(sizes) if counted else sizes
     return Problem(

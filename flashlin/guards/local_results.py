@@ -1,6 +1,9 @@
-"""What this machine has found out about our kernels, by trying them in child processes (``flashlin.trial``):
-one JSON file for each Triton, ptxas, torch, card and state of our kernels' sources, in a folder of the user's
-own. No folder, or a file that is not such a table, is no table, and never an error: planning reads this."""
+"""Results of trials of flashlin's kernels on this machine, stored in a folder of the user.
+
+A trial runs a kernel in a child process (``flashlin.trial``). The folder contains one JSON file for each
+combination of Triton, ptxas, torch, GPU and kernel sources. Planning reads these files. A missing folder or
+an invalid file counts as an empty table and is never an error.
+"""
 from __future__ import annotations
 
 import errno
@@ -21,20 +24,25 @@ from flashlin.compat.locks import locked
 from flashlin.compat.target import Target
 
 KERNELS = Path(__file__).parents[1] / "kernels"
-# All but the last two speak of a kernel. "not tried": something else failed, and nothing is known. "torch
-# path": nothing was started.
+# All words but the last two judge a kernel. "not tried": something else failed, so that nothing is known
+# about the kernel. "torch path": no kernel was started.
 Word = Literal["ran", "wrong numbers", "compiler error", "abort or illegal access", "hang", "not tried",
                "torch path"]
 WORDS: tuple[Word, ...] = get_args(Word)
 BAD: tuple[Word, ...] = ("wrong numbers", "compiler error", "abort or illegal access", "hang")
-LARGEST = 2**22  # bytes; the largest file we write. A table of all our kernels has some 200,000
-READ = 16 * LARGEST  # bytes; the largest file we read. Older releases wrote without a limit
+LARGEST = 2**22  # bytes; the largest file to write. A table of all kernels has about 200,000
+READ = 16 * LARGEST  # bytes; the largest file to read. Older releases wrote without a limit
 A_DAY = 86400.0
 
 
 class Verdict(NamedTuple):
-    """word: what was found. when: in seconds since 1970. trial: the trial that found it. said: in its own
-    words."""
+    """Result of one trial.
+
+    word: the outcome, one of ``WORDS``.
+    when: the time of the trial in seconds since 1970.
+    trial: the trial, as ``op dtype head_dim``.
+    said: the message of the trial, if there is one.
+    """
     word: Word
     when: float
     trial: str
@@ -42,54 +50,65 @@ class Verdict(NamedTuple):
 
     @property
     def op(self) -> str:
+        """Return the name of the op that the trial ran."""
         return self.trial.partition(" ")[0]
 
     @property
     def date(self) -> str:
+        """Return the local date of the trial, such as ``2025-01-31``."""
         return time.strftime("%Y-%m-%d", time.localtime(self.when))
 
 
 class Table(NamedTuple):
-    """kernels: by ``Launch.config``; only words that speak of a kernel. trials: by ``op dtype head_dim``."""
+    """Verdicts of trials on this machine.
+
+    kernels: verdicts by configuration (``Launch.config``), without ``not tried`` and ``torch path``.
+    trials: verdicts by trial, named ``op dtype head_dim``.
+    """
     kernels: dict[str, Verdict]
     trials: dict[str, Verdict]
 
     def updated(self, newer: Table) -> Table:
+        """Return a table with the verdicts of both tables; those of ``newer`` override."""
         return Table({**self.kernels, **newer.kernels}, {**self.trials, **newer.trials})
 
     def without(self, ops: Collection[str]) -> Table:
-        """What is left when the verdicts of these ops, or of all where none is named, are taken back."""
+        """Return the table without the verdicts of these ops; without ``ops``, return an empty table."""
         return Table(*({name: verdict for name, verdict in part.items() if ops and verdict.op not in ops}
                        for part in self))
 
     @property
     def size(self) -> int:
+        """Return the number of verdicts on kernels and trials together."""
         return len(self.kernels) + len(self.trials)
 
 
 NOTHING = Table({}, {})
-_unwritten: dict[Target, Table] = {}  # what could not be kept holds in this process
+_unwritten: dict[Target, Table] = {}  # results that could not be written; they apply in this process only
 
 
 @lru_cache(maxsize=16)
 def local(target: Target) -> Table:
-    """What is known on this machine, as read once, until ``read_again``."""
+    """Return the results of trials on this machine for a target; cached until ``read_again``."""
     folder, _ = place()
     written = NOTHING
-    if folder is not None and folder.is_dir():  # else nobody has tried anything, and _file reads no sources
+    if folder is not None and folder.is_dir():  # without a folder, spare _file its hash of all sources
         with suppress(OSError):
             written = _read(_file(folder, target))
     return written.updated(_unwritten.get(target, NOTHING))
 
 
 def read_again() -> None:
-    """Another process may have written."""
+    """Clear the cache of ``local``, because another process may have written new results."""
     local.cache_clear()
 
 
 def keep(new: Table, target: Target) -> None:
-    """Add to this machine's table. Several processes may do so at once. Where nothing can be written, a
-    warning says so and what was found holds in this process."""
+    """Add new results to the table of this machine for a target.
+
+    Several processes may do this at the same time. If the file cannot be written, the function warns, and the
+    results apply in this process only.
+    """
     folder, why = place()
     if folder is not None:
         try:
@@ -103,25 +122,30 @@ def keep(new: Table, target: Target) -> None:
             why = f"{folder} cannot be written: {error}"
     _unwritten[target] = _unwritten.get(target, NOTHING).updated(new)
     local.cache_clear()
-    warnings.warn(f"flashlin: what was found out about kernels holds in this process only: {why}",
+    warnings.warn(f"flashlin: the results of kernel trials apply in this process only: {why}",
                   stacklevel=3)
 
 
 def unwritten(target: Target) -> str:
-    """What this process alone knows, for a child that is to plan as this process does; ``""`` for nothing."""
+    """Return this process's unwritten results for a target as JSON, or ``""`` if there are none.
+
+    A child process needs them to plan as this process does; see ``know``.
+    """
     return json.dumps(_unwritten[target]._asdict()) if target in _unwritten else ""
 
 
 def know(told: str, target: Target) -> None:
-    """What the parent alone knows."""
+    """Load the unwritten results of the parent process, in the form that ``unwritten`` returns."""
     _unwritten[target] = _table(json.loads(told))
     local.cache_clear()
 
 
 def forget(ops: Collection[str] = ()) -> int:
-    """Take back what trials of these ops (all by default) have found, in every table of this machine; returns
-    how many verdicts that were. Raises OSError where a table cannot be written, or there is no place for
-    one."""
+    """Delete the results of trials of these ops from every table of this machine; return their number.
+
+    Without ``ops`` all results are deleted. Raises OSError if a table cannot be written or no folder can be
+    used.
+    """
     folder, why = place()
     if folder is None:
         raise OSError(why)
@@ -144,27 +168,33 @@ def forget(ops: Collection[str] = ()) -> int:
 
 @contextmanager
 def alone(trial: str) -> Iterator[None]:
-    """One process of this user at a time, where a lock can be had."""
+    """Hold the lock of a trial, so that only one process of this user runs it at a time.
+
+    If no lock is available, continue without one.
+    """
     folder, _ = place()
     with ExitStack() as held:
         if folder is not None:
-            with suppress(OSError):  # then two processes may try the same, and both be right
+            with suppress(OSError):  # without a lock two processes may run the same trial, which is harmless
                 make(folder)
                 held.enter_context(locked(folder / f"trial-{trial.replace(' ', '-')}.lock"))
         yield
 
 
 def place(warn: bool = True) -> tuple[Path | None, str]:
-    """The folder, ``$FLASHLIN_HOME`` or ``flashlin`` in the user's cache, whether or not it is there yet; or
-    None, and why there is none. warn: whether a folder that others could write to is told, once."""
+    """Return (folder of the results, ``""``), or (None, the reason why no folder can be used).
+
+    The folder is ``$FLASHLIN_HOME``, or ``flashlin`` in the user's cache. It need not exist yet.
+    warn: warn once if the folder is not used because other users could write to it.
+    """
     named = os.environ.get("FLASHLIN_HOME")
     try:
         folder = Path(named) if named else in_cache()
         what = f"FLASHLIN_HOME={folder}" if named else str(folder)
         if folder.exists() and not folder.is_dir():
-            return None, f"{what} is no folder"
+            return None, f"{what} is not a folder"
         why = unsafe(folder, what)
-    # no home; not ours to look into; longer than names may be; a zero byte
+    # no home folder; no permission to read it; a name that is too long or contains a zero byte
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"{'FLASHLIN_HOME' if named else 'the cache of this user'} cannot be used: {error}"
     if why and warn:
@@ -174,8 +204,8 @@ def place(warn: bool = True) -> tuple[Path | None, str]:
 
 @lru_cache(maxsize=8)
 def _tell(why: str) -> None:
-    warnings.warn(f"flashlin: no verdicts are read or kept: {why}: who can write verdicts decides which "
-                  "kernels run", stacklevel=4)
+    warnings.warn(f"flashlin: no verdicts are read or kept: {why}: anyone who can write verdicts can decide "
+                  "which kernels run", stacklevel=4)
 
 
 def _file(folder: Path, target: Target) -> Path:
@@ -185,15 +215,18 @@ def _file(folder: Path, target: Target) -> Path:
 
 @lru_cache(maxsize=1)
 def _kernels() -> str:
-    """A hash of all our kernels' sources: with other kernels, verdicts mean nothing."""
+    """Return a hash of the sources of all kernels, because verdicts are valid for these sources only."""
     files = sorted(KERNELS.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _read(file: Path) -> Table:
-    """Return the table in a file. An invalid file counts as empty: one that is missing, half written, a link,
-    too large, nested too deeply, or has unknown words or dates. Raise OSError if reading fails for another
-    reason, because a table that is about to be replaced must not be lost then."""
+    """Return the table in a file; a missing or invalid file counts as an empty table.
+
+    A file is invalid if it is half written, a link, larger than ``READ`` bytes or nested beyond the recursion
+    limit, or if it contains unknown words or dates. Raise OSError if reading fails for another reason,
+    because a table that is about to be replaced must not be lost then.
+    """
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as opened:
@@ -222,7 +255,7 @@ def _verdict(fields: list[object]) -> Verdict:
 
 
 def _write(file: Path, table: Table) -> None:
-    """Write the file whole or not at all. Raise OSError if it would be larger than LARGEST."""
+    """Write a table to a file atomically. Raise OSError if the file would exceed ``LARGEST`` bytes."""
     handle, fresh = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as opened:

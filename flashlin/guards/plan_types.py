@@ -1,5 +1,9 @@
-"""The nouns: Problem (a call), Launch (one kernel start), Reason (what stands against it), Plan (the decision
-trail)."""
+"""Data types of planning.
+
+A ``Problem`` describes a call. A ``Launch`` describes one kernel launch. A ``Reason`` says why a launch
+cannot or should not run. A ``Plan`` contains the decisions that lead from the requested problem to its
+launches.
+"""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -7,14 +11,17 @@ from typing import Any, NamedTuple
 from flashlin.compat.target import Target
 from flashlin.compat.traits import trait_set, with_operands
 
-# The dtypes of the ops by torch's names, each with its usual short ones.
+# The dtypes of the ops by torch's names, each with its usual short names.
 DTYPES = {"bfloat16": ("bf16",), "float16": ("fp16", "half"), "float32": ("fp32", "float"),
           "float64": ("fp64", "double")}
 
 
 def dtype_name(given: object) -> str:
-    """torch's name of a dtype without ``torch.``, out of a ``torch.dtype``, that name or a short one. Raises
-    ValueError that lists them."""
+    """Return torch's name of a dtype without ``torch.``, such as ``bfloat16``.
+
+    given: a ``torch.dtype``, its name, or a short name such as ``bf16``. Raises ValueError with the list of
+    names for any other value.
+    """
     text = str(given).removeprefix("torch.").lower()
     for name, short in DTYPES.items():
         if text in (name, *short):
@@ -23,21 +30,32 @@ def dtype_name(given: object) -> str:
                      f"{', '.join(one for short in DTYPES.values() for one in short)})")
 
 
-PARTS = "parts"  # in Problem.avoid: sequences stay whole
+PARTS = "parts"  # in Problem.avoid: do not split sequences into segments
 
 
 class Problem(NamedTuple):
-    """A call as facts: ints, bools and strings out of its tensors, never a tensor.
+    """A call as plain numbers and strings; it holds no tensor. Remedies rewrite mode and path to avoid.
 
-    op: the public name; family: whose recipe serves it; mode: ``chunk``, ``fused_recurrent``, or ``auto``
-    until the plan decides (``""`` for ops without modes). N: number of sequences (B unless varlen). dtype:
-    torch's name without ``torch.``. options: names of the optional tensors and flags in use, sorted. Remedies
-    rewrite mode and the fields from path to avoid. avoid: facts of a tile (``TILE_FACTS``): recipes pass over
-    candidates that have one; ``PARTS``: they split no sequence. invariant: nothing may depend on how many
-    sequences there are, or how long they are; trial: what nobody has run may be started. given: set where the
-    kernel is a user's own (``shield``); then B and N are its batch, and T, H, K, V say nothing. ranks: how
-    many share each sequence, of which each has T tokens; over: what they divide between them, ``heads`` or
-    ``tokens``, and ``""`` until the plan decides.
+    op: the public name.
+    family: the name of the family whose recipe plans the call.
+    mode: ``chunk``, ``fused_recurrent``, ``auto`` until the plan decides, or ``""`` for ops without modes.
+    B, T, H: batch size, tokens per sequence, and heads. K, V: head dimensions of q and k, and of v.
+    N: the number of sequences, which is B unless sequences are packed.
+    dtype: torch's name of the dtype without ``torch.``.
+    varlen: sequences are packed along T.
+    needs_grad: the call needs gradients.
+    options: names of the optional tensors and flags in use, sorted.
+    path: ``triton`` or ``torch``.
+    max_warps: the largest number of warps of a launch.
+    dot: ``native``, or ``fp32`` if kernels run on fp32 copies.
+    batch_part: how many batch entries one launch computes at a time; 0 for the whole batch.
+    avoid: tile traits (``TILE_FACTS``) that recipes must avoid; with ``PARTS`` they split no sequence.
+    given: the launch of a user's own kernel (``shield``). Then B and N are its batch, and T, H, K and V have
+    no meaning.
+    invariant: results must not depend on the number of sequences or on their lengths.
+    ranks: the number of ranks that share each sequence; each rank has T of its tokens.
+    over: the dimension that ranks divide, ``heads`` or ``tokens``, and ``""`` until the plan decides.
+    trial: kernels that have not been run on this kind of GPU may be started.
     """
     op: str
     family: str
@@ -79,20 +97,27 @@ class Problem(NamedTuple):
 
 
 def operands_of(problem: Problem) -> str:
-    """The dtype of what our kernels load: of fp32 copies or of the call's own tensors."""
+    """Return the dtype that the kernels load: float32 if they run on fp32 copies, else the call's dtype."""
     return "float32" if problem.dot == "fp32" else problem.dtype
 
 
 def traits_of(problem: Problem, *names: str) -> frozenset[str]:
-    """These traits and those that follow from the operands of our kernels."""
+    """Return the named traits and the traits that follow from the dtype of the operands."""
     return with_operands(trait_set(*names), frozenset({operands_of(problem)}))
 
 
 class Launch(NamedTuple):
-    """One kernel start as facts. tile: block sizes by name. shared: bytes, an upper estimate. span: the
-    largest offset that the kernel computes in 32 bits, in elements. traits: what known issues look for,
-    see compat/traits.py. part: tokens of the parts that sequences are split into, 0 where
-    they are not."""
+    """One kernel launch as plain numbers and strings.
+
+    kernel: the name of the kernel.
+    grid: the number of programs on each grid axis.
+    num_warps, num_stages: Triton's compile options.
+    tile: block sizes by name.
+    shared: an upper estimate of the shared memory per block in bytes.
+    span: the largest offset that the kernel computes in 32 bits, in elements.
+    traits: properties that known issues test, see compat/traits.py.
+    part: the number of tokens per segment if sequences are split, else 0.
+    """
     kernel: str
     grid: tuple[int, ...]
     num_warps: int
@@ -104,32 +129,35 @@ class Launch(NamedTuple):
     part: int = 0
 
     def block(self, name: str) -> int:
+        """Return the block size of this name from the tile."""
         return dict(self.tile)[name]
 
     @property
     def tile_text(self) -> str:
+        """Return the block sizes as text, such as ``BT=64 BK=32``."""
         return " ".join(f"{name}={size}" for name, size in self.tile)
 
     @property
     def config(self) -> str:
-        """What the launch table knows it by: the kernel, its tile, warps, stages and what its operands
-        are."""
+        """Return the key of this launch in the launch table: kernel, tile, warps, stages and traits."""
         return (f"{self.kernel} {self.tile_text} warps={self.num_warps} stages={self.num_stages} "
                 f"{' '.join(sorted(self.traits))}").strip()
 
     def __str__(self) -> str:
-        parts = f" parts of {self.part} tokens" if self.part else ""
+        parts = f" segments of {self.part} tokens" if self.part else ""
         return (f"{self.kernel} grid={self.grid} {self.tile_text} num_warps={self.num_warps} "
                 f"num_stages={self.num_stages}{parts}")
 
 
 class Given(NamedTuple):
-    """A user's launch as it was asked for, and what its caller declared about it.
+    """A launch of a user's own kernel, and the declarations of its caller.
 
-    axis: the grid axis that counts the batch, -1 if undeclared. whole: why the batch cannot be split, ``""``
-    if it can. outputs: whether the tensors it writes are declared. reach: (base, step) for each long tensor:
-    its last element, in a part of n of the batch, is base + n * step. half: whether the source itself makes
-    16-bit operands, so that fp32 arguments leave the traits as they are.
+    launch: the requested launch.
+    axis: the grid axis that counts the batch, or -1 if it is not declared.
+    whole: the reason why the batch cannot be split, or ``""`` if it can.
+    outputs: True if the caller declares the tensors that the kernel writes.
+    reach: (base, step) for each long tensor. With n batch entries, its last element is base + n * step.
+    half: True if the source itself casts operands to 16 bits. Then fp32 arguments do not change the traits.
     """
     launch: Launch
     axis: int = -1
@@ -140,12 +168,16 @@ class Given(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """What stands against a launch: what was got, what is needed, and the remedies that take it away, best
-    first.
+    """The result of a failed check: why a launch cannot or should not run.
 
-    forced: False where a remedy is the normal way (CPU tensors take the torch path), so nothing is announced
-    and strict accepts it. avoid: the facts of a tile that it objects to, where the recipe has tiles without
-    them.
+    code: a short name of the check, or the id of a known issue.
+    got: the fact that the check rejects.
+    need: the requirement.
+    remedies: names of the remedies that resolve it, best first.
+    url: a page about the problem.
+    forced: False if a remedy is the normal case, such as the torch path for CPU tensors. Then nothing is
+    announced, and the policy ``strict`` accepts the remedy.
+    avoid: the tile traits that it rejects, if the recipe has tiles without them.
     """
     code: str
     got: str
@@ -160,8 +192,15 @@ class Reason(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """asked -> problem by the steps (reason, remedy); the launches of the rewritten problem; or refused, and
-    why."""
+    """The result of planning a call.
+
+    asked: the requested problem.
+    problem: the problem that runs, after all remedies.
+    target: the machine.
+    launches: the launches of ``problem``.
+    steps: the reasons and the remedies, as (reason, remedy), that lead from ``asked`` to ``problem``.
+    refused: the reasons for a refusal; empty if the call can run.
+    """
     asked: Problem
     problem: Problem
     target: Target
@@ -171,19 +210,20 @@ class Plan(NamedTuple):
 
     @property
     def path(self) -> str:
+        """Return the path of the call: ``triton``, ``torch``, or ``refused`` if it cannot run."""
         return "refused" if self.refused else self.problem.path
 
     def launch(self, *kernels: str) -> Launch:
         """Return the launch of the first of these kernels that is planned. Raise a KeyError if none is."""
         for kernel in kernels:
-            for launch in self.launches:  # every call of an op comes here: half the time of a generator
+            for launch in self.launches:  # every call runs this loop; a generator takes twice as long
                 if launch.kernel == kernel:
                     return launch
         raise KeyError(f"{self.asked.op}: no launch of {' or '.join(kernels)} is planned")
 
     @property
     def part(self) -> int:
-        """Tokens of the parts that sequences are split into, 0 where they are not."""
+        """Return the number of tokens per segment if sequences are split, else 0."""
         return max([launch.part for launch in self.launches], default=0)
 
     def __str__(self) -> str:
@@ -196,7 +236,10 @@ class Plan(NamedTuple):
 
 
 class UnsupportedError(NotImplementedError):
-    """This call cannot run on this machine. Four lines: the call, the target, the reasons, what to do."""
+    """Raised by a call that cannot run on this machine.
+
+    The message has one line each for the call, the target and the advice, and one for each reason.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -205,13 +248,13 @@ class UnsupportedError(NotImplementedError):
                          f"  target   {plan.target}\n  because  {because}\n  do       {advice(plan)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without it an exception is made again from its message, which __init__ does not take: a Pool waits
-        # forever for such a worker.
+        # Without this method, unpickling would pass the message to __init__, which expects a plan. A
+        # multiprocessing Pool would then wait forever for the worker.
         return type(self), (self.plan,), self.__dict__
 
 
 def advice(plan: Plan) -> str:
-    """What a user can do about a refusal."""
+    """Return a sentence that tells the user how to make a refused call run."""
     offered = {remedy for reason in plan.refused for remedy in reason.remedies}
     given = plan.asked.given
     if given is not None and "chunk_batch" in offered and given.whole:

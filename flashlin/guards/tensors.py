@@ -1,6 +1,9 @@
-"""Checks of the tensors themselves: shape, dtype, device, cu_seqlens. Wrong arguments are ValueError or
-TypeError that name the argument, what it got and what it needs. Metadata is always checked; values only where
-no GPU has to be waited for, or in debug mode."""
+"""Checks of tensor arguments: shape, dtype, device and cu_seqlens.
+
+A wrong argument raises ValueError or TypeError with the name of the argument, the given fact and the
+requirement. Metadata is always checked. Values are checked only if that does not wait for a GPU, or in debug
+mode.
+"""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -23,8 +26,10 @@ _copies: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 def resolved(x: Any) -> Any:
-    """Return an argument with lazily negated and conjugated tensors replaced by copies, also inside a tuple
-    or a list. Other arguments are returned unchanged."""
+    """Return an argument after replacing lazily negated or conjugated tensors by resolved copies.
+
+    Tensors inside a tuple or a list are also replaced. Other arguments are returned unchanged.
+    """
     if isinstance(x, (tuple, list)):
         return type(x)([resolved(one) for one in x]) if type(x) in (tuple, list) else x
     if not isinstance(x, torch.Tensor) or not (x.is_neg() or x.is_conj()):
@@ -35,20 +40,27 @@ def resolved(x: Any) -> Any:
 
 
 def check_no_copy(name: str, x: torch.Tensor, because: str) -> None:
-    """Raise a ValueError if x, which the op overwrites, is a copy made by ``resolved``. Values written to the
-    copy would be lost."""
+    """Raise ValueError if x, which the op overwrites, is a copy made by ``resolved``.
+
+    Values written to the copy would be lost.
+    because: the op or option that overwrites x, for the error.
+    """
     if _copies and _copies.get(id(x)) is x:
         raise ValueError(f"{name}: got a lazily negated or conjugated tensor, need {name}.resolve_neg(), "
                          f"since {because} overwrites it")
 
 
 def shown(shape: Any) -> str:
+    """Return a shape as text, such as ``[2, 64, 4, 128]``."""
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
 def check_dense(name: str, x: Any, need: str, distributed: bool = False) -> None:
-    """``x`` is a tensor whose elements lie in memory by strides: it has a shape, and kernels can read it.
-    need: what an error asks for. distributed: accept a DTensor too, which kernels cannot read."""
+    """Raise TypeError unless x is a dense, strided, plain tensor, which kernels can read.
+
+    need: the requirement, for the error.
+    distributed: also accept a DTensor, which kernels cannot read.
+    """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, need {need}")
     if x.is_nested or x.layout is not _STRIDED:
@@ -60,8 +72,11 @@ def check_dense(name: str, x: Any, need: str, distributed: bool = False) -> None
 
 
 def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> None:
-    """``x`` is a dense floating-point tensor of so many dimensions (None: any), whose sizes, as ``meaning``
-    says, have still to be looked at."""
+    """Raise TypeError or ValueError unless x is a dense floating-point tensor with ``dims`` dimensions.
+
+    meaning: the required shape, for the error. This function does not check the sizes.
+    dims: the number of dimensions; None accepts any number.
+    """
     check_dense(name, x, f"a tensor of shape {meaning}")
     if dims is not None and x.ndim != dims:
         raise ValueError(f"{name}: got shape {shown(x.shape)}, need {meaning}")
@@ -70,13 +85,19 @@ def check_floats(name: str, x: Any, meaning: str, dims: int | None = None) -> No
 
 
 def check_dtype(name: str, dtype: Any, prefix: str = "") -> None:
+    """Raise TypeError unless a dtype is bfloat16, float16, float32 or float64."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         raise TypeError(f"{name}: got {prefix}{dtype}, need bfloat16, float16, float32 or float64")
 
 
 def check_integers(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
                    beside: str) -> None:
-    """``x`` is a dense int32 or int64 tensor of that shape (None: any size) on that device."""
+    """Raise TypeError or ValueError unless x is a dense int32 or int64 tensor of a shape on a device.
+
+    shape: the required sizes; None accepts any size.
+    meaning: the shape in symbols such as ``[N]``, for the error.
+    beside: the argument that determines the device, for the error.
+    """
     _check_integer(name, x, meaning)
     _check_shape(name, x, shape, meaning)
     check_device(name, x, device, beside)
@@ -91,11 +112,15 @@ def _check_integer(name: str, x: Any, meaning: str) -> None:
 
 def need_tensor(name: str, x: Any, shape: tuple[int | None, ...], meaning: str, device: torch.device,
                 beside: str = "q") -> None:
-    """``x`` is a dense floating-point tensor of that shape (None: any size) on that device. ``meaning``
-    spells the shape out in the error; ``beside`` is the argument whose device that is."""
+    """Raise TypeError or ValueError unless x is a dense floating-point tensor of a shape on a device.
+
+    shape: the required sizes; None accepts any size.
+    meaning: the shape in symbols such as ``[B, T, H, K]``, for the error.
+    beside: the argument that determines the device, for the error.
+    """
     if (type(x) in TENSORS and not x.is_nested and x.layout is _STRIDED and x.dtype in FLOATS
             and x.shape == shape and x.device == device):
-        return  # as nearly always; the checks below find out what is wrong
+        return  # the usual case; the checks below find the error
     check_floats(name, x, meaning)
     _check_shape(name, x, shape, meaning)
     check_device(name, x, device, beside)
@@ -111,20 +136,25 @@ def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], mean
 
 
 def check_device(name: str, x: torch.Tensor, device: torch.device, beside: str) -> None:
+    """Raise ValueError unless x is on ``device``, the device of the argument named by ``beside``."""
     if x.device != device:
         raise ValueError(f"{name}: got device {x.device}, need {device}, where {beside} is")
 
 
 def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -> None:
-    """q, k [B, T, H, K] and v [B, T, H, V] agree; grouped: v may have several heads to each of q's. Heads of
-    size zero are refused; empty batches and sequences are fine. first: q's public name, RWKV's being r."""
+    """Raise TypeError or ValueError unless q and k [B, T, H, K] and v [B, T, H, V] fit together.
+
+    Head dimensions of 0 are rejected. Empty batches and empty sequences are accepted.
+    grouped: the number of heads of v may be a multiple of the number of heads of q and k.
+    first: the public name of q, which is r for RWKV.
+    """
     for x in (q, k, v):
         if (type(x) not in TENSORS or x.is_nested or x.layout is not _STRIDED or x.dtype not in FLOATS
                 or x.ndim != 4 or x.device != q.device):
             break
     else:
         if k.shape == q.shape and v.shape[:3] == q.shape[:3] and q.shape[3] > 0 and v.shape[3] > 0:
-            return  # as nearly always; the checks below find out what is wrong, or that v has more heads
+            return  # the usual case; the checks below find the error or accept more heads of v
     check_floats(first, q, "[B, T, H, K]")
     _check_shape(first, q, (None, None, None, None), "[B, T, H, K]")
     need_tensor("k", k, tuple(q.shape), "[B, T, H, K]", q.device, first)
@@ -140,10 +170,11 @@ def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -
 
 
 def shareable(heads: int, groups: int) -> bool:
-    """Return True if every group can have the same number of heads. Without heads there must be no groups.
+    """Return True if every group can have the same number of heads. If one number is 0, both must be 0.
 
-    Each comparison is a statement of its own, because torch.compile cannot compare two conditions on symbolic
-    sizes."""
+    Each comparison has its own statement, because torch.compile cannot compare two conditions on symbolic
+    sizes.
+    """
     if groups == 0:
         return heads == 0
     return heads > 0 and heads % groups == 0
@@ -151,12 +182,14 @@ def shareable(heads: int, groups: int) -> bool:
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, rows: torch.Size,
                      device: torch.device, debug: bool, packed: str = "q") -> torch.Tensor:
-    """The bounds that kernels may trust: rising, within 0 .. T.
+    """Return sequence boundaries [N + 1] that kernels can trust: they never fall and lie between 0 and T.
 
-    Values that can be read without waiting for a GPU (cu_seqlens_cpu, CPU tensors), or that debug mode
-    insists on, must start at 0, never fall and end at T, else ValueError. Other values are brought into order
-    on the device, so that a wrong table cannot reach outside the tensors; rows it does not cover are zeros in
-    outputs and gradients. packed: the name of the tensor whose rows are meant.
+    Values are read if that does not wait for a GPU (``cu_seqlens_cpu`` or CPU tensors), or in debug mode.
+    They must start at 0, never fall and end at T; otherwise a ValueError is raised. Other values are clamped
+    and made to rise on the device, so that kernels never access memory outside the tensors. Tokens that they
+    do not cover are zeros in outputs and gradients.
+    rows: the shape of the packed tensor, which begins with [1, T].
+    packed: the name of the packed tensor, for the error.
     """
     B, T = rows[0], rows[1]
     if B != 1:
@@ -182,12 +215,14 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         check_bounds(numbers(readable), T)
         if readable is cu_seqlens:
             return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
-    return cu_seqlens.clamp(0, T).cummax(0).values  # also beside cu_seqlens_cpu, which need not say the same
+    return cu_seqlens.clamp(0, T).cummax(0).values  # also with cu_seqlens_cpu, which may differ
 
 
 def without_values(x: torch.Tensor) -> str:
-    """Return the kind of a tensor whose values this process cannot read (on meta, FakeTensor, DTensor), as a
-    phrase; empty for a tensor with values."""
+    """Return a phrase for a tensor whose values this process cannot read, or "" for a tensor with values.
+
+    Such tensors are on ``meta`` or belong to a subclass such as FakeTensor or DTensor.
+    """
     if x.device.type == "meta":
         return "a tensor on meta"
     plain = type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -195,14 +230,14 @@ def without_values(x: torch.Tensor) -> str:
 
 
 def check_values(name: str, x: torch.Tensor) -> None:
-    """``x`` has values. Of other tensors an op on ``meta`` asks for shapes only."""
+    """Raise ValueError if the values of x cannot be read, as on ``meta``; skipped under torch.compile."""
     if not torch.compiler.is_compiling() and (kind := without_values(x)):
-        raise ValueError(f"{name}: got {kind}, need one with values: how long sequences are decides what is "
-                         "computed")
+        raise ValueError(f"{name}: got {kind}, need one with values: the lengths of the sequences decide "
+                         "what is computed")
 
 
 def check_bounds(edges: list[int], T: int) -> None:
-    """Raises ValueError that names the first entry that is wrong."""
+    """Raise ValueError unless the sequence boundaries start at 0, never fall and end at T."""
     if edges[0] != 0:
         raise ValueError(f"cu_seqlens: got a first value of {edges[0]}, need 0")
     for n, (before, edge) in enumerate(pairwise(edges), 1):
@@ -226,6 +261,11 @@ def check_state(
     packed: bool,
     first: str = "q",
 ) -> None:
+    """Raise TypeError or ValueError unless state is [N, H, K, V], or [N, H, V, K] with ``v_first``.
+
+    packed: the sequences are packed, so that a wrong number of states has its own message.
+    first: the argument that determines the device, for the error.
+    """
     meaning = "[N, H, V, K]" if v_first else "[N, H, K, V]"
     if packed:
         check_dense(name, state, f"a tensor of shape {meaning}")
@@ -247,8 +287,12 @@ def check_pool(
     device: torch.device,
     because: str,
 ) -> None:
-    """States that are to be overwritten: [N, H, K, V] (N None: any number), each one contiguous and apart
-    from the others."""
+    """Raise TypeError or ValueError unless pool is a tensor of states that an op can overwrite.
+
+    Its shape is [N, H, K, V], or [N, H, V, K] with ``v_first``; N may be None for any number of states. Each
+    state must be contiguous and must not overlap the other states.
+    because: the op or option that overwrites the states, for the error.
+    """
     if pool is None:
         raise ValueError(f"{name}: got None, need the states that {because} reads and overwrites")
     meaning = ("[N" if N is not None else "[P") + (", H, V, K]" if v_first else ", H, K, V]")
@@ -262,23 +306,29 @@ def check_pool(
 
 
 def check_apart(name: str, x: torch.Tensor, because: str) -> None:
-    """x, which is to be overwritten, has a place of its own for each element: none expanded (stride 0), no
-    overlapping windows, and it is not lazily negated."""
+    """Raise ValueError unless every element of x has its own memory, so that an op can overwrite x.
+
+    The check rejects expanded tensors (stride 0), overlapping windows and lazily negated tensors.
+    because: the op or option that overwrites x, for the error.
+    """
     check_no_copy(name, x, because)
     if x.is_contiguous() or x.numel() == 0:
         return
-    reach = 0  # of the dimensions so far, from the first element to the last
+    reach = 0  # distance from the first to the last element over the dimensions so far
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(f"{name}: got strides {shown(x.stride())} for shape {shown(x.shape)}, need "
-                             "every element in a place of its own, "
+                             "every element at its own address, "
                              f"since {because} overwrites it")
         reach += (size - 1) * stride
 
 
 def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, readable: bool) -> None:
-    """state_indices [N]: one row of the pool for each sequence, negative ones for none. Values are only
-    looked at where that is free."""
+    """Raise TypeError or ValueError unless indices [N] assigns a slot of a pool of P states to each sequence.
+
+    A negative index means no slot. The values are checked only if ``readable`` says that this does not wait
+    for a GPU.
+    """
     check_integers("state_indices", indices, (N,), "[N]", device, "q")
     if readable and N and int(indices.max()) >= P:
         raise ValueError(f"state_indices: got {int(indices.max())}, need less than {P}, the number of states "
@@ -286,15 +336,22 @@ def check_indices(indices: torch.Tensor, N: int, P: int, device: torch.device, r
 
 
 def check_chunk_size(chunk_size: int) -> None:
-    """chunk_size is a power of two of at least 16, as fla takes it. It changes nothing but rounding, so our
-    ops only have to accept it."""
+    """Raise ValueError unless chunk_size is a power of two of at least 16, as fla requires.
+
+    The chunk size changes only the rounding of results, so flashlin's ops accept it without using it.
+    """
     if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: got {chunk_size}, need a power of two of at least 16")
 
 
 def no_unknown(op: str, known: Collection[str], given: Collection[str]) -> None:
-    """Raise a TypeError for the first keyword of a call that is not among the known ones. fla ignores unknown
-    keywords, so a misspelt gate runs ungated."""
+    """Raise a TypeError that lists the unknown keywords of a call and suggests a known name.
+
+    fla ignores unknown keywords, so that a call with a misspelt gate runs without the gate.
+    op: the name of the op.
+    known: the keywords that the op accepts.
+    given: the keywords of the call, of which at least one must be unknown.
+    """
     if "head_first" in given:
         raise TypeError(f"{op}: head_first is gone; pass [B, T, H, D] tensors (x.transpose(1, 2) if yours "
                         "are [B, H, T, D])")

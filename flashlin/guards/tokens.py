@@ -1,6 +1,8 @@
-"""Out-of-range tokens: finding the first one and seeing to it that somebody is told. On a GPU nothing waits
-(guards/deferred_checks.py); on the CPU the call itself raises; under torch.compile a library operator does
-the same.
+"""Checks for out-of-range tokens.
+
+The check finds the first token that is not in the vocabulary and reports it. On a GPU no call waits for the
+result, and a later call raises the error (guards/deferred_checks.py). On the CPU the call itself raises it.
+Under torch.compile a library operator does the same.
 """
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ from flashlin.guards.tensors import INTEGERS, check_dense, shown, without_values
 
 
 class Call(NamedTuple):
-    """A call under check, so that an error that comes late can name it. where: the caller's code, or a text;
-    spelled out only if needed."""
+    """A call whose tokens are checked; an error that is raised later names it.
+
+    op, argument: the names of the op and of the tokens.
+    where, line: the caller's code object and line; or where is a text. They are formatted only for an error.
+    shape: the shape of the tokens.
+    vocab_size: tokens from 0 to ``vocab_size - 1`` are valid.
+    ignore_index: one more valid token, or None.
+    """
     op: str
     argument: str
     where: CodeType | str
@@ -32,8 +40,11 @@ class Call(NamedTuple):
     ignore_index: int | None
 
     def verdict(self, position: int, value: int) -> str:
-        """The error's text, or "" if (position, value) is no out-of-range token. position counts through the
-        tokens in order."""
+        """Return the error message for a token, or an empty string if the token is valid.
+
+        position: its index in the flattened tokens, -1 if there is no bad token.
+        value: the token.
+        """
         if position < 0 or 0 <= value < self.vocab_size or value == self.ignore_index:
             return ""
         or_ignored = "" if self.ignore_index is None else f" or ignore_index = {self.ignore_index}"
@@ -48,9 +59,12 @@ class Call(NamedTuple):
 
 
 def check(op: str, tokens: Tensor, vocab_size: int, name: str, ignore_index: int | None) -> None:
-    """See to it that the user hears of a token that is neither in 0 .. vocab_size - 1 nor ignore_index.
-    tokens: int32 or int64, known to be. op, name: what the error calls the call and the tokens. Raises
-    ValueError, now or at a later flashlin call."""
+    """Raise ValueError, now or in a later flashlin call, if a token is out of range.
+
+    A token is valid if it is in 0 .. vocab_size - 1 or is ignore_index.
+    op, name: the names of the op and of the tokens, for the error.
+    tokens: int32 or int64; the caller has checked the dtype.
+    """
     if mode() == "off":
         return
     if torch.compiler.is_compiling():
@@ -61,17 +75,25 @@ def check(op: str, tokens: Tensor, vocab_size: int, name: str, ignore_index: int
 
 
 def out_of_range(tokens: Tensor, vocab_size: int, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens clamped into 0 .. vocab_size - 1, and a bool mask of those that were not and are not
-    ignore_index; in tokens' shape."""
+    """Return the tokens clamped to 0 .. vocab_size - 1, and a bool mask of the invalid tokens.
+
+    A token is invalid if clamping changes it, unless it is ignore_index. Both results have the shape of
+    tokens.
+    """
     index = tokens.clamp(0, min(vocab_size - 1, torch.iinfo(tokens.dtype).max))
     bad = index != tokens
     return index, bad if ignore_index is None else bad & (tokens != ignore_index)
 
 
 def first_bad(tokens: Tensor, bad: Tensor, out: Tensor | None = None) -> Tensor:
-    """[2] int64: the first position of ``bad`` in row-major order and its token, or position 0 and its token
-    where nothing is bad: whether that token is bad is for the reader to see, which saves the device a step.
-    At least one token. Written to out if given."""
+    """Return [2] int64: the first bad position in row-major order, and the token at that position.
+
+    If no token is bad, the result is position 0 and its token. The reader must check the token itself, which
+    saves a step on the device.
+    tokens: at least one token.
+    bad: a bool mask in the shape of tokens.
+    out: [2] int64, receives the result if given.
+    """
     out = torch.empty(2, dtype=torch.int64, device=tokens.device) if out is None else out
     torch.argmax(bad.reshape(-1).view(torch.uint8), 0, keepdim=True, out=out[:1])
     torch.take(tokens.long(), out[:1], out=out[1:])
@@ -79,21 +101,28 @@ def first_bad(tokens: Tensor, bad: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def keep_first(flag: Tensor, tokens: Tensor, bad: Tensor) -> None:
-    """Put the first bad token into flag [2] int64 unless one is in it (position >= 0) or nothing is bad."""
+    """Write the first bad position and its token to flag [2] int64, if any token is bad.
+
+    A flag that already contains a bad token (position >= 0) keeps it.
+    """
     flag.copy_(torch.where((flag[:1] < 0) & bad.any(), first_bad(tokens, bad), flag))
 
 
 def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: bool = False) -> bool:
-    """Raise ValueError if a token is bad, or make a later call raise it. Return True if every token is known
-    to be fine. shared: each rank of a group has this answer, and it always comes later
-    (``deferred_checks.send``)."""
+    """Raise ValueError if a token is bad, or make a later call raise it.
+
+    Return True if all tokens are known to be valid, and False if the result is not known yet.
+    bad: a bool mask of the bad tokens.
+    call: the checked call, which makes the error message.
+    shared: all ranks of a group send this result, so that it is always read later (``deferred_checks.send``).
+    """
     if tokens.is_cuda:
         if deferred_checks.capturing():
             flag = deferred_checks.flag(tokens.device, call)
             if flag is not None:
                 keep_first(flag, tokens, bad)
             return False
-        # a capture may follow, and its first launch of a kernel must not be the process's first
+        # A capture may follow. A kernel's first launch in a process must not happen during a capture.
         if deferred_checks.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
         if shared or mode() == "async":
@@ -107,9 +136,9 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
     return True
 
 
-# torch.compile: one operator per door. The mask's user keeps the first one alive; check_tokens has no result
-# to use, so its operator claims to write to a tensor, or the compiler would drop it.
-# This module may be first imported in inference mode or under FakeTensorMode, hence ``apart``.
+# torch.compile removes operators without a used result. This operator has no result, so it claims to write to
+# this tensor. ``apart`` creates a normal tensor even if this module is first imported in inference mode or
+# under FakeTensorMode.
 _ANCHOR: Tensor = deferred_checks.apart(partial(torch.zeros, 1, dtype=torch.int8, device="cpu"))
 
 
@@ -132,23 +161,30 @@ def _(tokens: Tensor, anchor: Tensor, vocab_size: int, ignore_index: int | None,
 
 
 def mode() -> str:
+    """Return the current setting for token checks: ``async``, ``sync`` or ``off``."""
     return policy.current().tokens
 
 
 def check_dtype(name: str, tokens: Any, distributed: bool = False) -> None:
+    """Raise TypeError unless tokens is a dense int32 or int64 tensor.
+
+    distributed: also accept a DTensor.
+    """
     check_dense(name, tokens, "an int32 or int64 tensor", distributed)
     if tokens.dtype not in INTEGERS:
         raise TypeError(f"{name}: got dtype {tokens.dtype}, need int32 or int64")
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether there are values to look at: not on meta, and not in a subclass that computes in its own way
-    (FakeTensor, DTensor)."""
+    """Return True if the values of all tensors can be read.
+
+    Tensors on meta, and subclasses such as FakeTensor and DTensor, have no readable values.
+    """
     return not any(map(without_values, tensors))
 
 
 def call_of(op: str, argument: str, tokens: Tensor, vocab_size: int, ignore_index: int | None) -> Call:
-    """The call as seen by the first caller outside flashlin and torch."""
+    """Return a ``Call`` that names the line of the first caller outside flashlin and torch."""
     frame = users_frame()
     return Call(op, argument, frame.f_code, frame.f_lineno, tuple(tokens.shape), vocab_size, ignore_index)
 
@@ -163,21 +199,24 @@ def users_frame() -> FrameType:
 
 
 def traced_place() -> str:
-    """The user's line that is being traced, for want of a stack at run time."""
+    """Return the user's line that torch.compile is tracing, because compiled code has no Python stack."""
     for frame in reversed(torch._guards.TracingContext.extract_stack()):
         if not frame.filename.startswith(_INSIDE):
             return f"at {frame.filename}:{frame.lineno} in {frame.name}, compiled"
     return "in compiled code"
 
 
-# torch.compiler.assume_constant_result does just this, after loading the whole compiler, which eager calls do
-# not need.
+# torch.compiler.assume_constant_result does the same, but loads the whole compiler, which eager calls do not
+# need.
 traced_place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch sets it on any function
 
 _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
 
 
 def _unravelled(position: int, shape: tuple[int, ...]) -> str:
-    """133 in [4, 64] -> `` = [2, 5]``; nothing where position says it all."""
+    """Return a position in flattened tokens as an index: 133 in shape [4, 64] gives `` = [2, 5]``.
+
+    For tokens with one dimension the result is an empty string.
+    """
     where = [position // math.prod(shape[axis + 1:]) % size for axis, size in enumerate(shape)]
     return f" = {shown(where)}" if len(where) > 1 else ""

@@ -1,2 +1,4 @@
-"""The care that our own kernels get, for kernels of a user: a launcher, a function that launches several, an
-autotuner."""
+"""Checks and remedies of flashlin's own kernels, applied to a user's Triton kernels.
+
+The package shields a single kernel, a function that launches several kernels, or an autotuner.
+"""

@@ -1,12 +1,16 @@
-"""autotune: Triton's decorator without what its releases get wrong. A drop-in; the tuner that it makes is
-Triton's own, with another ``run``.
+"""Drop-in replacement of ``triton.autotune`` without known defects of Triton's releases.
 
-What differs. Values of the key are looked up by name: Triton 3.0 and 3.1 look them up by position among the
-arguments that were given, which raises IndexError, or silently takes the value of another argument. Keys that
-are no arguments of the kernel are dropped with a warning: 3.0, 3.1 and 3.9 refuse them when decorating. No
-driver is asked before the first call. A configuration that fails is left out, and one that would end the
-process ends a child instead. Two threads tune one after the other, and the second finds the result of the
-first. All ranks of a job can have the same configuration.
+The tuner is Triton's own ``Autotuner`` with another ``run``. The differences are:
+
+- Values of the key are looked up by name. Triton 3.0 and 3.1 look them up by position among the given
+  arguments. This raises IndexError, or silently uses the value of another argument.
+- Names in the key that are not arguments of the kernel are dropped with a warning. Triton 3.0, 3.1 and 3.9
+  raise an error in the decorator.
+- The GPU driver is not queried before the first call.
+- A configuration that fails is dropped. A configuration that would abort the process aborts a child process
+  instead.
+- If two threads need the same key, one tunes and the other waits for its result.
+- All ranks of a job can use the same configuration.
 """
 from __future__ import annotations
 
@@ -31,14 +35,18 @@ from flashlin.compat.target import probe
 if TYPE_CHECKING:
     from flashlin.testing.compile import Result
 
-CHILDREN, CHILD_SECONDS = 16, 300  # at a time, for each
+CHILDREN, CHILD_SECONDS = 16, 300  # child processes at a time, and the time limit of each
 DETERMINISTIC = ("first", "rank0")
-# configurations are tried for that: Triton says nothing either
+# Errors that are normal while tuning. No warning is printed for them, as in Triton.
 USUAL = ("OutOfResources", "CompileTimeAssertionFailure", "PTXASError")
 
 
 class Tuned(NamedTuple):
-    """A tuner's configurations by key, and the lock under which another one is looked for."""
+    """Results of a tuner.
+
+    chosen: the configuration for each key.
+    lock: is held while a configuration for a new key is found.
+    """
     chosen: dict[Any, Any]
     lock: ThreadLock
 
@@ -49,25 +57,34 @@ def autotune(
     pre_hook: Callable[..., Any] | None = None, post_hook: Callable[..., Any] | None = None,
     deterministic: str | None = None, **options: Any,
 ) -> Callable[[Any], Any]:
-    """``triton.autotune``, in the words of its release; see the module's docstring for what differs.
+    """Return a decorator that tunes a Triton kernel as ``triton.autotune`` of the installed release does.
+
+    The module's docstring lists the differences from Triton.
 
     Args:
-        configs, prune_configs_by, pre_hook, post_hook, options: as Triton's.
-        key: names of arguments; other values of these are tuned for anew. Where a release has only positions,
-            still names.
-        reset_to_zero, restore_value: names of tensors, None among them is skipped.
-        deterministic: how all ranks of a job find the same configuration. ``"first"``: nothing is measured,
-            the first that works is taken, which is the same one on the same card with the same Triton.
-            ``"rank0"``: rank 0 measures and tells the others, through torch.distributed where that is
-            initialised; all ranks must then call the kernel for the same keys in the same order, since each
-            new key is a collective operation of the default group. None: as
-            ``flashlin.settings(autotune=...)`` says, by default ``timed``: each process measures for itself,
-            and may find another configuration than its neighbour, and so round differently.
+        configs: as in ``triton.autotune``.
+        key: names of arguments; new values of these arguments start a new tuning. They are names in all
+            releases, including releases that look them up by position.
+        prune_configs_by: as in ``triton.autotune``.
+        reset_to_zero: names of tensor arguments that are zeroed before each launch of a tuning and once after
+            it; None values are skipped.
+        restore_value: names of tensor arguments that are restored after each timed launch; None values are
+            skipped.
+        pre_hook: as in ``triton.autotune``.
+        post_hook: as in ``triton.autotune``.
+        deterministic: makes all ranks of a job use the same configuration. ``"first"`` measures nothing and
+            uses the first configuration that works, which is the same on the same GPU with the same Triton.
+            ``"rank0"`` measures on rank 0, which sends the result to the others if torch.distributed is
+            initialised. All ranks must then call the kernel for the same keys in the same order, because
+            each new key is a collective operation of the default group. None uses the setting
+            ``flashlin.settings(autotune=...)``, by default ``timed``: each process measures for itself.
+            Processes may then find different configurations, whose results round differently.
+        options: further keyword arguments of ``triton.autotune``.
 
-    Warns about names in key that are no arguments of the kernel, and does without them. Raises ValueError for
-    such names in reset_to_zero or restore_value, without which results would be wrong, and for an unknown
-    ``deterministic``. With ``"rank0"``, a call raises RuntimeError where rank 0 found no configuration or
-    tunes something else.
+    Warns about names in key that are not arguments of the kernel, and ignores them. Raises ValueError for
+    such names in reset_to_zero or restore_value, because results would be wrong without them. Raises
+    ValueError for an unknown ``deterministic``. With ``"rank0"``, a call raises RuntimeError if rank 0 found
+    no configuration or tunes another kernel or key.
     """
     if deterministic not in (None, *DETERMINISTIC):
         raise ValueError(f"deterministic: got {deterministic!r}, need None, "
@@ -80,14 +97,14 @@ def autotune(
                 raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments of "
                                  f"{_name(fn)}, {need_one_of(unknown[0], fn.arg_names)}")
         if unknown := _unknown(key, fn):
-            warnings.warn(f"autotune: key names {', '.join(unknown)}, which {_name(fn)} has no arguments of; "
+            warnings.warn(f"autotune: key names {', '.join(unknown)}, which are not arguments of {_name(fn)}; "
                           "they are left out", stacklevel=2)
         accepted = inspect.signature(Autotuner.__init__).parameters
         given, timer = dict(options), options.get("do_bench")
-        if "do_bench" not in accepted:  # Triton 3.0 and 3.1: ours looks for the attribute
+        if "do_bench" not in accepted:  # Triton 3.0 and 3.1; run uses the attribute below
             given.pop("do_bench", None)
         elif timer is None and not {"warmup", "rep", "use_cuda_graph"} & given.keys():
-            given["do_bench"] = _benchmark  # 3.2 and 3.3 ask the driver at once unless they are handed one
+            given["do_bench"] = _benchmark  # else 3.2 and 3.3 query the driver at once
         tuner = Autotuner(fn, fn.arg_names, configs, [name for name in key or () if name not in unknown],
                           list(reset_to_zero or ()), list(restore_value or ()), pre_hook=pre_hook,
                           post_hook=post_hook, prune_configs_by=prune_configs_by, **given)
@@ -99,37 +116,45 @@ def autotune(
 
 
 def fixed(tuner: Any) -> Any:
-    """The same tuner with ``run`` of this module, and nothing found yet."""
+    """Replace ``run`` of a tuner by this module's, clear its results, and return the tuner."""
     tuner.__dict__.pop("flashlin", None)
     tuner.run = types.MethodType(run, tuner)
     return tuner
 
 
 def around(tuner: Any, fn: Any) -> Any:
-    """A copy of a tuner that tunes ``fn`` instead of its kernel."""
+    """Return a copy of a tuner that tunes ``fn`` instead of its own kernel."""
     another = copy.copy(tuner)
     another.fn, another.cache = fn, {}
     return fixed(another)
 
 
 class Call(NamedTuple):
-    """A call of a tuned kernel. given: its positional arguments by name."""
+    """One call of a tuned kernel.
+
+    tuner: Triton's ``Autotuner``.
+    given: the positional arguments by name.
+    args, kwargs: the arguments as passed.
+    """
     tuner: Any
     given: dict[str, Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def named(self, config: Any) -> dict[str, Any]:
-        """All arguments by name, with those of a configuration."""
+        """Return all arguments by name, including the arguments that a configuration sets."""
         return {**self.given, **self.kwargs, **config.all_kwargs()}
 
     def start(self, config: Any) -> Any:
+        """Launch the kernel with a configuration; return the result of the kernel's own ``run``."""
         return self.tuner.fn.run(*self.args, **self.kwargs, **config.all_kwargs())
 
 
 def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of ``Autotuner.run``: the kernel with the configuration for these arguments, which may have to
-    be found first."""
+    """Launch a tuned kernel with the configuration for its arguments, after tuning if necessary.
+
+    This function replaces ``Autotuner.run``.
+    """
     call = Call(tuner, dict(zip(tuner.arg_names, args, strict=False)), args, kwargs)
     config = _chosen(call) if len(tuner.configs) > 1 else tuner.configs[0]
     tuner.best_config = config
@@ -139,7 +164,7 @@ def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(call: Call) -> Any:
-    """The configuration for a call's key, as found before or now; one thread looks for it at a time."""
+    """Return the configuration for the key of a call. Tune if necessary, in one thread at a time."""
     attributes = call.tuner.__dict__
     state = attributes.get("flashlin") or attributes.setdefault("flashlin", Tuned({}, ThreadLock()))
     key = _key_of(call.tuner, {**call.given, **call.kwargs})
@@ -151,12 +176,15 @@ def _chosen(call: Call) -> Any:
 
 
 _wanted: dict[str, Callable[[], bool]] = {}
-_put: list[tuple[Any, Any]] = []  # ours in the place of Autotuner.run, and what was there
+_put: list[tuple[Any, Any]] = []  # our replacement of Autotuner.run, and the original
 _hooking = ThreadLock()
 
 
 def hook(who: str, wanted: Callable[[], bool]) -> None:
-    """Let every tuner of Triton's run as ``run`` does while ``wanted()`` says so, until ``unhook(who)``."""
+    """Make every Triton autotuner use ``run`` of this module while ``wanted()`` returns True.
+
+    who: a name for the request; ``unhook`` with the same name removes it.
+    """
     from triton.runtime.autotuner import Autotuner
     with _hooking:
         _wanted[who] = wanted
@@ -171,8 +199,11 @@ def hook(who: str, wanted: Callable[[], bool]) -> None:
 
 
 def unhook(who: str) -> None:
-    """What another package has put in the place of ours meanwhile stays; if it calls ours, that only hands
-    on."""
+    """Remove the request of ``hook`` with this name, and restore ``Autotuner.run`` after the last one.
+
+    If another package has replaced ``Autotuner.run`` since then, its replacement stays. If it calls our
+    replacement, the call is only passed on to the original.
+    """
     from triton.runtime.autotuner import Autotuner
     with _hooking:
         _wanted.pop(who, None)
@@ -197,8 +228,11 @@ def _python(fn: Any) -> Any:
 
 
 def _names(tuner: Any, by_name: str, by_position: str) -> list[str]:
-    """key, reset_to_zero or restore_value of a tuner: names from Triton 3.2 on, positions in the kernel's
-    signature before."""
+    """Return the argument names in one attribute of a tuner: key, reset_to_zero or restore_value.
+
+    by_name: the attribute since Triton 3.2, which contains names.
+    by_position: the attribute before 3.2, which contains positions in the kernel's signature.
+    """
     names = getattr(tuner, by_name, None)
     return list(names) if names is not None else [tuner.arg_names[at] for at in getattr(tuner, by_position)]
 
@@ -216,13 +250,13 @@ def _key_of(tuner: Any, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _found(call: Call, key: tuple[Any, ...]) -> Any:
-    """The configuration for a key: found here, or by rank 0 of the job."""
+    """Find the configuration for a new key, in this process or on rank 0 of the job."""
     tuner = call.tuner
     twice = call.kwargs.keys() & {name for config in tuner.configs for name in config.kwargs}
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))}: given in the call to {_name(tuner)} and by a "
                          "configuration, need one of the two")
-    if hasattr(tuner.fn, "check_device"):  # a shielded kernel's: timing it would fail in other words
+    if hasattr(tuner.fn, "check_device"):  # a shielded kernel; timing it would fail with a less clear error
         tuner.fn.check_device(call.named(tuner.configs[0]))
     tuner.nargs = call.given  # prune_configs of every release reads it
     try:
@@ -247,7 +281,7 @@ def _of_rank0(tune: Callable[[], Any], asked: str, pruned: list[Any]) -> Any:
         except Exception as error:
             answer = [(asked, "", f"{type(error).__name__}: {error}")]
             raise
-        finally:  # the others wait for it
+        finally:  # the other ranks wait for the answer, also after an error
             distributed.broadcast_object_list(answer, src=0)
     distributed.broadcast_object_list(answer, src=0)
     theirs, chosen, failed = answer[0]
@@ -264,12 +298,15 @@ def _of_rank0(tune: Callable[[], Any], asked: str, pruned: list[Any]) -> Any:
 
 
 def _tune(call: Call, key: tuple[Any, ...], pruned: list[Any], first: bool) -> Any:
-    """The fastest of the configurations that work, measured, or read from disk where the tuner is told to
-    keep its results there."""
+    """Return the fastest configuration that works, by measurement or from Triton's results on disk.
+
+    The disk is used only if the tuner has ``cache_results`` set.
+    first: return the first configuration that works instead.
+    """
     tuner = call.tuner
     if first or not getattr(tuner, "cache_results", False):
         return _measured(call, pruned, first)
-    written = tuple(map(str, key))  # it is written down as JSON
+    written = tuple(map(str, key))  # the disk cache stores JSON
 
     def measure() -> None:
         tuner.cache[written] = _measured(call, pruned, first)
@@ -278,7 +315,10 @@ def _tune(call: Call, key: tuple[Any, ...], pruned: list[Any], first: bool) -> A
 
 
 def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
-    """The fastest, or the first, one at a time. Raises the first configuration's error where none works."""
+    """Return the fastest configuration that works; with ``first``, try one at a time and stop at a success.
+
+    Raise the first error if no configuration works.
+    """
     errors = list[Exception]()
     for together in [[config] for config in pruned] if first else [pruned]:
         configs, seconds = _compiling(call, together, errors), dict[Any, float]()
@@ -288,7 +328,7 @@ def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
         for config in configs:
             try:
                 timed = _timed(call, config, first)
-            except Exception as error:  # told, and raised if no configuration is left
+            except Exception as error:  # warned about here; raised if no configuration works
                 errors.append(error)
                 if type(error).__name__ not in USUAL:
                     _tell(f"{_name(call.tuner)}: configuration {config} fails "
@@ -305,11 +345,13 @@ def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
 
 
 def _compiling(call: Call, configs: list[Any], errors: list[Exception]) -> list[Any]:
-    """Those of the configurations that do not end the child in which they are compiled first; the others are
-    told and put into ``errors``."""
+    """Compile configurations in child processes first, and return the ones that do not abort their child.
+
+    For each other configuration, print a warning and append an error to ``errors``.
+    """
     results = _compiled(call, configs)
-    # Where no child ends at all, forking is what fails: a lock that another thread held. Where none can try,
-    # the machine.
+    # If no child finishes, the fork itself has failed, for example on a lock that another thread held. If no
+    # child can compile, the machine is the cause. In both cases no configuration is to blame.
     if all(result.status in ("timeout", "not tried") for result in results):
         return configs
     left = list[Any]()
@@ -329,8 +371,10 @@ def _tell(why: object) -> None:
 
 
 def _timed(call: Call, config: Any, first: bool) -> Any:
-    """Milliseconds, by the timer of the release; 0 where the first that works is taken. The user's hooks are
-    called as that release does."""
+    """Return the time of a configuration in milliseconds, measured with the timer of the Triton release.
+
+    The user's hooks are called as that release calls them. With ``first``, launch once and return 0.
+    """
     tuner, named = call.tuner, call.named(config)
     ours = not _own(tuner.pre_hook) and not _own(tuner.post_hook)
     kept = [named[name] for name in _names(tuner, "restore_value", "restore_idx") if ours
@@ -366,8 +410,10 @@ def _timed(call: Call, config: Any, first: bool) -> Any:
 
 
 def _reset(call: Call, named: dict[str, Any], **how: bool) -> None:
-    """Before a launch whose result counts, in tuning or after it: the user's hook, or what reset_to_zero
-    names."""
+    """Call the user's pre_hook before a launch, or zero the tensors in reset_to_zero if there is no hook.
+
+    how: further keyword arguments of the hook.
+    """
     if _own(call.tuner.pre_hook):
         call.tuner.pre_hook(_told(call, named), **how)
         return
@@ -377,12 +423,12 @@ def _reset(call: Call, named: dict[str, Any], **how: bool) -> None:
 
 
 def _told(call: Call, named: dict[str, Any]) -> Any:
-    """What a hook is handed: arguments by name from Triton 3.2 on, by position before."""
+    """Return the arguments for a hook: by name since Triton 3.2, by position before."""
     return named if hasattr(call.tuner, "keys") else call.args
 
 
 def _own(hook: Any) -> bool:
-    """Whether a hook is the user's, not what Triton makes of reset_to_zero and restore_value."""
+    """Return True if a hook is the user's, and not Triton's own for reset_to_zero or restore_value."""
     return not getattr(hook, "__qualname__", "").startswith("Autotuner.__init__.")
 
 
@@ -392,8 +438,10 @@ def _benchmark(call: Callable[[], None], quantiles: Any) -> Any:
 
 
 def _compiled(call: Call, configs: list[Any]) -> list[Result]:
-    """How each configuration compiles in a child; empty where that is not asked. What a child compiles lies
-    in Triton's cache afterwards."""
+    """Compile each configuration in a child process and return the results; the code goes to Triton's cache.
+
+    The list is empty without fork, without a CUDA tensor, or with ``policy="off"``. Then nothing is compiled.
+    """
     device = next((value.device for value in (*call.args, *call.kwargs.values())
                    if isinstance(value, torch.Tensor)), None)
     target = None if device is None else probe(device)
@@ -408,8 +456,10 @@ def _compiled(call: Call, configs: list[Any]) -> list[Result]:
 
 
 def _compile(call: Call, config: Any, sm: int, folder: Path) -> Result:
-    """In the child. An exception is no reason to leave a configuration out: it is met again, and caught,
-    where it is timed."""
+    """Compile a configuration; runs in the child process.
+
+    An exception does not drop the configuration, because the parent meets and catches it when it measures.
+    """
     from triton.runtime import driver
 
     from flashlin.testing.compile import Driver, Result

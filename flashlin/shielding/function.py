@@ -1,8 +1,8 @@
-"""A function that launches Triton kernels, shielded: every launch inside it is planned, and it is called in
-parts of its batch if need be.
+"""Shield of a function that launches Triton kernels.
 
-Which launches are inside is known to the thread that makes them. Backward runs in threads of torch's own, so
-the nodes of the function's graph say it there, each while it runs.
+Every launch inside the function is planned. If a launch is too large, the function is called on slices of its
+batch. A thread-local counter shows whether a launch is inside a shielded function. Backward runs in other
+threads, so each autograd node of the function increases the counter while it runs.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashlin.shielding import autotune as tuning
 
 
 class _Inside(threading.local):
-    """How many shielded functions this thread is in."""
+    """Thread-local counter of the shielded functions that are running in a thread."""
     depth = 0
 
 
@@ -35,7 +35,7 @@ _lock = ThreadLock()
 
 
 class ShieldedFunction:
-    """What ``shield`` makes of a function. batch: the batch's dimension by name of the argument."""
+    """A function that ``shield`` wraps; calling it plans every Triton launch inside it."""
 
     def __init__(self, function: Callable[..., Any], batch: dict[str, int | None], batch_size: str | None,
                  shield: Callable[[Any], Any]) -> None:
@@ -46,6 +46,7 @@ class ShieldedFunction:
         self._parts: dict[Any, int] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with planned launches, on slices of the batch if a launch is too large."""
         hook(self._shield)
         if not self._batch:
             return self._guarded(args, kwargs)
@@ -57,7 +58,7 @@ class ShieldedFunction:
             if size != whole:
                 raise ValueError(f"{name}: got {size} elements in dimension {self._batch[name]}, need the "
                                  f"batch of {whole}")
-        if not whole:  # nothing to cut
+        if not whole:  # no batch to split
             return self._guarded(args, kwargs)
         key = tuple((name, bound.arguments[name].shape, bound.arguments[name].dtype) for name in sizes)
         part = self._parts.get(key, whole)
@@ -66,7 +67,7 @@ class ShieldedFunction:
             try:
                 results = [self._guarded(*self._cut(bound, sizes, number * part, count))
                          for number, count in enumerate(counts)]
-            # planned, and nothing of that launch started: half as many may do
+            # Planning refused a launch before it started. A slice of half the size may fit.
             except UnsupportedError as error:
                 if part < 2 or not any("chunk_batch" in reason.remedies for reason in error.plan.refused):
                     raise
@@ -91,6 +92,7 @@ class ShieldedFunction:
 
 @contextmanager
 def inside() -> Iterator[None]:
+    """Mark the launches of this thread in the ``with`` block as inside a shielded function."""
     _inside.depth += 1
     try:
         yield
@@ -99,7 +101,11 @@ def inside() -> Iterator[None]:
 
 
 def hook(shield: Callable[[Any], Any]) -> None:
-    """Have Triton's kernels ask whether they are inside; once, for good. Outside, everything is as before."""
+    """Patch Triton's kernel classes so that launches inside a shielded function are planned.
+
+    The patch is applied once per process and stays. Launches outside a shielded function are not changed.
+    shield: makes the launcher of a kernel.
+    """
     from triton.runtime.jit import JITFunction
     kinds: list[type] = [JITFunction]
     if interpreting():
@@ -122,14 +128,17 @@ def _asking(start: Callable[..., Any], shield: Callable[[Any], Any]) -> Callable
         if launcher is None:
             launcher = shield(kernel)
             launcher._start = functools.partial(start, kernel)
-            _launchers[id(kernel)] = launcher  # keeps the kernel, so that its id stays its own
+            _launchers[id(kernel)] = launcher  # keeps the kernel alive, so that no other gets its id
         return launcher.run(*args, **kwargs)
     return run
 
 
 def _watch(result: Any, given: set[Any]) -> None:
-    """Let the function's own nodes of autograd's graph, between its results and its arguments, count as
-    inside when they run."""
+    """Make the autograd nodes between the results and the arguments of a function run as inside it.
+
+    result: the results of the function.
+    given: the autograd nodes of its arguments, at which the search stops.
+    """
     waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
     seen = {None, *given}
     while waiting:
@@ -143,8 +152,11 @@ def _watch(result: Any, given: set[Any]) -> None:
 
 
 def _run_inside(node: Any) -> None:
-    """What autograd calls is looked up on the node itself. The node is not to own what owns it, or it would
-    outlive its tensors."""
+    """Replace ``apply`` of an autograd node, which autograd looks up on the node, so that it runs as inside.
+
+    The replacement keeps a weak reference to the node. With a reference cycle the node would outlive its
+    tensors.
+    """
     kind, itself = type(node), weakref.ref(node)
 
     def apply(*gradients: Any) -> Any:
@@ -164,8 +176,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _joined(results: list[Any], sizes: list[int], name: str) -> Any:
-    """Results of the parts as one result: tensors along their first dimension, tuples and dicts part by
-    part."""
+    """Join the results for the slices of a batch into one result.
+
+    Tensors are concatenated along their first dimension. Tuples, lists and dicts are joined item by item.
+    """
     first = results[0]
     if len(results) == 1:
         return first
@@ -181,6 +195,6 @@ def _joined(results: list[Any], sizes: list[int], name: str) -> Any:
         joined = [_joined([part[at] for part in results], sizes, name) for at in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     if any(part != first for part in results):
-        raise ValueError(f"{name}: returns {first!r} for one part of the batch and another value for the "
+        raise ValueError(f"{name}: returns {first!r} for one slice of the batch and another value for the "
                          "next, need tensors with the batch first")
     return first

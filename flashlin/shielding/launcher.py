@@ -1,9 +1,9 @@
-"""shield: the care that our own kernels get, for a Triton kernel of the user's.
+"""The function ``shield``, which applies flashlin's checks and remedies to a user's Triton kernel.
 
-How it works. The innermost part of a kernel, what ``@triton.jit`` made, is replaced by a Launcher; a tuner
-and heuristics around it stay. When a launch arrives, with every argument and option known, it is turned into
-facts (``Given``) and planned like any other call; the plan says which remedies to apply. The decision is kept
-per kernel and facts, so a call seen before costs some microseconds.
+``shield`` replaces the innermost object, which ``@triton.jit`` created, by a ``Launcher``. An autotuner and
+heuristics around it stay. At each launch all arguments and options are known. They are reduced to plain facts
+(``Given``) and planned as any other call. The plan says which remedies to apply. The decision is cached for
+each kernel and its facts, so that a repeated call costs only some microseconds.
 """
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ from flashlin.shielding import autotune as tuning
 from flashlin.shielding.function import ShieldedFunction
 
 REMEMBERED = 4096  # decisions per kernel
-# what is no tensor, told apart faster than by isinstance
+# Types that are not tensors. A lookup in this set is faster than isinstance.
 NUMBERS = frozenset({int, float, bool, str, type(None)})
 OPTIONS = ("num_warps", "num_stages")
 
 
 def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_axis: int | None = None,
            batch_size: str | None = None, outputs: Sequence[str] = ()) -> Any:
-    """A Triton kernel whose launches are planned: called as before, ``kernel[grid](...)``.
+    """Return a Triton kernel that checks each launch first; call it as before, with ``kernel[grid](...)``.
 
-    Too large a grid or too long offsets: launched in parts of the batch, if it is declared. Tensors on
-    another device than the current one: launched there. More warps than the compiler survives: launched with
-    fewer. 16-bit tensors that do not compile: launched on fp32 copies, if the outputs are declared.
+    A launch with too large a grid or too large offsets is split along the batch, if the batch is declared. If
+    the tensors are not on the current device, the launch runs on their device. A launch with more warps than
+    the compiler supports runs with fewer. A launch on 16-bit tensors that does not compile runs on fp32
+    copies, if the outputs are declared.
 
     Args:
-        kernel: what ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics`` made; or a function that
-            launches such kernels, which must not write to its arguments: its launches are planned too, those
-            of its backward included, and it is called in parts.
-        batch: the dimension that is the batch, by name of the tensor argument; None for a tensor that has
-            none. A dimension may hold batch times heads, batch first; one of batch + 1 is taken for
-            boundaries of sequences (cu_seqlens). No launch is split beside a tensor that is not named and has
-            such a dimension.
+        kernel: the result of ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics``, or a function
+            that launches such kernels. Launches in the function and in its backward are planned, and the
+            function is called on slices of the batch if necessary. It must not write to its arguments.
+        batch: the number of the batch dimension by name of the tensor argument; None for a tensor without
+            one. The dimension may combine batch and heads, batch first. A dimension of size batch + 1 is
+            treated as sequence boundaries (cu_seqlens). A launch is not split if a tensor that is not named
+            here has such a dimension.
         batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for
             functions.
-        batch_size: the argument that holds the size of the batch, if there is one.
+        batch_size: the argument that contains the size of the batch, if there is one.
         outputs: the tensor arguments that the kernel writes.
 
-    Raises ValueError or TypeError for a declaration that names what is not there, here or in the call; a call
-    raises UnsupportedError, before anything is launched, where no remedy is left.
+    Raises ValueError or TypeError if a declaration names an argument or a dimension that does not exist; some
+    are found only in a call. A call raises UnsupportedError before any launch if no remedy helps.
     """
     if isinstance(outputs, str):
         raise TypeError(f"outputs: got the string {outputs!r}, need a list of names of arguments")
@@ -69,7 +70,7 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
         try:
             names = list(inspect.signature(kernel).parameters)
         except ValueError:
-            raise TypeError(f"kernel: got {kernel!r}, which Python knows no arguments of, need a Triton "
+            raise TypeError(f"kernel: got {kernel!r}, whose arguments Python cannot list, need a Triton "
                             "kernel or a Python function that launches some") from None
         _checked("batch_size", [] if batch_size is None else [batch_size], names)
         return ShieldedFunction(kernel, _batch(batch, names), batch_size, shield)
@@ -84,9 +85,14 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
 
 
 class Decision(NamedTuple):
-    """A plan as far as a launch needs it, and what it holds for. card: number of the CUDA device, None
-    without one. warps: None to leave them as they are. part: how much of the batch at a time, 0 for all of
-    it."""
+    """A cached plan for launches of a user's kernel, with the conditions for which it is valid.
+
+    target, policy, device: the decision is valid while these stay the same.
+    card: the number of the CUDA device, or None if the device is not a GPU.
+    warps: the number of warps, or None to keep the requested number.
+    part: the number of batch entries per launch, or 0 for the whole batch.
+    fp32: launch on fp32 copies of the tensors.
+    """
     target: Target
     policy: Policy
     device: torch.device
@@ -97,8 +103,10 @@ class Decision(NamedTuple):
 
 
 class Launcher:
-    """A ``@triton.jit`` kernel whose every launch is planned. Everything but launching is the kernel's
-    own."""
+    """A wrapper of a ``@triton.jit`` kernel that plans each launch.
+
+    All other attributes come from the kernel itself.
+    """
 
     def __init__(self, kernel: Any, declared: Declared) -> None:
         self.kernel, self.declared, self.fn = kernel, declared, kernel
@@ -116,7 +124,7 @@ class Launcher:
         self._wide = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "kernel":  # a copy that has nothing yet
+        if name == "kernel":  # an object without attributes, while copy creates it
             raise AttributeError(name)
         return getattr(self.kernel, name)
 
@@ -124,18 +132,18 @@ class Launcher:
         return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
 
     def warmup(self, *args: Any, grid: Any, **kwargs: Any) -> Any:
-        """Compile as a call would, without launching."""
+        """Compile the kernel for these arguments without launching it."""
         return self.run(*args, grid=grid, warmup=True, **kwargs)
 
     def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        """Plan, then launch. What the kernel's own ``run`` returns (of the last part)."""
+        """Plan and launch; return the result of the kernel's own ``run``, for a split batch the last one."""
         if callable(grid):
             grid = grid({**self._defaults, **self._named(args, kwargs)})
         grid = tuple(grid)
         key = self._facts(grid, args, kwargs)
         decision = self._decided.get(key)
-        # Whether a batch can be split depends on shapes, which are not among the facts: the odd large launch
-        # is decided each time.
+        # Whether a batch can be split depends on shapes, which the key does not contain. Therefore the rare
+        # split launch is planned each time.
         if (decision is None or decision.part or decision.policy is not policy.current()
             or decision.target is not probe(decision.device)):
             decision = self._decide(self._named(args, kwargs), grid)
@@ -148,8 +156,11 @@ class Launcher:
         return self._launch(decision, args, kwargs, grid, warmup)
 
     def _facts(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All that a decision depends on, as fast as can be: types and devices, options and constants,
-        strides of what is long."""
+        """Return the key of a decision: grid, options, constants, and dtype and device of each tensor.
+
+        Shape and strides are added only for large tensors. Every launch runs this function, so it must be
+        fast.
+        """
         facts = [grid, *map(kwargs.get, self._kept), *[args[at] for at in self._kept_at if at < len(args)]]
         add = facts.append
         if not NUMBERS.issuperset(map(type, kwargs.values())):
@@ -220,14 +231,16 @@ class Launcher:
                         plan.problem.dot == "fp32")
 
     def check_device(self, named: dict[str, Any]) -> None:
-        """Raises UnsupportedError where these arguments are on a device that runs no Triton kernel."""
+        """Raise UnsupportedError if the arguments are on a device that cannot run Triton kernels."""
         if self._device(named).type == "cpu":
             grid = named.pop("grid")
             self._decide(named, tuple(grid({**self._defaults, **named}) if callable(grid) else grid))
 
     def _device(self, named: dict[str, Any]) -> torch.device:
-        """Return the one device of the tensors. Pinned host memory, which a GPU reads too, may be among
-        them."""
+        """Return the device of the tensors, or raise ValueError if they are on several devices.
+
+        Tensors in pinned host memory are ignored, because a GPU can read them.
+        """
         devices = {tensor.device: name for name, tensor in reversed(tensors_of(named).items())
                    if tensor.device.type != "cpu" or not tensor.is_pinned()}
         if len(devices) > 1:
@@ -241,8 +254,11 @@ class Launcher:
 
 
 def _around(kernel: Any, declared: Declared) -> Any:
-    """Only the innermost launch is ours: what tunes and derives arguments stays around it. A shield around a
-    shield replaces it."""
+    """Return a copy of a kernel with its innermost object replaced by a ``Launcher``.
+
+    Autotuners and heuristics stay around it. If the kernel is already shielded, the new shield replaces the
+    old one.
+    """
     if isinstance(kernel, Launcher):
         return Launcher(kernel.kernel, declared)
     if not hasattr(kernel.fn, "arg_names"):

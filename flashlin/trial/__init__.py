@@ -1,2 +1,5 @@
-"""Kernels tried in child processes before this one starts them: ``flashlin warmup``, and the first call of an
-op whose kernels nobody has run."""
+"""Trials of kernels in child processes before this process launches them.
+
+``flashlin warmup`` runs trials. The first call of an op also runs one if its kernels have not been run on
+this kind of GPU.
+"""

@@ -1,5 +1,8 @@
-"""The first call of an op whose kernels nobody has run on such a card under that Triton: a child process
-tries them before this one does."""
+"""Trial of new kernels at the first call of an op.
+
+If the kernels of an op have not been run on this kind of GPU with this Triton, a child process tries them
+before this process launches them.
+"""
 from __future__ import annotations
 
 import logging
@@ -17,21 +20,25 @@ from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
-# what fails is planned otherwise, and that is tried as well: fewer warps, then it is the torch path
+# A failed kernel is re-planned with fewer warps and tried again; after that the torch path is used.
 ROUNDS = 3
-PLANS = 4096  # kept, so that a call that comes again costs a look into a dict
+PLANS = 4096  # cached plans, so that a repeated call costs one dict lookup
 _log = logging.getLogger("flashlin")
 settled: dict[int, Plan] = {}  # the plans that ``tried`` has returned, by id
 _done: set[tuple[Any, ...]] = set()
 
 
 def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
-    """The plan once its kernels have run on such a card, here or where flashlin was tested; each op, dtype
-    and head size is tried once on a machine, for each family of its kernels. Ranks that start together wait
-    for the first one's answer. Where nothing could be tried (memory that others hold, a full disk ...) a
-    warning says why and the op is used as planned; it is tried again after a day. A user's own kernel
-    (``shield``) is not tried: no child knows how to call it. Raises UnsupportedError where nothing is left
-    that may run."""
+    """Return a plan whose kernels may run: try new kernels first, and plan again if a trial fails.
+
+    A kernel is new if it has run neither on this machine nor on the same kind of GPU in a shipped record.
+    Each op, dtype and head size is tried once per machine, for each family of its kernels. Ranks that start
+    together wait for the trial of the first rank.
+
+    If a trial could not run, for example because memory or disk is full, a warning says why. The op then
+    runs as planned, and the trial is repeated after a day. A user's own kernel (``shield``) is not tried, because a
+    child process cannot call it. Raises UnsupportedError if no plan is left that may run.
+    """
     asked, target = the_plan.asked, the_plan.target
     key = (asked.op, asked.family, asked.dtype, asked.K, asked.V, asked.needs_grad, target)
     if asked.given is None and key not in _done and _wanted(target):
@@ -57,22 +64,30 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
 
 
 def _wanted(target: Target) -> bool:
-    """Never on AMD, where that is for the user to begin: see check_has_run."""
+    """Return True if the first call of an op may start a trial on this target.
+
+    On AMD it never does. There the user must start trials with ``flashlin warmup``: see check_has_run.
+    """
     return target.backend == "cuda" and policy.current().canary == "auto" and not machine.pretending()
 
 
 def _trial(the_plan: Plan) -> run.Trial:
-    """The one that says most of a plan: an op that chooses its mode is tried as what was chosen; a norm's
-    rows and a convolution's channels are no heads."""
+    """Return the trial that matches a plan best.
+
+    For an op with an automatic mode, try the op of the planned mode. Pass a head dimension only for families
+    with heads, so not for norms and convolutions.
+    """
     asked = the_plan.asked
     op = asked.op if dispatch.OPS[asked.op][1] != "auto" else f"{the_plan.problem.mode}_{asked.op}"
     return run.Trial(op, asked.dtype, asked.K if family_of(op).head_dim else 0)
 
 
 def _doubtful(the_plan: Plan, trial: run.Trial) -> bool:
-    """Whether it has to be tried: something would be started that has run neither on such a card nor here,
-    and the last trial was not right (its small case may not start everything, and is not asked again for
-    that), nor prevented less than a day ago."""
+    """Return True if a plan needs a trial, because one of its kernels has not run on this kind of GPU.
+
+    No trial is needed if the last one succeeded, even if its small case does not launch every kernel. A trial
+    that could not run is repeated after a day at the earliest.
+    """
     here = local_results.local(the_plan.target)
     last = here.trials.get(str(trial))
     if last is not None and (last.word in ("ran", "torch path")

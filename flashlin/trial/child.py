@@ -1,6 +1,8 @@
-"""The child process of a trial: runs a small case of one op twice, forward and backward, and compares with
-float64. What it says are JSON lines: a kernel before it is started (``launch``) and once it has run
-(``landed``), and last the verdict.
+"""Child process of a trial.
+
+The child runs a small case of one op twice, forward and backward, and compares the results with float64. It
+prints JSON lines: each kernel before it is launched (``launch``) and after it has run (``landed``), and at
+the end the verdict.
 
     python -m flashlin.trial.child --device cuda:0 --op chunk_simple_gla --dtype bfloat16 --head-dim 128
 """
@@ -14,17 +16,18 @@ from typing import Any
 from flashlin.compat import failure_kind
 from flashlin.compat.subprocesses import channel, no_core_dump
 
-# at most, of a case for a card that is full; makers without these sizes are small as they are
+# The largest sizes of a case when GPU memory is full. Cases without these sizes are small already.
 SMALL = {"B": 1, "T": 32}
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the trial of the command line and print its verdict as a JSON line."""
     parser = argparse.ArgumentParser(prog="python -m flashlin.trial.child",
                                      description="The child process of flashlin warmup.")
     for name in ("device", "op", "dtype"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--head-dim", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="a smaller case, for a card that is full")
+    parser.add_argument("--small", action="store_true", help="a smaller case, for a GPU whose memory is full")
     parser.add_argument("--known", action="store_true",
                         help="read verdicts that the parent could not write to a file from standard input")
     given = parser.parse_args(argv)
@@ -34,10 +37,10 @@ def main(argv: list[str] | None = None) -> None:
     kind = None
     try:
         verdict, detail = attempt(given, say, struck)
-    except Exception as error:  # of any kind: it is this child's result
+    except Exception as error:  # any error is a result of the trial
         kind, name = failure_kind.of_error(error), type(error).__name__
-        if not struck or kind != "kernel":  # outside a launch nothing speaks of a kernel
-            # what follows are torch's hints for whoever debugs kernels
+        if not struck or kind != "kernel":  # an error outside a launch does not judge a kernel
+            # The other lines are torch's hints for debugging kernels.
             verdict, detail = "not tried", f"{name}: {error}".partition("\n")[0]
         else:
             detail = f"{name}: {' '.join(str(error).split())}"
@@ -47,8 +50,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) -> tuple[str, str]:
-    """The verdict of a trial that came to its end, and its detail. What is raised inside a launch is put into
-    ``struck``."""
+    """Run a trial to its end; return its verdict and a detail.
+
+    given: the command line arguments.
+    say: prints one JSON line.
+    struck: a list to which an exception inside a launch is appended; the exception is raised again.
+    """
     import torch
 
     from flashlin import policy
@@ -70,7 +77,7 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
         try:
             door._start(launch, *rest)
             if device.type == "cuda":
-                # what goes wrong on the device shows here, and not at whatever comes next
+                # An error on the GPU is raised here, and not at a later call.
                 torch.cuda.synchronize(device)
         except BaseException as error:
             struck.append(error)
@@ -86,7 +93,11 @@ def attempt(given: argparse.Namespace, say: Any, struck: list[BaseException]) ->
 
 
 def small_case(op: str, head_dim: int, small: bool) -> Any:
-    """The first quick case of an op, or of its family, with heads of that size."""
+    """Return the first quick case of an op or of its family, with this head dimension.
+
+    head_dim: 0 keeps the head dimension of the case.
+    small: limit the sizes to ``SMALL``.
+    """
     from flashlin import dispatch
     from flashlin.testing.cases import CASES
     from flashlin.testing.cases.op import facts_of

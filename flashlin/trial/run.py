@@ -1,9 +1,9 @@
-"""Trials: a child process runs a small case of an op, and how it ends is a verdict on a kernel, or on nothing
-but the circumstances.
+"""Trials of kernels in child processes.
 
-A child says which kernel it is about to start and when that has run, so that an abort or a hang has somebody
-to blame, and so that whatever goes wrong between two launches, such as memory that others have taken, blames
-nobody.
+A child process runs a small case of an op. Its end gives a verdict on a kernel, or shows that the trial could
+not run. The child reports each kernel before the launch and after it has run. Therefore an abort or a hang
+during a launch counts against that kernel. An error between two launches, such as a lack of memory that other
+processes use, counts against no kernel.
 """
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flashlin.guards.local_results import BAD, Table, Verdict, Word
 
 CHILD = partial(python, "flashlin.trial.child")
 LIMIT = 300.0  # seconds for a child, from its start to its end
-LONGER = 2.0  # times that, for one that seems to hang and is asked again, alone
-SAID = 400  # characters of a child's own words that are kept
+LONGER = 2.0  # factor on the limit when a child that seems to hang is run again, alone
+SAID = 400  # characters that are kept of a child's message
 
 
 class Trial(NamedTuple):
-    """head_dim: 0 for ops without heads."""
+    """One op with a dtype and a head dimension to try; head_dim is 0 for ops without heads."""
     op: str
     dtype: str
     head_dim: int
@@ -38,11 +38,17 @@ class Trial(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """How a trial went. verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access``,
-    ``hang``; ``not tried`` (memory, disk, permissions, a busy or absent device, anything that went wrong
-    outside a launch: nothing is known of any kernel); ``torch path`` (nothing to start). configs: what was
-    started, in that order. struck: the launch during which the child ended, if one did. memory: whether
-    memory was what it lacked."""
+    """The outcome of a trial.
+
+    verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access`` or ``hang``;
+    ``not tried`` after an error outside a launch (memory, disk, permissions, a busy or missing device), which
+    says nothing about a kernel; ``torch path`` if no kernel was launched.
+    detail: the message of the error, or the differences.
+    configs: the configurations that were launched, in order.
+    struck: the configuration of the launch during which the child ended, or ``""``.
+    memory: True if the trial failed for lack of memory.
+    seconds: the duration of the child process.
+    """
     trial: Trial
     verdict: Word
     detail: str
@@ -53,11 +59,12 @@ class Tried(NamedTuple):
 
     @property
     def fine(self) -> bool:
+        """Return True if the kernels ran correctly or no kernel was needed."""
         return self.verdict in ("ran", "torch path")
 
     @property
     def again(self) -> bool:
-        """Whether a second child, alone, may come to another verdict."""
+        """Return True if a second child that runs alone may give another verdict."""
         return self.memory or self.verdict == "hang"
 
     def __str__(self) -> str:
@@ -68,9 +75,14 @@ class Tried(NamedTuple):
 
 def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: int = 1, limit: float = LIMIT,
         progress: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
-    """Try them, ``jobs`` at a time, and keep what was found for this machine. What lacked memory is asked
-    again alone, with a smaller case and after this process has given back what it does not use; what seems to
-    hang, alone and with a longer limit, but on AMD, where that may take the desktop with it."""
+    """Run trials, ``jobs`` at a time, and store the verdicts for this machine.
+
+    A trial that lacked memory runs again alone with a smaller case. Before that, this process frees the GPU
+    memory that it does not use. A trial that seems to hang runs again alone with a longer limit, except on
+    AMD, where a hang may freeze the desktop.
+    limit: seconds for each child.
+    progress: is called with each outcome.
+    """
     def again(tried: Tried) -> bool:
         return tried.again and (tried.memory or target.backend != "hip")
 
@@ -93,16 +105,21 @@ def run(trials: Sequence[Trial], device: torch.device, target: Target, *, jobs: 
 
 
 def _give_back_memory(device: torch.device) -> None:
-    """Blocks that torch keeps for later belong to this process, and a child cannot have them. Not while a
-    graph is being captured, which freeing memory would end."""
+    """Free the GPU memory that torch caches in this process, so that a child process can use it.
+
+    Do nothing during the capture of a CUDA graph, which freeing memory would abort.
+    """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.empty_cache()
 
 
 def _keep(outcomes: Sequence[Tried], target: Target) -> None:
-    """What ended a child is the fault of the launch that it was in. Wrong numbers may be that of any kernel
-    that was started: of those that have not been right elsewhere, or of all where there is none such. A
-    kernel that failed in one trial and ran in another has failed."""
+    """Derive a verdict for each kernel from the outcomes of trials, and store the verdicts.
+
+    If a child ended during a launch, that kernel failed. Wrong numbers count against each launched kernel
+    that has not run correctly elsewhere, or against all launched kernels if there is no such kernel. A kernel that
+    failed in one trial and ran in another has failed.
+    """
     now = time.time()
     ran: dict[str, Verdict] = {}
     bad: dict[str, Verdict] = {}
@@ -123,9 +140,9 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
 
 
 def _child(trial: Trial, device: torch.device, target: Target, limit: float, small: bool = False) -> Tried:
-    """Run one trial in a child process, and judge how it ended."""
+    """Run one trial in a child process and return its outcome."""
     what = ["--op", trial.op, "--dtype", trial.dtype, "--head-dim", str(trial.head_dim)]
-    known = local_results.unwritten(target)  # sent by a pipe, since an argument has at most 128 KiB
+    known = local_results.unwritten(target)  # sent through a pipe, because an argument has at most 128 KiB
     command = CHILD("--device", str(device), *what, *(["--small"] if small else []),
                     *(["--known"] if known else []))
     ended = run_to_end(command, {"FLASHLIN_CANARY": "trial"}, limit=limit, given=known)

@@ -1,10 +1,10 @@
-"""flashlin warmup: compile what this machine will need, in parallel, and try it, before the first real call
-does.
+"""``flashlin warmup``: compile and try the kernels for this machine before their first real use.
 
-Each op, dtype and head size gets a child process: it runs a small case of the op forward and backward twice
-on the GPU, both bitwise the same and right against float64. What it compiled stays in Triton's cache; what
-was found of each configuration goes into the table of this machine (``guards.local_results``), which
-planning and doctor read: what is right here counts as run, what is not is planned otherwise from then on.
+Each op, dtype and head size gets a child process. It runs a small case of the op twice on the GPU, forward
+and backward. The two results must be bitwise equal and must agree with a float64 reference. The compiled code
+stays in Triton's cache. The verdict on each configuration goes into the table of this machine
+(``guards.local_results``), which planning and doctor read. A configuration that is correct here counts as
+run. Planning no longer uses a configuration that failed here.
 """
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128)
 def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
            head_dims: Sequence[int] = HEAD_DIMS, *, device: str = "cuda:0", jobs: int = 0,
            limit: float = LIMIT, progress: Callable[[Tried], None] = lambda _: None) -> tuple[Tried, ...]:
-    """Compile and try the kernels of these ops (all by default) on ``device``, and keep the verdicts for this
-    machine.
+    """Compile and try the kernels of ops on this machine, and store the verdicts.
 
-    On AMD, where kernels are started only once they have been right here, it is one child at a time, and none
-    after one that hangs.
+    On AMD, kernels are launched only after they have run correctly on this machine. There the trials run one
+    at a time and stop after the first hang.
 
-    jobs: children at a time, 0 for up to 8. limit: seconds for each; one that seems to hang is asked again,
-    alone, with twice that. progress is told each result as it comes. Verdicts that cannot be kept (a cache
-    that cannot be written) are told with a warning and hold in this process only. Returns a
+    ops: public names of ops; all ops by default.
+    dtypes, head_dims: each op is tried with each of them.
+    jobs: child processes at a time; 0 for one per CPU, at most 8.
+    limit: seconds for each child. A child that seems to hang runs again, alone, with twice that limit.
+    progress: is called with each outcome as it arrives.
+
+    If verdicts cannot be written, a warning says so, and they apply in this process only. Returns a
     ``flashlin.trial.run.Tried`` for each op, dtype and head size. Raises ValueError for an unknown op, dtype
-    or head size, RuntimeError for a device that torch cannot use.
+    or head size, and RuntimeError for a device that torch cannot use.
     """
     ops = _planned(ops)
     dtypes = [dtype_name(one) for one in dtypes]
@@ -50,7 +53,7 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
     try:
         place = torch.device(device)
         target = probe(place)
-    except (RuntimeError, AssertionError) as error:  # the second is torch's word for a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError in a build without CUDA
         raise RuntimeError(f"device: got {device}, need a GPU that torch can use ({error}); flashlin doctor "
                            "says more") from error
     todo = [Trial(op, dtype, size) for op in ops or OPS if OPS[op][1] != "auto" for dtype in dtypes
@@ -59,7 +62,7 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
         return tuple(run(todo, place, target, jobs=jobs or min(8, os.cpu_count() or 1), limit=limit,
                          progress=progress))
     outcomes: list[Tried] = []
-    for trial in todo:  # each is kept before the next begins, since a hang may take the machine with it
+    for trial in todo:  # store each verdict before the next trial, since a hang may stop the machine
         outcomes += run([trial], place, target, limit=limit, progress=progress)
         if outcomes[-1].verdict == "hang":
             break
@@ -67,9 +70,11 @@ def warmup(ops: Sequence[str] = (), dtypes: Sequence[str] = ("bfloat16",),
 
 
 def forget(ops: Sequence[str] = ()) -> int:
-    """Take back what trials of these ops (all by default) have found on this machine, under any Triton;
-    returns how many verdicts that were. Raises ValueError for an unknown op, OSError where the tables cannot
-    be written."""
+    """Delete the verdicts of trials on this machine, for any Triton release, and return their number.
+
+    ops: public names of ops; all ops by default. Raises ValueError for an unknown op, and OSError if the
+    tables cannot be written.
+    """
     return local_results.forget(_planned(ops))
 
 

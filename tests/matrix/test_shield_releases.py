@@ -137,7 +137,7 @@ def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) 
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             kernel = decorated(flashlin.autotune, ["n", "STAGE"])
-        assert [str(one.message) for one in told] == ["autotune: key names STAGE, which keyed has no arguments of; they are left out"], told
+        assert [str(one.message) for one in told] == ["autotune: key names STAGE, which are not arguments of keyed; they are left out"], told
         assert tuned(kernel, (8, 0), (9, 0), (9, 1)) == [2, 2, 0]
         with flashlin.patched("triton"), warnings.catch_warnings():
             warnings.simplefilter("ignore")

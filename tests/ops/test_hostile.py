@@ -237,7 +237,8 @@ TARGET = torch.zeros(4, dtype=torch.int64)
      TypeError, "outproj_bias: got dtype torch.bfloat16, need torch.float32, as zxbcdt (or autocast)"),
     (lambda: flashlin.chunk_gla(*[randn(1, 6, 2, 8).to("meta")] * 4,
                                 cu_seqlens=torch.tensor([0, 6]).to("meta")), ValueError,
-     "cu_seqlens: got a tensor on meta, need one with values: how long sequences are decides what is computed"),
+     "cu_seqlens: got a tensor on meta, need one with values: the lengths of the sequences decide what is "
+     "computed"),
 ])
 def test_what_used_to_be_raw_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:

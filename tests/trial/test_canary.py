@@ -256,6 +256,6 @@ def test_rows_and_channels_are_not_heads(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_with_no_place_for_verdicts_each_process_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
     child = Child(monkeypatch, "ran", "ran")
-    with pytest.warns(UserWarning, match="holds in this process only: FLASHLIN_HOME=/dev/null is no folder"):
+    with pytest.warns(UserWarning, match="apply in this process only: FLASHLIN_HOME=/dev/null is not a folder"):
         assert call(NEWER) == BOTH
     assert silently(NEWER) == BOTH and len(child.asked) == 1

@@ -294,7 +294,7 @@ def test_nowhere_to_forget_is_told(monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FLASHLIN_HOME", "/dev/null")
     assert main(["warmup", "--forget"]) == 2
-    assert "FLASHLIN_HOME=/dev/null is no folder" in capsys.readouterr().err
+    assert "FLASHLIN_HOME=/dev/null is not a folder" in capsys.readouterr().err
 
 
 def test_a_verdict_of_each_word_can_be_kept() -> None:
