@@ -1,16 +1,17 @@
-"""What 4 and 8 warps come to on datacentre Blackwell, where known issues keep our scans to 2. Needs no GPU.
+"""Compile kernels for datacenter Blackwell with 4 and 8 warps, where known issues limit scans to 2 warps.
 
     python -m matrix.blackwell_warps [--cell 3.6.0] [--card sm100]     writes blackwell-warps-<card>.json
 
-Each kernel of the chunked families is compiled as it is planned, and with 4 and with 8 warps as it would be
-without these issues: whether it compiles, whether it multiplies by tcgen05, which is what the issues are
-about, and what it spills. A compiler cannot tell whether numbers are right. An owner of such a card can:
+No GPU is needed. Each kernel of the chunked families is compiled as planned, and also with 4 and 8 warps as if
+these issues did not exist. The record says whether the kernel compiles, how many bytes it spills, and whether
+it multiplies with tcgen05 instructions, which the issues are about. Compilation does not show whether results
+are right. If you have such a GPU, run
 
     FLASHLIN_IGNORE=<ids> python -m matrix.gpu --out FOLDER
 
-runs every case with 4 warps, twice, against float64; the ids are in the record, by release. Where all is
-right, FLASHLIN_IGNORE=<ids> has the speed at once, and the record, sent in, ends the issue's range at that
-release.
+It runs every case twice with 4 warps and compares the results with float64. The record lists the ids by
+release. If all cases are right, set FLASHLIN_IGNORE=<ids> to use more warps on your GPU. Please send the record:
+with it, the known issue can end at that release.
 """
 from __future__ import annotations
 
@@ -31,19 +32,22 @@ from flashlin.testing.record import Recorded, recording
 from matrix import cells
 from matrix.results import one_a_line
 
-D, T = 128, 128  # of heads, and tokens
+D, T = 128, 128  # size of a head, and number of tokens
 WARPS = (4, 8)
-# Of a kernel with so many warps; why is empty where it compiles, spills are bytes of a thread.
+# Columns of the record. spills: bytes of a thread. why: the reason of a failed compilation, or empty.
 COLUMNS = ("kernel", "BT", "warps", "status", "tcgen05", "spills", "why")
 
 
 def limiting(target: Target) -> list[str]:
-    """The known issues that take warps away there."""
+    """Return the ids of the known issues that limit the number of warps on a target."""
     return [issue.id for issue in issues_here(target) if "limit_num_warps" in issue.remedies]
 
 
 def started(target: Target, ignore: list[str]) -> list[Recorded]:
-    """The kernels with products that training would start."""
+    """Return the launches with matrix products that training makes on a target.
+
+    ignore: ids of known issues that planning ignores.
+    """
     def new(*size: int) -> torch.Tensor:
         return torch.zeros(1, T, 2, *size, dtype=torch.bfloat16, requires_grad=True)
     q, of_heads, of_channels, beta = new(D), torch.zeros(1, T, 2), torch.zeros(1, T, 2, D), new()
@@ -55,7 +59,7 @@ def started(target: Target, ignore: list[str]) -> list[Recorded]:
 
 
 def of_release(triton: str, card: str) -> list[list[Any]]:
-    """A row of COLUMNS for each kernel and number of warps."""
+    """Return one row of ``COLUMNS`` for each kernel and number of warps, under one Triton release."""
     target = next(one for one in cells.CARDS if one.name == card).target(triton, torch.__version__)
     without = started(target, limiting(target))
     tried = [*started(target, []),
@@ -76,7 +80,7 @@ def main() -> int:
     parser.add_argument("--card", default="sm100", choices=("sm100", "sm103", "sm110"))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)  # now, not when all is compiled
+    given.out.mkdir(parents=True, exist_ok=True)  # fail now, not after all compilations
     place = given.out / f"blackwell-warps-{given.card}.json"
     known = json.loads(place.read_text()) if place.exists() else {"ignore": {}, "releases": {}}
     for cell in cells.whole().tritons:
@@ -86,7 +90,7 @@ def main() -> int:
         if not ids or (given.cell and triton not in given.cell):
             continue
         rows = of_release(triton, given.card)
-        if not rows:  # plain torch: that release's ptxas does not know the card
+        if not rows:  # planned as plain torch, because the ptxas of this release does not support the GPU
             continue
         known["ignore"][triton] = ids
         known["releases"][triton] = rows

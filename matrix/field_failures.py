@@ -1,11 +1,10 @@
-"""Holes in what users run today, each tried raw (the installed fla) and through flashlin, every one in a
-process of its own.
+"""Reproduce failures that users reported, with the installed fla and with flashlin.
 
-    python -m matrix.field_failures --out matrix/results/          needs an NVIDIA GPU; fla-core for the raw
-    column
+    python -m matrix.field_failures --out matrix/results/
 
-An outcome is ``right`` (equal to float64 within tolerance, or the refusal that was asked for), ``wrong: ...``
-or ``error: ...``.
+This needs an NVIDIA GPU, and fla-core for the column of fla. Each failure runs in a process of its own. An
+outcome is ``right``, ``wrong: ...`` or ``error: ...``. It is right if the result equals the float64 reference
+within tolerance, or if the call is refused with the intended error.
 """
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from flashlin.testing.compare import Tensors, check, judge, poisoned
 from matrix import record
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SECONDS = 240  # for one hole
+SECONDS = 240  # time limit of one failure
 
 
 def op(side: str, name: str) -> Callable[..., Any]:
@@ -49,7 +48,7 @@ def decay(*shape: int, device: str = "cuda", grad: bool = True) -> torch.Tensor:
 
 
 def results(call: Callable[..., Any], inputs: Tensors, do: torch.Tensor, **options: Any) -> Tensors:
-    """o, and the gradients of the inputs for do."""
+    """Return o, and the gradients of the inputs for the output gradient ``do``."""
     o = call(**inputs, **options)[0]
     o.backward(do)
     return {"o": o, **{f"d{name}": x.grad for name, x in inputs.items() if x.grad is not None}}
@@ -63,7 +62,10 @@ told = partial(record.told, off=" off by ")
 
 
 def reference(inputs: Tensors, do: torch.Tensor, bounds: torch.Tensor | None = None) -> Tensors:
-    """o and the gradients of q, k, v, g in float64, token by token on the CPU."""
+    """Return o and the gradients of q, k, v and g in float64, computed token by token on the CPU.
+
+    bounds: cu_seqlens if the inputs are packed sequences.
+    """
     leaves = {name: x.detach().cpu().double().requires_grad_() for name, x in inputs.items()}
     o, _ = recurrence(**leaves, bounds=bounds, scale=leaves["q"].shape[-1] ** -0.5)
     grads = torch.autograd.grad(o, list(leaves.values()), do.cpu().double())
@@ -72,8 +74,12 @@ def reference(inputs: Tensors, do: torch.Tensor, bounds: torch.Tensor | None = N
 
 def trained(side: str, *, B: int, T: int, H: int, D: int, edges: list[int] | None = None,
             rows: Any = slice(None), bounds: list[int] | None = None) -> str:
-    """Forward and backward of chunk_simple_gla; rows: those that are compared, as packed sequences with these
-    bounds if any."""
+    """Run forward and backward of ``chunk_simple_gla``, and return the outcome compared with float64.
+
+    edges: cu_seqlens of the call, or None.
+    rows: index of the rows that are compared.
+    bounds: cu_seqlens of these rows, or None if they are not packed.
+    """
     torch.manual_seed(0)
     inputs = {**qkv(B, T, H, D), "g": decay(B, T, H)}
     packed = {} if edges is None else {"cu_seqlens": torch.tensor(edges, device="cuda", dtype=torch.int32)}
@@ -90,7 +96,10 @@ def huge_packed(side: str) -> str:
 
 
 def cu_seqlens_beyond(side: str) -> str:
-    """T = 256, cu_seqlens = [0, 100, 400]: an error, or numbers that read nothing outside the tensors."""
+    """Return the outcome for cu_seqlens = [0, 100, 400] with only 256 tokens.
+
+    It is right to raise an error, or to compute without access outside the tensors.
+    """
     inputs = {**qkv(1, 256, 4, 64, grad=False), "g": decay(1, 256, 4, grad=False)}
     edges = torch.tensor([0, 100, 400], device="cuda", dtype=torch.int32)
     o, _ = op(side, "chunk_simple_gla")(**inputs, cu_seqlens=edges)
@@ -105,15 +114,17 @@ def cu_seqlens_beyond(side: str) -> str:
 
 
 def cu_seqlens_short(side: str) -> str:
-    """Rows that cu_seqlens does not cover must be zero in o and in the gradients, whatever the memory
-    held."""
+    """Return the outcome for cu_seqlens that does not cover all rows.
+
+    The rows outside must be zero in o and in the gradients, even if the memory contained other values.
+    """
     with poisoned():
         ours = results(op(side, "chunk_retention"), qkv(1, 256, 4, 64),
                        torch.ones(1, 256, 4, 64, device="cuda", dtype=BF16),
                        cu_seqlens=torch.tensor([10, 100], device="cuda", dtype=torch.int32))
     outside = [ours[name][:, rows] for name in ("o", "dq", "dk", "dv")
                for rows in (slice(10), slice(100, 256))]
-    written = not any(bool(x.any()) for x in outside)  # NaN is any, too
+    written = not any(bool(x.any()) for x in outside)  # any() is also True for NaN
     return "right" if written else "wrong: uninitialised rows in o or in gradients"
 
 
@@ -124,7 +135,7 @@ def cpu_tensors(side: str) -> str:
 
 
 def forward(side: str, inputs: Tensors, allowed: float = 0.008) -> str:
-    """o of chunk_simple_gla."""
+    """Return the outcome of forward of ``chunk_simple_gla``, compared with float64."""
     o, _ = op(side, "chunk_simple_gla")(**inputs)
     return judged({"o": o}, {"o": reference(inputs, torch.zeros_like(o))["o"]}, allowed)
 
@@ -140,7 +151,10 @@ def float32(side: str) -> str:
 
 
 def refused(kind: type[Exception], otherwise: str, call: Callable[..., Any], **arguments: Any) -> str:
-    """Whether a call is refused with such an error, else ``otherwise``."""
+    """Return ``right: ...`` if a call raises an error of this kind, else the text ``otherwise``.
+
+    If the call returns, its backward pass also runs.
+    """
     try:
         o, _ = call(**arguments)
     except kind as error:
@@ -178,7 +192,13 @@ def no_tokens(side: str) -> str:
 
 def beside_alone(call: Callable[..., Any], alone: Callable[..., Any], inputs: Tensors, rows: Any,
                  **options: Any) -> tuple[Tensors, Tensors]:
-    """What comes of these rows of the inputs, forward and backward: among all, and by themselves."""
+    """Run forward and backward twice, and return the results of some rows of the inputs for both runs.
+
+    call: runs on all inputs. The first result contains its rows.
+    alone: runs on these rows only. The second result is from this run.
+    rows: index of the rows.
+    options: keywords of ``call``.
+    """
     do = torch.randn_like(inputs["v"])
     among = results(call, inputs, do, **options)
     own = {name: x[rows].detach().clone().requires_grad_() for name, x in inputs.items()}
@@ -186,7 +206,14 @@ def beside_alone(call: Callable[..., Any], alone: Callable[..., Any], inputs: Te
 
 
 def beyond_31_bits(side: str, B: int, T: int, rows: Any, what: str, edges: list[int] | None = None) -> str:
-    """More than 2^31 elements: the last rows must equal themselves computed alone, forward and backward."""
+    """Return the outcome of ``chunk_simple_gla`` on inputs with more than 2^31 elements.
+
+    Forward and backward of some rows must be bitwise equal to a run of these rows alone.
+
+    rows: index of the rows that are compared.
+    what: word for these rows in the outcome, such as ``sequence``.
+    edges: cu_seqlens, or None.
+    """
     torch.manual_seed(0)
     inputs, call = {**qkv(B, T, 128, 128), "g": decay(B, T, 128)}, op(side, "chunk_simple_gla")
     packed = {} if edges is None else {"cu_seqlens": torch.tensor(edges, device="cuda")}
@@ -196,8 +223,10 @@ def beyond_31_bits(side: str, B: int, T: int, rows: Any, what: str, edges: list[
 
 
 def on_case(side: str, name: str, case_id: str, dtype: torch.dtype = BF16) -> str:
-    """One of the cases that flashlin is tested with, in the op's usual tolerances whatever the case
-    allows."""
+    """Return the outcome of a test case of flashlin, with the usual tolerances of the op.
+
+    The tolerances of the case itself are not used, because they may be wider.
+    """
     case = next(case for case in CASES if case.op == name and case.id == case_id)
     assert isinstance(case.call, partial)
     asked, options = case.call.args
@@ -207,8 +236,11 @@ def on_case(side: str, name: str, case_id: str, dtype: torch.dtype = BF16) -> st
 
 
 def huge_delta(side: str) -> str:
-    """65,538 heads; what the last sequences give beside the same sequences alone, which every op of flashlin
-    gets right. Of fla it is the op without a gate, whose backward it does not refuse on Hopper."""
+    """Return the outcome of a delta rule with 65,538 heads.
+
+    The last sequences are compared with flashlin's result for these sequences alone. fla runs the op without a
+    gate, because fla refuses the backward pass of the gated op on Hopper.
+    """
     torch.manual_seed(0)
     inputs = {name: F.normalize(x, dim=-1).requires_grad_()
               for name, x in qkv(10923, 32, 6, 16, grad=False).items()}
@@ -220,8 +252,10 @@ def huge_delta(side: str) -> str:
 
 
 def shielded(side: str) -> str:
-    """fla's own chunk_retention with 65,538 heads, raw and under shield: the batch in parts must equal the
-    same rows alone."""
+    """Return the outcome of fla's ``chunk_retention`` with 65,538 heads, raw or under ``flashlin.shield``.
+
+    The last rows must equal a run of fla with these rows alone. The shield splits the batch into slices.
+    """
     raw = op("fla", "chunk_retention")
     call = raw if side == "fla" else flashlin.shield(raw, batch={"q": 0, "k": 0, "v": 0})
     torch.manual_seed(0)
@@ -273,7 +307,10 @@ LARGE = ("more than 2^31 elements", "more than 2^31 elements, packed")
 
 
 def outcome(hole: str, side: str) -> str:
-    """In a child: an error may poison the CUDA context, and the next hole wants a clean one."""
+    """Return the outcome of a failure for one side, from a child process.
+
+    An error may make the CUDA context unusable, so each failure needs a process of its own.
+    """
     child = record.child("matrix.field_failures", "--one", hole, "--side", side, seconds=SECONDS)
     return str(child.messages[-1]["outcome"]) if child.messages else f"error: {child.ending}"
 
@@ -282,14 +319,14 @@ def main() -> int:
     parser = record.parser(__doc__)
     parser.add_argument("--sides", default="fla,flashlin")
     parser.add_argument("--only", default="",
-                        help="those whose names begin so, recorded in a file of their own")
+                        help="only failures whose names begin with this text; their record is a separate file")
     parser.add_argument("--one", choices=HOLES, help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         try:
             outcome_here = HOLES[given.one][1](given.side)
-        except Exception as error:  # whatever is raised is the outcome
+        except Exception as error:  # any error is the outcome
             outcome_here = record.raised(error)
         print(json.dumps({"outcome": outcome_here}))
         return 0
@@ -300,7 +337,8 @@ def main() -> int:
                  for hole in holes if hole not in LARGE for side in sides}
     rows: list[dict[str, str]] = []
     for hole, what in holes.items():
-        if hole in LARGE:  # they fill the card: one after the other; fla's tuning alone would take minutes
+        # These fill the GPU, so they run one after the other, and only in flashlin: tuning in fla takes minutes.
+        if hole in LARGE:
             outcomes = {side: outcome(hole, side) for side in sides if side == "flashlin"}
         else:
             outcomes = {side: asked[hole, side].result() for side in sides}

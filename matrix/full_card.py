@@ -1,16 +1,17 @@
-"""What a full card does to verdicts, on a real one: nothing. Writes
-``full-card-<card>-triton-<version>.json``.
+"""Test on a GPU that full GPU memory does not lead to wrong results of trials.
 
     python -m matrix.full_card --out matrix/results
 
-under a Triton that the launch table knows nothing of on this card.
+writes full-card-<card>-triton-<version>.json. Run it under a Triton release for which the launch table has no
+entry of this GPU, because only then flashlin tries kernels before their first use.
 
-Four processes share a new FLASHLIN_HOME, so that each meets what the ones before it have left:
-  95 %         95 % of the card is in use: what is left is enough, and the kernels run
-  full         nothing is left: right result, one warning, *not tried* is kept, no plan changes
-  next         the card is free again, the same day: nothing is tried, nothing is said
-  cached       a day later; all of the card is in blocks that torch keeps for itself: they are given back, and
-               the kernels run
+Four processes run one after the other. They share a new FLASHLIN_HOME, so each process reads the local results
+of the earlier ones:
+  95 %         95 % of the memory is in use: the rest is enough, and the kernels run
+  full         no memory is left: the result is right, one warning appears, the local result is *not tried*,
+               and the plan does not change
+  next         the memory is free again on the same day: nothing is tried, and no warning appears
+  cached       one day later, all memory is in blocks that torch caches: they are released, and the kernels run
 """
 from __future__ import annotations
 
@@ -32,15 +33,18 @@ from flashlin.kernels.gla.reference import recurrence
 from flashlin.testing.compare import judge
 from matrix import record
 
-# In each process: the share of the card that is in use, what its trial comes to, and how many warnings.
+# Process -> fraction of the GPU memory in use, expected result of its trial, and expected number of warnings.
 PROCESSES = {"95 %": (0.95, "ran", 0), "full": (1.0, "not tried", 1), "next": (0.0, "not tried", 0),
              "cached": (1.0, "ran", 0)}
 ALLOWED = 0.005  # RMS error over the RMS of the reference
-LEFT = 64 * 2**20  # bytes; a context alone takes some 500 MB
+LEFT = 64 * 2**20  # bytes left on a full GPU; a CUDA context alone needs about 500 MB
 
 
 def fill(share: float) -> list[torch.Tensor]:
-    """Blocks that take that share of the card, or all but LEFT bytes."""
+    """Allocate blocks until a fraction of the GPU memory is in use, and return them.
+
+    At least ``LEFT`` bytes stay free.
+    """
     free, whole = torch.cuda.mem_get_info()
     wanted = free - max(LEFT, int((1 - share) * whole))
     blocks = []
@@ -52,10 +56,11 @@ def fill(share: float) -> list[torch.Tensor]:
 
 
 def process(name: str) -> dict[str, Any]:
-    """One of the four."""
+    """Run one of the four processes, and return its row of the record."""
     share, word, told_of = PROCESSES[name]
     device = torch.device("cuda:0")
-    generator, D = torch.Generator().manual_seed(0), 128 if name == "95 %" else 64  # each size is tried once
+    # Process "95 %" has its own head size, because each head size is tried only once.
+    generator, D = torch.Generator().manual_seed(0), 128 if name == "95 %" else 64
     inputs = {name: torch.randn(1, 96, 2, D, generator=generator).bfloat16() for name in "qkv"}
     inputs["g"] = torch.nn.functional.logsigmoid(torch.randn(1, 96, 2, generator=generator))
     on_card = {name: x.to(device) for name, x in inputs.items()}

@@ -1,14 +1,14 @@
-"""Chunks of 64 tokens in narrow tiles, on a real Hopper card: which of them are right.
+"""Test kernels with chunks of 64 tokens in narrow tiles on a Hopper GPU.
 
     python -m matrix.narrow_tiles --out matrix/results      writes narrow-tiles-<card>-triton-<version>.json
 
-The known issues hopper-narrow-* are what this has found. Each tile has a process of its own, which an illegal
-access ends: in one op's forward and backward, one kernel is started with another tile, twice, and compared
-with the planned one.
-  right            the same but for rounding, and bit by bit the same again
-  wrong            not the same
-  varies           about the same, but not again
-  illegal access
+The known issues hopper-narrow-* are results of this script. Each tile runs in a process of its own, because an
+illegal access ends the process. The script runs forward and backward of an op, in which one kernel is launched
+with another tile. It does so twice, and compares the results with those of the planned tile:
+  right            equal up to rounding, and bitwise equal in both runs
+  wrong            not equal
+  varies           equal up to rounding, but not bitwise equal in both runs
+  illegal access   the process ended with an illegal memory access
 """
 from __future__ import annotations
 
@@ -29,12 +29,19 @@ from matrix import record
 
 D = 128  # size of the heads: planned tiles are 64 wide
 ROUNDING = 1e-3  # other tiles sum in another order
-IN_STRIPS = ("dplr_prepare", "dplr_grads")  # kernels whose programs walk through all channels and columns
-AT_ONCE = 14  # processes; most of their time is the compiler's
+IN_STRIPS = ("dplr_prepare", "dplr_grads")  # a program of these kernels loops over all channels and columns
+AT_ONCE = 14  # number of processes, which spend most of their time in the compiler
 
 
 class Tried(NamedTuple):
-    """A kernel of an op, and what is changed of its tile, its warps and its stages."""
+    """One changed configuration to test.
+
+    op: name of the op without ``chunk_``.
+    kernel: the kernel whose configuration changes.
+    tile: the changed sizes of its tile.
+    num_warps: its number of warps.
+    num_stages: its number of stages.
+    """
     op: str
     kernel: str
     tile: dict[str, int]
@@ -49,7 +56,7 @@ def everything() -> list[Tried]:
     tried = []
     for stages, warps, strip in itertools.product((1, 2), (4, 8), (16, 32)):
         tried += [Tried(op, kernel, {"BV": strip}, warps, stages) for op, kernel in columns]
-        # without a gate, whose scratch memory is for the planned tile
+        # An op without a gate, because the scratch memory of the gate fits only the planned tile.
         tried += [Tried("linear_attn", kernel, {"BK": strip}, warps, stages)
                   for kernel in ("simple_gla_dq", "simple_gla_dk")]
     for strip, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):
@@ -59,9 +66,9 @@ def everything() -> list[Tried]:
 
 
 def process(tried: Tried) -> dict[str, Any]:
-    """One tile, in this process."""
+    """Run one configuration in this process, and return its tile, its verdict and its error."""
     torch.manual_seed(0)
-    flashlin.settings(invariant=True)  # else other kernels than those that are tried do most of the work
+    flashlin.settings(invariant=True)  # otherwise other kernels than the tested ones do most of the work
 
     def new(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(2, 2048, 8, *size, device="cuda", dtype=dtype)
@@ -99,7 +106,7 @@ def process(tried: Tried) -> dict[str, Any]:
 
 
 def row(number: int) -> dict[str, Any]:
-    """What came of a tile, in a child process."""
+    """Run configuration ``number`` of ``everything()`` in a child process, and return its row of the record."""
     tried = everything()[number]
     child = record.child("matrix.narrow_tiles", "--process", str(number))
     if not child.failure:

@@ -1,17 +1,17 @@
-"""What each op does in flash-linear-attention, in mamba_ssm and here, tried on a GPU against float64.
-SUPPORT.md shows it as a table.
+"""Compare each op in flash-linear-attention (fla), mamba_ssm and flashlin with a float64 reference on a GPU.
 
     python -m matrix.peers --out matrix/results/
 
-It needs an NVIDIA GPU; fla-core and mamba_ssm's Python files for their columns.
+SUPPORT.md shows the result as a table. The script needs an NVIDIA GPU, and fla-core and the Python files of
+mamba_ssm for their columns.
 
-Every op of every package goes through the same questions (``ASPECTS``), in a process of its own that starts
-anew after an answer that ends it. An answer is ``right``, ``wrong: ...`` or ``error: ...``. Tuners of the
-others are held to one configuration, with 4 warps if there is one, or a first call would take minutes;
-whatever only another configuration would do is not seen.
+Every op of every package is tested on the same aspects (``ASPECTS``) in a child process. If an aspect ends the
+process, a new process continues with the next aspect. An answer is ``right``, ``wrong: ...`` or ``error: ...``.
+The autotuners of the other packages get a single configuration, with 4 warps if there is one, because
+otherwise a first call would take minutes. Failures that need another configuration are not found.
 
-The record is written after each row, and keeps those of the same versions that were not asked again. What
-took longer than ``--seconds`` stands there as an error: on a busy machine ask again before you believe it.
+The record is written after each row. It keeps earlier rows that were made by the same versions and did not run
+again. An op that takes longer than ``--seconds`` is recorded as an error, so repeat it if the machine was busy.
 """
 from __future__ import annotations
 
@@ -34,25 +34,34 @@ from flashlin.testing.compare import Case, Tensors, check
 from matrix import record
 from matrix.peer_table import module_of
 
-# What a row of the table asks: sizes, dtype, and what is looked at.
+# Aspect -> its sizes, its dtype and the tensors that are compared.
 ASPECTS: dict[str, str] = {
     "forward": "outputs and final state, bf16", "backward": "gradients through the outputs",
     "states": "gradients of the initial state and through the final one",
     "packed": "cu_seqlens with an empty sequence, with gradients", "CPU": "CPU tensors, with gradients",
     "B*H > 65,535": "10,923 sequences of 6 heads, with gradients", "K > 256": "K = 512, with gradients",
     "fp32": "float32 within 1e-4, with gradients"}
-# RMS ratio in 16 bits: twice what the field allows itself, since this tells right from wrong, not good from
-# better
+# Allowed RMS ratio in 16 bits: twice the usual bound of the field, because this test separates right from
+# wrong, not good from better.
 ALLOWED = 0.02
 
 
 class Op(NamedTuple):
-    """arguments: public name, or public:role where they differ, in any order; roles as in
-    kernels/recurrent/inputs.py. delta: the prediction is subtracted (kda, the delta rules). before: the state
-    is read before the update (rwkv6). home: module in fla or mamba_ssm. options: keywords it is always called
-    with. initial, last: the arguments that bring a state and ask for the last one, empty where there is none;
-    of mamba3 the parts of Input_States, which come back in that order. packed: whose ops take cu_seqlens, or
-    what else there is to say of it. steps: rows of k, v and beta for each token."""
+    """One op to compare, with its place in the other package and its recurrence.
+
+    name: public name of the op.
+    home: its module in fla or mamba_ssm.
+    arguments: names of its tensors in any order, as ``name`` or ``name:role`` if they differ. The roles are
+        described in kernels/recurrent/inputs.py.
+    delta: True if the prediction is subtracted from v, as in kda and the delta rules.
+    before: True if a token reads the state before its own update, as in rwkv6.
+    options: keywords of every call.
+    initial: name of the argument with the initial state, or empty. For mamba3: the names of the tensors in
+        ``Input_States``, in the order of the returned final states.
+    last: name of the argument that requests the final state, or empty.
+    packed: ``both`` or ``flashlin``, the packages whose op accepts cu_seqlens. Any other text is the answer.
+    steps: rows of k, v and beta for each token.
+    """
     name: str
     home: str
     arguments: str
@@ -99,6 +108,7 @@ OPS: list[Op] = [
 
 
 class Sizes(NamedTuple):
+    """Sizes of the inputs: batch, tokens, heads, key size and value size of a head, and cu_seqlens if packed."""
     B: int = 2
     T: int = 130
     H: int = 2
@@ -119,7 +129,7 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
 
 
 def hold_tuners() -> None:
-    """Every autotuner made from now on has one configuration."""
+    """Give every autotuner that is created after this call a single configuration."""
     import triton.runtime.autotuner as tuner
     before = tuner.Autotuner.__init__
 
@@ -130,8 +140,10 @@ def hold_tuners() -> None:
 
 
 def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
-    """The op's tensors by public name. Keys and the low-rank vectors have length 1, or the delta rules
-    diverge."""
+    """Return random tensors of an op by public name.
+
+    Keys of delta rules and the low-rank vectors have length 1, because otherwise the delta rules diverge.
+    """
     B, T, H, K, V, edges = sizes
     state: tuple[int, ...] = (len(edges) - 1 if edges else B, H, K, V)
 
@@ -154,7 +166,7 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
                  "C": randn(B, T, H, K).to(dtype)}
         state = (B, H, V, K)
-    elif op.name == "selective_scan_fn":  # a head is so many channels with states of their own
+    elif op.name == "selective_scan_fn":  # each head stands for V channels with separate states
         given = {"u": randn(B, H * V, T).to(dtype), "delta": F.softplus(randn(B, H * V, T) - 2).to(dtype),
                  "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype),
                  "C": randn(B, K, T).to(dtype)}
@@ -193,8 +205,10 @@ def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: An
 
 
 def named(op: Op, with_state: bool, o: torch.Tensor, *left: torch.Tensor) -> Tensors:
-    """An op's outputs by name, with what is left after the last token if that is looked at. Of angles their
-    cosines and sines, since those 2 pi apart are the same."""
+    """Return the outputs of an op by name, including its final states if ``with_state`` is True.
+
+    Angles become their cosines and sines, because angles that differ by 2 pi are equal.
+    """
     if not (op.last and with_state):
         return {"o": o}
     if not op.name.startswith("mamba3"):
@@ -205,7 +219,7 @@ def named(op: Op, with_state: bool, o: torch.Tensor, *left: torch.Tensor) -> Ten
 
 
 def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) -> Tensors:
-    """The recurrence in float64, all sequences and heads at once, token by token."""
+    """Return the outputs of an op in float64, computed token by token for all sequences and heads at once."""
     if cu_seqlens is not None:
         parts = [reference(op, with_state, **{name: of_sequence(op, name, x, n, *span)
                                               for name, x in tensors.items()})
@@ -226,7 +240,10 @@ def reference(op: Op, with_state: bool, cu_seqlens: Any = None, **tensors: Any) 
 
 
 def of_sequence(op: Op, name: str, x: torch.Tensor, n: int, first: int, end: int) -> torch.Tensor:
-    """What packed sequence n, tokens first .. end - 1, has of a tensor."""
+    """Return the rows of a tensor that belong to packed sequence n, with tokens first to end - 1.
+
+    An initial state has one row for each sequence. Parameters without tokens are returned whole.
+    """
     if name in ("u", "Q_bias", "K_bias", "D"):
         return x
     if name in op.initial.split():
@@ -238,13 +255,16 @@ def of_sequence(op: Op, name: str, x: torch.Tensor, n: int, first: int, end: int
 
 
 def by_role(op: Op, tensors: Tensors) -> Tensors:
-    """What an op's tensors are to the recurrence: q, k [B, T, H, K], v [B, T, H, V], the state S [B, H, K, V]
-    and what else ``recurrence`` knows."""
-    if "hgrn" in op.name:  # one head, in which K = 1
+    """Convert the tensors of an op into the tensors that ``recurrence`` uses, by role.
+
+    The result has q and k [B, T, H, K], v [B, T, H, V], optionally the initial state S [B, H, K, V], and the
+    gates and vectors of the op.
+    """
+    if "hgrn" in op.name:  # one head with K = 1
         v, gv = tensors["x"][:, :, None], tensors["g"][:, :, None]
         one = torch.ones_like(v[..., :1])
         return {"q": one, "k": one, "v": v, "gv": gv, "S": tensors["initial_state"][:, None, None]}
-    if op.name == "selective_scan_fn":  # a head for each channel, in which V = 1
+    if op.name == "selective_scan_fn":  # a head for each channel, with V = 1
         step, u = tensors["delta"].mT[..., None], tensors["u"].mT[..., None]
         k = tensors["B"].mT[:, :, None]
         sizes = (*step.shape[:3], k.shape[3])
@@ -279,19 +299,29 @@ def by_role(op: Op, tensors: Tensors) -> Tensors:
 
 
 def preceded(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The state before x [B, T, ...]: row t is what token t finds, the last row what is left."""
+    """Return x [B, T, ...] with ``state`` in front of its first row, so T + 1 rows.
+
+    Row t is the value before token t, and the last row is the value after all tokens.
+    """
     return torch.cat([state[:, None], x], 1)
 
 
 def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, K], of which so many pairs as there are rates are complex numbers to multiply by them."""
+    """Return x [B, T, H, K] with its first pairs of channels rotated.
+
+    A pair of channels is a complex number. The first pairs are multiplied by ``rates``, one rate for each
+    pair, and the other pairs stay the same.
+    """
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).contiguous())
     count = rates.shape[-1]
     return torch.view_as_real(torch.cat([pairs[..., :count] * rates, pairs[..., count:]], -1)).flatten(-2)
 
 
 def recurrence(op: Op, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, T, H, V] and the state after the last token."""
+    """Return o [B, T, H, V] and the state after the last token, computed token by token.
+
+    x: the tensors of the recurrence by role, as returned by ``by_role``.
+    """
     S = x.get("S", x["q"].new_zeros(x["q"].shape[0], *x["q"].shape[2:], x["v"].shape[-1]))
     outputs = []
     for row in range(x["v"].shape[1]):
@@ -341,22 +371,31 @@ def answer(side: str, op: Op, aspect: str) -> str:
 
 
 def one(side: str, name: str, aspects: list[str]) -> None:
-    """In a child: a line for each aspect, until something ends the process."""
-    torch.set_num_threads(1)  # the references run on the CPU, several processes at once
+    """Print one JSON line with the answer for each aspect. This runs in a child process.
+
+    Each aspect is announced in a line before it runs, so that it is known if it ends the process.
+    """
+    torch.set_num_threads(1)  # the references run on the CPU, in several processes at the same time
     op = next(op for op in OPS if op.name == name)
     for aspect in aspects:
         print(json.dumps({"starting": aspect}), flush=True)
         try:
             text = answer(side, op, aspect)
-        except Exception as error:  # whatever is raised is the answer
+        except Exception as error:  # any error is the answer
             text = record.raised(error, 160)
         print(json.dumps({aspect: text}), flush=True)
         if "CUDA" in text and text.startswith("error") and "invalid argument" not in text:
-            return  # the context may be gone
+            return  # the CUDA context may be unusable
 
 
 def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
-    """A row: what an op answers to every question, in as many children as it ends."""
+    """Return the row of an op of one package: its answer for every aspect.
+
+    The aspects run in a child process. If an aspect ends it, a new child process runs the remaining aspects.
+
+    side: ``fla``, ``mamba_ssm`` or ``flashlin``.
+    seconds: time limit of a child process.
+    """
     answers: dict[str, str] = {}
     while missing := [aspect for aspect in ASPECTS if aspect not in answers]:
         child = record.child("matrix.peers", "--one", name, "--side", side, *missing, seconds=seconds)
@@ -369,8 +408,13 @@ def asked(side: str, name: str, seconds: float) -> dict[str, Any]:
 
 
 def joined(before: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's rows, and from the one before those that were not asked again, if it asked the same of the
-    same versions."""
+    """Return the rows of a new record, and the rows of the earlier record that did not run again.
+
+    Earlier rows are kept only if both records have the same device, versions and aspects.
+
+    before: the earlier record.
+    facts: the new record.
+    """
     rows: list[dict[str, Any]] = facts["rows"]
     if any(before[key] != facts[key] for key in ("device", "triton", "torch", "packages", "aspects")):
         return rows
@@ -382,7 +426,7 @@ def joined(before: dict[str, Any], facts: dict[str, Any]) -> list[dict[str, Any]
 
 def main() -> int:
     parser = record.parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=8, help="processes at once (default 8)")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at the same time (default 8)")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default 240)")
     parser.add_argument("--op", action="append", default=[],
                         help="only this op (repeatable)")
@@ -405,7 +449,7 @@ def main() -> int:
             row = answer.result()
             rows[row["side"], row["op"]] = row
             tqdm.write(" ".join(f"{str(row[key])[:40]!s:<14}" for key in ("op", "side", *ASPECTS)))
-            if given.out:  # after each, since a card is lent for a time
+            if given.out:  # write after each row, because the GPU may be available for a limited time only
                 facts = {"packages": {package: _package(package) for package in ("fla-core", "mamba_ssm")},
                          "aspects": ASPECTS, "rows": [rows[pair] for pair in work if pair in rows]}
                 if before:
@@ -415,7 +459,7 @@ def main() -> int:
 
 
 def _package(name: str) -> dict[str, str]:
-    """Its version, and which Triton it asks for."""
+    """Return the installed version of a package, and the Triton releases that it requires."""
     installed = record.version(name)
     wanted = [line for line in (metadata.requires(name) if installed != "none" else None) or []
               if line.startswith("triton>")]

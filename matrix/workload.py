@@ -1,6 +1,9 @@
-"""What the matrix compiles: calls of every public op, forward and backward, as layers make them where that is
-written below, else as in the op's quick cases. Tensors are on the CPU: inside ``recording`` nothing is
-started, and only shapes and dtypes tell which kernels a call needs."""
+"""List the calls that the matrix plans and compiles: every public op, forward and backward.
+
+For most ops, this module writes down calls with the arguments and sizes that layers use. The other ops are
+called as in their quick cases. All tensors are on the CPU. Inside ``recording`` no kernel is launched, because
+shapes and dtypes are enough to plan the launches of a call.
+"""
 from __future__ import annotations
 
 import itertools
@@ -24,13 +27,17 @@ from flashlin.testing.compare import Case
 from flashlin.testing.record import Recorded, recording
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-Own = Callable[..., torch.Tensor]  # zeros of a shape in the dtype of the call
+Own = Callable[..., torch.Tensor]  # makes zeros of a shape in the dtype of the call
 Arguments = Callable[[Own], dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """op: the public name; label: what is special about it, dtype included; run: makes the call, and backward
-    where there is one."""
+    """One call of a public op, with its backward pass if it has one.
+
+    op: public name of the op.
+    label: dtype, sizes and options of the call, such as ``bfloat16 D=128 packed``.
+    run: makes the call.
+    """
     op: str
     label: str
     run: Callable[[], None]
@@ -40,13 +47,16 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A call on a target: the plan of the op itself and of what it calls before (norms, convolutions), and
-    the kernels it would start."""
+    """The plans and the launches of one call on a target.
+
+    plans: the plan of the op, and those of the ops that it calls first, such as norms and convolutions.
+    launches: the launches that the call would make.
+    """
     plans: tuple[Plan, ...]
     launches: tuple[Recorded, ...]
 
 
-# Of each chunked family the ops that most models train with, and their labels in 16 bits.
+# The ops of each chunked family that most models train with, and the labels of their main calls in 16 bits.
 MAIN = {"chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_rwkv6", "chunk_kda", "chunk_rwkv7",
         "mamba_chunk_scan_combined", "selective_scan_fn"}
 MAIN_SHAPES = re.compile(r"(bfloat16|float16) (D=(64|128|256)|P=64 N=128|N=16)")
@@ -56,18 +66,23 @@ def is_main(op: str, label: str) -> bool:
     return op in MAIN and MAIN_SHAPES.fullmatch(label) is not None
 
 
-# Reasons that hold for every kernel on a target
+# Codes of the reasons why no kernel at all can run on a target.
 WITHOUT_KERNELS = {"backend", "triton", *(issue.id for issue in KNOWN_ISSUES if issue.remedies == ("torch_path",)
                                           and not issue.traits and issue.min_warps == issue.min_stages == 1)}
 
 
 class _NoKernels(Exception):
-    """Ends a call on a target without kernels: what follows is plain torch, which takes long and starts
-    nothing."""
+    """Ends a call early on a target without kernels.
+
+    The rest of such a call would be plain torch, which takes long and launches no kernel.
+    """
 
 
 def seen(call: Call, target: Target) -> Seen:
-    """Make the call as if on ``target``. A refusal is a plan, too."""
+    """Make a call as if on ``target``, and return its plans and launches without launching a kernel.
+
+    A refusal also returns a plan. Its reasons say why the call is refused.
+    """
     plans: list[Plan] = []
 
     def note(plan: Plan) -> None:
@@ -75,8 +90,8 @@ def seen(call: Call, target: Target) -> Seen:
         if plan.asked.op == call.op and any(reason.code in WITHOUT_KERNELS for reason, _ in plan.steps):
             raise _NoKernels
     with recording(target) as launches, warnings.catch_warnings(), dispatch.watching(note):
-        warnings.simplefilter("ignore")  # remedies announce themselves; here they are the result
-        with suppress(UnsupportedError, _NoKernels):  # the last of plans says why
+        warnings.simplefilter("ignore")  # the plans contain the remedies, so warnings about them are not needed
+        with suppress(UnsupportedError, _NoKernels):  # the last plan contains the reason
             call.run()
     return Seen(tuple(dict.fromkeys(plans)), tuple(launches))
 
@@ -90,14 +105,17 @@ def edges(*tokens: int) -> torch.Tensor:
 
 
 def made(op: str, dtype: torch.dtype, arguments: Arguments) -> None:
-    """Call an op, and backward of its outputs where gradients are wanted."""
+    """Call an op with the given arguments, and run backward unless the op works in place.
+
+    arguments: returns the keyword arguments of the call, from a function that makes zeros in ``dtype``.
+    """
     with torch.set_grad_enabled(not PUBLIC[op].in_place):
         outputs = getattr(flashlin, op)(**arguments(partial(zeros, dtype=dtype)))
         backward(*(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def as_in_a_case(case: Case, dtype: torch.dtype, gradients: bool) -> None:
-    """The call of a case, and backward of its outputs where gradients are wanted."""
+    """Make the call of a case in a dtype, and run backward if ``gradients`` is True."""
     tensors = case.make(dtype, torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(gradients):
         for name, x in tensors.items():
@@ -106,7 +124,7 @@ def as_in_a_case(case: Case, dtype: torch.dtype, gradients: bool) -> None:
 
 
 def backward(*outputs: Any) -> None:
-    """Backward of all outputs at once, if anything asks for gradients."""
+    """Run backward of all outputs that require gradients in one call, with zeros as their gradients."""
     wanted = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if wanted:
         torch.autograd.backward(wanted, [torch.zeros_like(x) for x in wanted])
@@ -125,11 +143,20 @@ def sequences(
     state: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of an op over q, k [B, T, 4, D] and v [B, T, HV, V], V = D if 0. gates: which of g, beta, gk,
-    gv and so on to pass, g_vector being a g for each key channel, and which others like k: a, b, kk, p. The
-    gates and states are float32, as layers have them."""
+    """Return the arguments of an op with q and k [B, T, 4, D] and v [B, T, HV, V].
+
+    V: value size of a head. 0 means D.
+    packed: pass two sequences as one row with ``cu_seqlens``. Otherwise B is 2.
+    gates: names of the other tensors to pass. ``g_vector`` is a g with one value for each key channel, and
+        ``beta_headwise`` is a beta of that shape. Names without a shape below, such as a, b, kk and p, get
+        the shape [B, T, HV, D].
+    state: pass an initial state and request the final state.
+    options: other keywords of the op.
+
+    Gates and states are float32, as in layers.
+    """
     B, V = 1 if packed else 2, V or D
-    rows = T * options.get("num_householder", 1)  # of k, v and beta, in a delta product
+    rows = T * options.get("num_householder", 1)  # the rows of k, v and beta in a delta product
     shapes = {"g": (B, T, HV), "beta": (B, rows, HV), "gk": (B, T, HV, D), "gv": (B, T, HV, D),
               "beta_headwise": (B, T, HV, D), "g_vector": (B, T, HV, D), "w": (B, T, HV, D), "u": (HV, D),
               "A_log": (HV,), "dt_bias": (HV,), "dt_bias_vector": (HV * D,)}
@@ -147,11 +174,11 @@ def sequences(
     return {**given, "output_final_state": state, **options}
 
 
-# Head sizes by dtype: training in bf16 at every size, fp32 where somebody checks a model, fp16 once.
+# Dtypes and head sizes: 16-bit dtypes at every size, as in training, and fp32 at sizes for checks of a model.
 SIZES = ((BF16, 128), (BF16, 64), (BF16, 256), (FP16, 128), (FP16, 64), (FP16, 256), (FP32, 64), (FP32, 128))
 DTYPES = (BF16, FP16, FP32)
-# Ops over q, k and v, and what else they are always called with: by the op's name, or by that without chunk_
-# and so on.
+# Ops with q, k and v -> the other tensors of every call. A key is the name of the op, or its name without
+# prefixes such as chunk_.
 GATES = {"simple_gla": ("g",), "retention": (), "linear_attn": (), "lightning_attn": (),
          "delta_rule": ("beta",), "gated_delta_rule": ("g", "beta"), "gla": ("g_vector",),
          "fused_recurrent_gla": ("gk",), "kda": ("g_vector", "beta"), "rwkv6": ("w", "u"),
@@ -168,8 +195,13 @@ INSIDE_KDA = {**INSIDE, "gates": ("g_vector", "beta", "A_log", "dt_bias_vector")
 
 
 def selective_scan(own: Own, N: int, T: int = 64, together: bool = False) -> dict[str, Any]:
-    """As Mamba1's layers call it: u and z are slices of a projection, and what belongs to channels is
-    float32. together: as mamba_ssm's own layers do, tokens side by side."""
+    """Return the arguments of ``selective_scan_fn`` as the layers of Mamba1 pass them.
+
+    u and z are slices of one projection, and the parameters of channels are float32.
+
+    N: size of a state.
+    together: the tokens of a channel are contiguous in memory, as in the layers of mamba_ssm.
+    """
     D = 1024
     (u, z), (B, C) = [(own(2, wide, T) if together else own(2, T, wide).mT).chunk(2, 1)
                       for wide in (2 * D, 2 * N)]
@@ -192,7 +224,7 @@ def state_update_of_mamba1(own: Own) -> dict[str, Any]:
 
 
 def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
-    """dt and what belongs to heads in float32."""
+    """Return the arguments of ``mamba_chunk_scan_combined``, with dt and the parameters of heads in float32."""
     H, P, N = 8, 64, 128
     return dict(x=own(B, 128, H, P), dt=zeros(B, 128, H), A=zeros(H), B=own(B, 128, 1, N),
                 C=own(B, 128, 1, N), chunk_size=256, D=zeros(H), z=own(B, 128, H, P), dt_bias=zeros(H),
@@ -200,7 +232,10 @@ def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
 
 
 def scan_of_mamba3(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
-    """As its layer calls it, with what a model in 16 bits computes in float32."""
+    """Return the arguments of ``mamba3_siso_combined`` as its layer passes them.
+
+    The tensors that a model in 16 bits computes in float32 are float32 here.
+    """
     H, P, N, R = 8, 64, 128, 32
     return dict(Q=own(B, 128, 1, N), K=own(B, 128, 1, N), V=own(B, 128, H, P), ADT=zeros(B, H, 128),
                 DT=zeros(B, H, 128), Trap=own(B, H, 128), Q_bias=zeros(H, N), K_bias=zeros(H, N),
@@ -217,7 +252,10 @@ def layer_of_mamba2(own: Own, **special: Any) -> dict[str, Any]:
 
 
 def hgrn(own: Own, B: int, T: int, **special: Any) -> dict[str, Any]:
-    """As few sequences as make it split them."""
+    """Return the arguments of an HGRN op with 1,024 channels and B rows of T tokens.
+
+    The calls below use so few sequences that the chunked op splits them into segments.
+    """
     return dict(x=own(B, T, 1024), g=own(B, T, 1024), initial_state=zeros(2, 1024), output_final_state=True,
                 **special)
 
@@ -231,7 +269,10 @@ def convolution_of_a_token(own: Own, **special: Any) -> dict[str, Any]:
 
 
 def on_a_pool(own: Own, **gate: torch.Tensor) -> dict[str, Any]:
-    """Two requests with a draft each. gate: g, and A_log and dt_bias, which are float32."""
+    """Return the arguments of ``serving.decode`` for two requests with one draft token each.
+
+    gate: the tensors g, A_log and dt_bias. The last two are float32.
+    """
     return dict(q=own(2, 2, 4, 128), k=own(2, 2, 4, 128), v=own(2, 2, 8, 128), beta=own(2, 2, 8),
                 states=zeros(9, 8, 128, 128), indices=edges(0, 1, 2, 3).view(2, 2),
                 num_accepted_tokens=edges(1, 2), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
@@ -240,7 +281,10 @@ def on_a_pool(own: Own, **gate: torch.Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def served() -> Iterator[Call]:
-    """flashlin.serving's kernel, which is planned as the op whose function it is."""
+    """Yield calls of ``flashlin.serving.decode`` on a pool of states.
+
+    A call has the name of the op that computes the same function, because it is planned as that op.
+    """
     def own(*shape: int) -> torch.Tensor:
         return zeros(*shape, dtype=BF16)
     for op, g, biases in (("fused_recurrent_gated_delta_rule", own(2, 2, 8), 8),
@@ -265,8 +309,8 @@ def targets(rows: int) -> torch.Tensor:
     return torch.zeros(rows, dtype=torch.int64)
 
 
-# Of the other ops: what is special about a call, and its arguments. Parameters are float32 for gates, as
-# layers have them, and of the tensors' dtype for RWKV-7.
+# Calls of the other ops: op, label and arguments. Parameters of gates are float32, as in layers; those of
+# RWKV-7 have the dtype of the tensors.
 IN_EVERY_DTYPE: tuple[tuple[str, str, Arguments], ...] = (
     ("rms_norm", "D=2048", norm), ("layer_norm", "D=2048", partial(norm, bias=True)),
     ("l2norm", "D=128", lambda own: dict(x=own(4, 64, 128))),
@@ -340,8 +384,10 @@ IN_BFLOAT16: tuple[tuple[str, str, Arguments], ...] = (
 
 
 def calls() -> Iterator[Call]:
-    """Every public op of ``dispatch.OPS`` (tests hold it to that), each option at the size most layers
-    have."""
+    """Yield calls of every public op in ``dispatch.OPS``.
+
+    Each option is called at the size that most layers have. A test checks that no op is missing.
+    """
     written = set()
     for call in _written():
         written.add(call.op)
@@ -381,7 +427,7 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
     yield _sequences(op, BF16, 128)
     if op.startswith("parallel_"):
         yield _sequences(op, BF16, 128, "scores", output_attentions=True)
-    elif op.startswith("fused_chunk_"):  # the kernels of chunk_
+    elif op.startswith("fused_chunk_"):  # the same kernels as chunk_
         return
     elif mode == "chunk":
         yield _sequences(op, BF16, 128, "packed", packed=True)
@@ -389,7 +435,7 @@ def _over_sequences(op: str, mode: str) -> Iterator[Call]:
             yield _sequences(op, BF16, 128, "no state", state=False)
             for dtype, D in SIZES[1:]:
                 yield _sequences(op, dtype, D)
-        for dtype, D in ((BF16, 128), (FP16, 128), (FP32, 64)):  # long enough to be split
+        for dtype, D in ((BF16, 128), (FP16, 128), (FP32, 64)):  # long enough to be split into segments
             yield _sequences(op, dtype, D, "in parts", T=1600, state=False)
         yield _sequences(op, BF16, 128, "in parts, packed", T=1600, packed=True)
     else:
@@ -403,7 +449,11 @@ def _family(op: str) -> str:
 
 
 def _sequences(op: str, dtype: torch.dtype, D: int, special: str = "", **options: Any) -> Call:
-    """T = 1: a step of decoding, without gradients."""
+    """Return a call of an op with q, k and v in a dtype, with heads of size D.
+
+    special: the rest of its label.
+    options: arguments of ``sequences``. A call with T=1 is a decoding step, without gradients.
+    """
     given = {"gates": GATES.get(op, GATES.get(_family(op), ())), **OPTIONS.get(_family(op), {}), **options}
     arguments: Arguments = partial(sequences, op=op, D=D, **given)
     if given.get("T") == 1:
