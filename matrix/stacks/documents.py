@@ -1,9 +1,9 @@
-"""Documents packed into one row of a patched model: ``python -m matrix.stacks.documents``.
+"""Test documents that are packed into one row of a patched model: ``python -m matrix.stacks.documents``.
 
-The sweep calls each model with each way to mark documents. It compares the logits of all documents, and the
-gradients of their loss, with those of the same documents in rows of their own. A cell of the record is
-``isolated`` or ``leaks`` (with the error), ``warned`` (with the warning), ``raises``, or ``-`` (with the
-reason why the model does not accept the call).
+The script calls each model with each way to mark documents. It compares the logits of all documents, and the
+gradients of their loss, with those of the same documents in separate rows. A cell of the record is ``isolated``
+or ``leaks`` with the error, ``warned`` with the warning, ``raises`` with the error message, or ``-`` with the
+reason why the model does not accept the call.
 """
 from __future__ import annotations
 
@@ -35,14 +35,19 @@ from matrix.stacks.verdicts import error
 from matrix.stacks.versions import OPTIONAL
 
 FILE = "documents.json"
-SHOWN = 240  # the most characters of a warning or an error
+SHOWN = 240  # a warning or an error is cut to this number of characters
 EDGES = (0, 9, 33, 50)  # the bounds of three documents in a row
-Told = dict[str, Any]  # keywords of a model
+Told = dict[str, Any]  # keywords of a call of a model
 
 
 class Way(NamedTuple):
-    """One way to mark the documents. marks: makes the keywords from the edges. says: its explanation in the
-    table. compiled: torch.compile traces the whole model."""
+    """One way to mark the documents of a row.
+
+    name: its column in the table.
+    says: its explanation in the table.
+    marks: returns the keywords of the call for the bounds of the documents.
+    compiled: True if torch.compile traces the whole model.
+    """
     name: str
     says: str
     marks: Callable[[tuple[int, ...]], Told]
@@ -50,7 +55,7 @@ class Way(NamedTuple):
 
 
 def positions(edges: tuple[int, ...]) -> Tensor:
-    """Return positions [1, T] that begin at 0 in each document."""
+    """Return positions [1, T] that begin at 0 in each document, from the bounds of the documents."""
     return torch.cat([torch.arange(end - begin) for begin, end in pairwise(edges)])[None]
 
 
@@ -83,7 +88,7 @@ WAYS = (
 
 
 def answer(model: Model, way: Way) -> str:
-    """Return the cell of the record of a model and a way."""
+    """Return the cell of the record for a model and a way to mark documents."""
     try:
         with warnings.catch_warnings(record=True) as said, flashlin.patched("transformers"):
             warnings.simplefilter("always")
@@ -99,7 +104,7 @@ def answer(model: Model, way: Way) -> str:
             together = _trained(made, _logits(called, ids, way.marks(EDGES)), ids)
     except NoSuchModel:
         raise
-    except Exception as failure:  # any error is the answer
+    except Exception as failure:  # an error is also an answer
         why = f"{type(failure).__name__}: {_line(str(failure))[:60]}"
         return f"-: it raises without flashlin, too: {why}" if _raises(model, way) else f"raises: {why}"
     off = error(together, right)
@@ -111,7 +116,7 @@ def answer(model: Model, way: Way) -> str:
 
 
 def _raises(model: Model, way: Way) -> bool:
-    """Return True if the call raises without flashlin."""
+    """Return True if the call also raises without flashlin."""
     made, ids = build(model), torch.ones(1, EDGES[-1], dtype=torch.long)
     try:
         called, _ = _compiled(made, ids, way) if way.compiled else (made, "")
@@ -122,7 +127,10 @@ def _raises(model: Model, way: Way) -> bool:
 
 
 def _compiled(made: nn.Module, ids: Tensor, way: Way) -> tuple[Any, str]:
-    """Return the model compiled as a whole, or with graph breaks if its own code needs them."""
+    """Return the compiled model, and the text `` with graph breaks`` or an empty text.
+
+    The model is compiled as a whole, or with graph breaks if its own code needs them.
+    """
     for whole in (True, False):
         torch._dynamo.reset()
         called = torch.compile(made, backend="eager", fullgraph=whole)
@@ -142,8 +150,7 @@ def _logits(model: Any, ids: Tensor, marks: Told) -> Tensor:
 
 
 def _trained(model: nn.Module, logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the logits, and the gradients of a loss in which each token of a document predicts the next
-    one."""
+    """Return the logits and the gradients of a loss. Each token of a document predicts the next token."""
     model.zero_grad(set_to_none=True)
     kept = torch.cat([torch.arange(begin, end - 1) for begin, end in pairwise(EDGES)])
     F.cross_entropy(logits[0, kept], ids[0, kept + 1]).backward()  # type: ignore[no-untyped-call]  # torch
@@ -156,7 +163,7 @@ def _line(text: str) -> str:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows to the record, and keep the rows of other models from the same transformers."""
+    """Write rows to the record, and keep earlier rows of other models from the same transformers release."""
     facts = {"transformers": metadata.version("transformers"), "date": datetime.date.today().isoformat()}
     before = read(path) if path.exists() else {}
     kept = before["rows"] if before.get("transformers") == facts["transformers"] else []
@@ -166,8 +173,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def run(names: list[str], ways: list[str], out: Path | None) -> int:
-    """Run these models (without names, all) in these ways, and write the record in ``out``. Return 1 if a
-    model mixes documents without exactly one warning."""
+    """Run models with several ways to mark documents, and write the record.
+
+    Return 1 if a model raises, or mixes documents without exactly one warning, else 0.
+
+    names: names of the models. Empty means all.
+    ways: names of the ways. Empty means all.
+    out: folder of the record, or None.
+    """
     rows: list[dict[str, Any]] = []
     bad = 0
     for model in (*MODELS, *UNPATCHED):
@@ -186,7 +199,7 @@ def run(names: list[str], ways: list[str], out: Path | None) -> int:
 
 
 def table(folder: Path) -> list[str]:
-    """Return the lines of markdown, none without a record."""
+    """Return the table as lines of markdown, or an empty list without a record."""
     path = folder / FILE
     if not path.exists():
         return []
@@ -221,6 +234,6 @@ if __name__ == "__main__":
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     logging.disable(logging.WARNING)
     for name in set(OPTIONAL) - {"transformers"}:
-        sys.modules[name] = None  # type: ignore[assignment]  # so it is "not installed"
+        sys.modules[name] = None  # type: ignore[assignment]  # makes imports of it fail, as if not installed
     options = parser.parse_args()
     sys.exit(run(options.model, options.way, options.out))

@@ -1,15 +1,16 @@
-"""Layers and models of realistic size on a GPU, raw and patched: errors, times, losses of a training.
+"""Measure layers and models of realistic size on a GPU, raw and patched: errors, times and training losses.
 
     python -m matrix.stacks.gpu --out matrix/results
 
-Needs fla, and transformers for the models. First ``--warm`` processes fill Triton's cache together
-(``matrix/warming.py``), then each program has one, alone, which measures and is held to ``--seconds``.
-``--device cpu --small`` tries the script itself.
+This needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
+(``matrix/warming.py``). Then each program is measured in a process of its own, with the time limit
+``--seconds``. Use ``--device cpu --small`` to test the script itself.
 
-Errors: RMS ratio beside flashlin in float32, of the output and of all gradients, over ``--inputs`` draws,
-since one tells little of a parameter with an element a head; ratio: patched / raw, whose worst may be 1.2.
-Times: medians of CUDA events, raw and patched in turn. Every backward has inputs of its own, since fla's RWKV-7
-writes to them.
+Errors are RMS ratios of the output and of all gradients, compared with flashlin in float32. They are computed
+over ``--inputs`` random inputs, because a single input says little about a parameter with one element for each
+head. The ratio is the patched error divided by the raw error (lower is better); the worst ratio may be 1.2.
+Times are medians of CUDA events, measured raw and patched in turn. Every backward gets new copies of its inputs,
+because fla's RWKV-7 writes to them.
 """
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ Block = Callable[[], AbstractContextManager[Any]]
 
 
 class Size(NamedTuple):
-    """Of every program: rows, tokens, width, heads and their size."""
+    """Sizes of a program.
+
+    B: rows of a batch.
+    T: tokens of a row.
+    D: width of the model.
+    H: number of heads.
+    K: size of a head.
+    """
     B: int = 4
     T: int = 4096
     D: int = 2048
@@ -55,7 +63,11 @@ SMALL = Size(1, 66, 64, 4, 16)
 
 
 class Whole(nn.Module):
-    """Anything that takes [B, T, D] or tokens, with one tensor as its result."""
+    """A wrapper around a layer or model, whose forward returns one tensor.
+
+    The input is [B, T, D] for a layer and token ids [B, T] for a model. The result is the output of the layer
+    or the logits of the model.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -120,7 +132,13 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], Callable[[Size], nn.Module]]] = {
 
 def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, rounds: int = ROUNDS,
              steps: int = STEPS, inputs: int = INPUTS) -> dict[str, Any]:
-    """Everything of one program."""
+    """Return the results of one program: errors, times in milliseconds and training losses, raw and patched.
+
+    name: a key of ``PROGRAMS``.
+    rounds: number of times that each time is measured.
+    steps: number of training steps.
+    inputs: number of random inputs for the errors.
+    """
     patches, build = PROGRAMS[name]
     torch.manual_seed(0)
     whole = awake(build(size)).to(device)
@@ -135,7 +153,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
         with ways["patched"]():
             wanted.append(both(whole, x, pull))
         drawn.append((x.to(dtype) if layered else x, pull.to(dtype)))
-    whole.zero_grad(set_to_none=True)  # which ``to`` would round in place, and ``wanted`` has them
+    whole.zero_grad(set_to_none=True)  # ``wanted`` contains the gradients, and ``to`` would round them in place
     whole = whole.to(dtype)
     runs: dict[str, Callable[..., Tensors]] = {"forward": partial(forward, whole), "both": partial(both, whole)}
     found: dict[str, Any] = {"inputs": inputs, **{way: {} for way in ways}}
@@ -148,7 +166,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
                     for given, want in zip(drawn, wanted, strict=True):
                         for key, tensor in run(*given).items():
                             squares.setdefault(key, []).append(ratio(tensor, want[key]) ** 2)
-            except Exception as error:  # whatever is raised is the answer
+            except Exception as error:  # any error is the answer
                 found[way][what] = record.raised(error).removeprefix("error: ")
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -171,8 +189,11 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
 
 
 def awake(whole: nn.Module) -> nn.Module:
-    """Its matrices of zeros drawn instead: fla's RWKV-7 begins with some, its output's among them, which
-    leaves nothing to compare but zeros with zeros."""
+    """Replace the weight matrices that are all zeros by random values, and return the module.
+
+    fla's RWKV-7 initializes some matrices with zeros, including the output projection. With them, all outputs
+    would be zeros, and there would be nothing to compare.
+    """
     for parameter in whole.parameters():
         if parameter.ndim > 1 and not parameter.any():
             nn.init.normal_(parameter, std=0.02)
@@ -199,7 +220,11 @@ def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
 
 def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device,
           rounds: int) -> dict[str, float]:
-    """Milliseconds, medians over rounds in which the ways take turns."""
+    """Return the median time of ``run`` in milliseconds, for each way.
+
+    The ways take turns in each round. ``ways`` maps ``raw`` and ``patched`` to functions that return a context
+    manager for the run.
+    """
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, within in ways.items():
@@ -224,7 +249,12 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
 
 def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, device: torch.device,
             dtype: torch.dtype, steps: int) -> list[float]:
-    """Losses of some steps: float32 weights, autocast, a fixed target."""
+    """Return the loss of each training step, with float32 weights, autocast and a fixed random target.
+
+    state: the weights to start from.
+    x: the input of every step.
+    block: returns a context manager in which all steps run, raw or patched.
+    """
     whole.load_state_dict(state)
     whole = whole.to(device)
     tuner, losses = torch.optim.AdamW(whole.parameters(), lr=1e-3), []
@@ -245,7 +275,7 @@ def trained(whole: nn.Module, state: Tensors, x: torch.Tensor, block: Block, dev
 
 
 def short(name: str, found: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return the results of a program as one line of the printed table."""
     if "failed" in found:
         return f"{name:18} {found['failed']}"
     cells = [f"{name:18}"]
@@ -263,16 +293,16 @@ def main() -> int:
     options = record.parser(__doc__)
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
-    options.add_argument("--only", default="", help="programs whose names begin so, by commas; the record in "
-                         "--out, if made by these versions, keeps the others")
-    options.add_argument("--seconds", type=float, default=100, help="for each process")
+    options.add_argument("--small", action="store_true", help="use small sizes, to test only the script")
+    options.add_argument("--only", default="", help="only programs whose names begin with one of these texts, "
+                         "separated by commas; the record in --out, if made by these versions, keeps the others")
+    options.add_argument("--seconds", type=float, default=100, help="time limit of each process")
     options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
-                         help="so many processes fill Triton's cache before")
-    options.add_argument("--warm-seconds", type=float, default=300, help="for how long at most")
+                         help="number of processes that fill Triton's cache first")
+    options.add_argument("--warm-seconds", type=float, default=300, help="time limit for filling the cache")
     options.add_argument("--inputs", type=int, default=INPUTS, metavar="N",
-                         help=f"errors are over so many draws (default {INPUTS}); more where a ratio is a "
-                         "little above what is allowed and may be chance")
+                         help=f"number of random inputs for the errors (default {INPUTS}); use more if a ratio "
+                         "is slightly above the limit, which may be chance")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()
@@ -307,14 +337,17 @@ def main() -> int:
     for name in names:
         rows[name] = {"date": datetime.date.today().isoformat(), **asked(name)}
         print(short(name, rows[name]), flush=True)
-        if given.out:  # after each, since a card is lent for a time
+        if given.out:  # write after each program, because the GPU may be available for a limited time only
             record.write(given.out, "stacks-gpu", record.this_card(), **versions,
                          programs={name: rows[name] for name in PROGRAMS if name in rows})
     return int(any("failed" in rows[name] or rows[name].get("ratio", 0) > ALLOWED for name in names))
 
 
 def before(folder: Path, versions: dict[str, str]) -> dict[str, Any]:
-    """The programs of the record of this card that is there, if these versions made it."""
+    """Return the programs in the existing record of this GPU, or an empty dict.
+
+    The dict is also empty if other versions than ``versions`` made the record.
+    """
     card = record.this_card()
     place = record.place(folder, "stacks-gpu", card)
     facts = json.loads(place.read_text()) if place.exists() else {}

@@ -1,5 +1,8 @@
-"""The models, and how each is configured: two layers, one of them linear, as small as its package allows. Of
-fla, whose numbers come from Triton's interpreter, one layer, where that is a model of its kind."""
+"""Define the models of the stacks, with a small configuration for each.
+
+A model has two layers, at least one of them linear, and is as small as its package allows. Most models of fla
+have one layer, because their reference results come from Triton's slow interpreter.
+"""
 from __future__ import annotations
 
 import importlib
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# What a configuration calls its sizes. Each model takes those that it knows.
+# Names of sizes in configurations, with small values. Each model gets the names that its configuration accepts.
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_head_dim": 16,
@@ -26,12 +29,16 @@ TINY: dict[str, Any] = {
     "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_d_ssm": 64, "chunk_size": 16, "mamba_chunk_size": 16,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4,
     "rel_extent": 64, "unpadded_vocab_size": None}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # generation never ends early
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # so generation never ends early
 
 
 class Model(NamedTuple):
-    """classes: the model's class and its configuration's; a layer has no configuration. options: what TINY
-    does not say. plain: options under which its package takes plain torch where it would refuse a CPU."""
+    """One model of a package, with its configuration.
+
+    classes: names of the class of the model and of its configuration. A layer has no configuration.
+    options: options in addition to those of TINY.
+    plain: options with which the package uses plain torch instead of refusing a CPU.
+    """
     name: str
     package: str
     classes: tuple[str, str]
@@ -75,7 +82,7 @@ MODELS: tuple[Model, ...] = (
     _transformers("bailing_hybrid", "BailingHybrid", **KDA, **DENSE, qk_rope_head_dim=4),
     _transformers("glm5_next", "Glm5NextText", **KDA, **DENSE, qk_rope_head_dim=0, index_n_heads=2,
                   index_head_dim=16, index_topk=64, index_kpool=4)._replace(
-        classes=("Glm5NextTextModel", "Glm5NextTextConfig")),  # its whole model wants images, too
+        classes=("Glm5NextTextModel", "Glm5NextTextConfig")),  # the whole model also requires images
     _transformers("mamba", "Mamba"),
     _transformers("falcon_mamba", "FalconMamba"),
     _transformers("jamba", "Jamba", attn_layer_period=2, attn_layer_offset=1),
@@ -121,15 +128,16 @@ UNPATCHED: tuple[Model, ...] = (
     _transformers("minimax", "MiniMax", layer_types=["linear_attention", "full_attention"]),
     _transformers("recurrent_gemma", "RecurrentGemma", block_types=["recurrent", "attention"]),
     _transformers("zaya", "Zaya", num_experts_per_tok=1))
-# mamba_ssm has no torch path; transformers has the same models, with parameters of the same names but one.
+# mamba_ssm has no torch path. transformers has the same models; only one parameter has another name.
 COUNTERPARTS = {
     "MambaLMHeadModel (Mamba1)": _transformers("MambaLMHeadModel (Mamba1)", "Mamba"),
     "MambaLMHeadModel (Mamba2)": _transformers("MambaLMHeadModel (Mamba2)", "Mamba2", num_heads=8,
                                                n_groups=1, tie_word_embeddings=True)}
 
-# What a model does not keep apart itself, by model and quantity: no function of flashlin is told where rows
-# or documents begin, or what a cache should hold. It counts where the raw program raises, and so cannot show
-# that it gives the same; in Triton's interpreter raw fla 0.6.0 has been seen to be as far off, to four digits.
+# (model, quantity) -> why the model itself mixes rows or documents. In these models no function of flashlin
+# gets the bounds of rows or documents, or the right cache. These excuses are used only if the raw program
+# raises an error, so that its result cannot show the same difference. In Triton's interpreter, raw fla 0.6.0
+# had the same errors to four digits.
 _CUT = "in training its convolutions run from one row, document or memory into the next"
 _ACROSS = "its attention looks across documents"
 _KEPT = "its layers leave cu_seqlens aside"
@@ -144,7 +152,7 @@ LEAKS: dict[tuple[str, str], str] = {
     ("Mom", "padding"): _CUT,
     ("Mom", "packed: cu_seqlens"): _CUT}
 
-# What a model raises itself, in words where the error has none for it, by model and beginning of the error.
+# (model, beginning of an error) -> explanation of an error of the model itself whose message is unclear.
 RAISES: dict[tuple[str, str], str] = {
     ("Mom", "IndexError: index "): "its cache has a state for each memory of a row, and is read as if it had "
                                    "one for each row",
@@ -152,14 +160,15 @@ RAISES: dict[tuple[str, str], str] = {
     ("Mom", "AttributeError: 'NoneType' object has no attribute 'detach'"):
         "before fla 0.6.0 it gives no logits in training"}
 
-# Before transformers 5.15, by model: sizes with which its torch functions and its branch of GPUs compute the
-# same. Mamba2's norm has groups in one of them alone; the torch functions of the others join chunks wrongly,
-# so that a chunk is the whole row, and have a least step, which is as good as none.
+# For transformers before 5.15: model -> sizes with which its torch functions and its branch for GPUs compute the
+# same. In mamba2 only one of the two has groups in the norm. The torch functions of the other two models join
+# chunks wrongly, so a single chunk must contain the whole row. They also have a least time step, so it is set
+# close to 0.
 _ONE_CHUNK = {"chunk_size": 128, "time_step_min": 1e-9}
 BEFORE_5_15: dict[str, dict[str, Any]] = {
     "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}
-# What that branch does not do itself, on a GPU as here: by model, quantity and what is said of the torch
-# functions, which do better or are wrong in another way.
+# (model, quantity, verdict of its torch functions) -> why the branch for GPUs itself has another verdict. The
+# torch functions are right there, or wrong in another way. The same happens on a real GPU.
 _ONE = "it goes on from a cache by one token at a time"
 ON_CUDA: dict[tuple[str, str, str], str] = {
     ("mamba", "padding", "agrees"): "its fused function knows no mask",
@@ -169,13 +178,19 @@ ON_CUDA: dict[tuple[str, str, str], str] = {
     ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # 5.0
     **{(name, "pieces", "raises"): "its scan begins anew with each piece" for name in ("jamba", "zamba")},
     **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
-# Which models of those versions look up no package's functions, so that nothing of them is exchanged.
+# Models of these versions that look up no functions of another package, so that patching changes nothing.
 UNTOUCHED = {"inkling": "its convolution is its own function, which kernels of the hub alone may replace"}
 
 
 def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool = False) -> str:
-    """Why a patched model may have this verdict where the raw one has that of before, which is better; ""
-    where it may not."""
+    """Return the reason why a patched model may have a worse verdict than the raw model.
+
+    Return "" if there is no such reason.
+
+    verdict: the verdict of the patched model.
+    before: the verdict of the raw model.
+    on_cuda: True if the patched model runs its branch for GPUs.
+    """
     if verdict not in ("differs", "raises", "not patched") or verdict == before:
         return ""
     if on_cuda and verdict == "not patched":
@@ -187,18 +202,18 @@ def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool =
 
 
 def in_words(model: str, answer: str) -> str:
-    """What is behind an error of the model itself; "" where the error says it, or nobody knows."""
+    """Return the explanation of an error of the model itself, or "" if ``RAISES`` has none."""
     return next((why for (name, begins), why in RAISES.items()
                  if name == model and answer.startswith(f"raises: {begins}")), "")
 
 
 def in_mamba_ssm(name: str) -> str:
-    """What mamba_ssm calls a parameter of transformers' model."""
+    """Return the name in mamba_ssm of a parameter of the model of transformers."""
     return name.replace("backbone.embeddings.", "backbone.embedding.")
 
 
 class NoSuchModel(LookupError):
-    """The installed version has not got it."""
+    """Raised if the installed version of a package does not have a model."""
 
 
 def named(name: str) -> Model:
@@ -206,7 +221,12 @@ def named(name: str) -> Model:
 
 
 def build(model: Model, plain: bool = False) -> nn.Module:
-    """The model with weights of which none is 0 or 1, so that nothing can be left out unseen."""
+    """Build a model with random weights that are not 0 or 1.
+
+    A weight of 0 or 1 would hide an error in the computation with this weight.
+
+    plain: use the options with which the package computes in plain torch.
+    """
     torch.manual_seed(0)
     if plain:
         model = model._replace(options={**model.options, **model.plain})
@@ -218,7 +238,7 @@ def build(model: Model, plain: bool = False) -> nn.Module:
 
 
 def known(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Of these options those that a class takes."""
+    """Return the options that a class accepts, out of these."""
     names = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__annotations__", {}))
     return {name: value for name, value in options.items() if name in names}
 
@@ -231,7 +251,10 @@ def _class(module: str, name: str) -> Any:
 
 
 class WithHead(nn.Module):
-    """A text model of transformers that leaves logits to the model around it."""
+    """A text model of transformers with an output head.
+
+    The text model returns hidden states, and this class adds a linear layer that computes the logits.
+    """
 
     def __init__(self, model: nn.Module, hidden: int, vocabulary: int) -> None:
         super().__init__()
@@ -255,7 +278,7 @@ def _of_a_configuration(home: str) -> Callable[[Model], nn.Module]:
 
 
 class OneLayer(nn.Module):
-    """A layer between an embedding and logits."""
+    """A model of an embedding, one layer and a linear layer that computes logits."""
 
     def __init__(self, layer: nn.Module, vocabulary: int, hidden: int) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""python -m matrix stacks: every stack's models raw and patched, in processes of their own, and a record a
-stack."""
+"""Run the models of every stack raw and patched, and write one record for each stack: ``python -m matrix stacks``.
+
+The models run in child processes (``matrix/stacks/child.py``). This module starts these processes, compares
+their answers and prints the failures.
+"""
 from __future__ import annotations
 
 import datetime
@@ -22,19 +25,24 @@ from matrix.stacks.verdicts import Answer, Outcome, outcome, verdict_of
 from matrix.stacks.versions import STACKS, Stack
 
 SECONDS = 1800
-TOGETHER = 4  # models in a process; where it ends early, each has its own
+TOGETHER = 4  # models in one process; if it ends early, each model runs again in a process of its own
 RAW = ["raw", "plain", "float64"]
 WAYS = {"raw": RAW, "patched": ["patched"], "both": [*RAW, "patched"]}
 INTERPRETED = {"PYTHONOPTIMIZE": "1", "TRITON_INTERPRET": "1"}
 
 
 class Failed(RuntimeError):
-    """A process gave no answers; the text says how it ended."""
+    """Raised if a child process returned no answers. The text says how the process ended."""
 
 
 def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str, dict[str, Any]]:
-    """What ``judged`` makes of these models, all in one process (and one more for the reference, if it has to
-    be another); without those that this version has not got."""
+    """Return the verdicts on models of a stack, by model, in the form that ``judged`` returns.
+
+    All models run in one child process. A second process computes the reference if it needs another
+    environment. Models that this version of the package does not have are missing from the result.
+
+    way: ``raw``, ``patched`` or ``both``.
+    """
     names = [one.name for one in models]
     with tempfile.TemporaryDirectory() as folder:
         own = Job(names, WAYS[way], list(stack.patches), stack.hidden(), str(Path(folder, "own")),
@@ -52,7 +60,7 @@ def asked(stack: Stack, models: Sequence[Model], way: str = "both") -> dict[str,
 
 
 def told(stack: Stack, job: Job) -> dict[str, Any]:
-    """What a child answers."""
+    """Run a child process and return its answers by model. Raise Failed if the process fails."""
     import torch
     extra = INTERPRETED if job.reference == "interpreter" else {}
     command = python("matrix.stacks.child", json.dumps(job._asdict()),
@@ -68,13 +76,19 @@ def told(stack: Stack, job: Job) -> dict[str, Any]:
 
 
 def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """``ops``: of flashlin that ran where patched; ``raw`` and ``patched``: the Outcomes by quantity, as far
-    as they were asked. other: of the process whose raw program is the reference."""
+    """Return the verdicts on one model.
+
+    The result has the key ``ops``: the ops of flashlin that ran in the patched model. Its keys ``raw`` and
+    ``patched`` contain an Outcome for each quantity; a way that did not run is missing.
+
+    found: the answers of the model.
+    other: the answers of the reference process, or an empty dict if the model itself is the reference.
+    """
     ways, beside, ops = found["ways"], other.get("ways", {}), found["ops"].get("patched", [])
     fp64 = beside.get("float64") or ways.get("float64") or {}
 
     def fp32(quantity: str) -> Answer:
-        """Of the first raw program that has it."""
+        """Return the answer in float32 of the first raw program that has one."""
         answers = (said.get(way, {}).get(quantity) for said in (beside, ways) for way in ("plain", "raw"))
         return next((one for one in answers if one and one.tensors), Answer())
     said: dict[str, Any] = {"ops": ops}
@@ -86,18 +100,21 @@ def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(one: Outcome) -> str:
-    """As a record keeps it: ``agrees fp32 3e-06/8e-06 fp64 ...``, RMS ratio and worst row; or ``raises:`` and
-    the sentence."""
+    """Return an outcome as text for a record.
+
+    The text is such as ``agrees fp32 3e-06/8e-06 fp64 ...``, with the RMS ratio of the tensor and of its worst
+    row, or ``raises: `` and the message of the error.
+    """
     figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
                for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))
                if error and not (error.ok and error.rms == 0)]
-    said = re.sub(r"(/[\w.+-]+){2,}", r"...\1", one.said)  # not where this machine has it
-    said = said.partition(f" {ADVICE[:20]}")[0]  # the same for all models
+    said = re.sub(r"(/[\w.+-]+){2,}", r"...\1", one.said)  # records contain no local paths
+    said = said.partition(f" {ADVICE[:20]}")[0]  # drop the advice, which is the same for all models
     return f"{one.verdict}: {said}" if said else " ".join([one.verdict, *figures])
 
 
 def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
-    """A model's line of a record."""
+    """Return the row of a model in a record."""
     import torch
     return {"model": model, "torch": torch.__version__, "date": datetime.date.today().isoformat(),
             "ops": " ".join(said["ops"]),
@@ -106,7 +123,7 @@ def row(model: str, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
-    """Put rows into the stack's record, beside those of other models, which keep their day."""
+    """Write rows to the record of a stack. Rows of other models stay in the record with their date."""
     path = folder / f"{stack.file}.json"
     before = read(path)["rows"] if path.exists() else []
     known = {one["model"]: one for one in [*before, *rows]}
@@ -118,10 +135,18 @@ def write(folder: Path, stack: Stack, rows: list[dict[str, Any]]) -> None:
 
 
 def run(stacks: Iterable[Stack], names: Sequence[str], way: str, out: Path | None, jobs: int) -> int:
-    """Every model of these stacks; 1 if one of them fails where it should not."""
+    """Run the models of stacks, print their failures, and write their records.
+
+    Return 1 if patching made a model worse without an excuse, else 0.
+
+    names: names of the models. Empty means all.
+    way: ``raw``, ``patched`` or ``both``. Only ``both`` writes records.
+    out: folder of the records, or None.
+    jobs: number of processes at the same time.
+    """
     began, bad = time.monotonic(), 0
     for stack in stacks:
-        stack.environment()  # installed once, before processes ask for it at the same time
+        stack.environment()  # install it once, before several processes need it at the same time
         chosen = [one for one in stack.models if not names or one.name in names]
         shares = [chosen[first:first + TOGETHER] for first in range(0, len(chosen), TOGETHER)]
         with ThreadPoolExecutor(jobs) as pool:
@@ -148,9 +173,14 @@ def _alone(stack: Stack, models: Sequence[Model], way: str) -> dict[str, dict[st
 
 
 def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
-    """Where patching made something worse, a line each: what the raw program gets wrong itself is no fault of
-    the patch, and what it refuses may be refused, but not be wrong, unless there is an ``excuse`` in the
-    model. on_cuda: as a Stack's."""
+    """Return one text for each quantity of a model that patching made worse.
+
+    A quantity counts as worse if the patched verdict differs from the raw verdict and is ``differs``,
+    ``raises`` or ``not patched``. It does not count if ``excuse`` has a reason in the model itself.
+
+    row: the row of the model in a record.
+    on_cuda: True if the patched model runs its branch for GPUs.
+    """
     raw, lines = row.get("raw", {}), []
     for quantity, answer in row.get("patched", {}).items():
         verdict, before = verdict_of(answer), verdict_of(raw[quantity]) if quantity in raw else ""
@@ -161,8 +191,10 @@ def wrong(row: dict[str, Any], on_cuda: bool = False) -> list[str]:
 
 
 def by_name(names: Sequence[str]) -> list[Stack]:
-    """The stacks of these names; of a name that none has those whose names begin so; all without names.
-    ValueError where there are none."""
+    """Return the stacks with these names, or all stacks if ``names`` is empty.
+
+    A name that no stack has selects all stacks whose names begin with it. Raise ValueError if there are none.
+    """
     found: dict[str, Stack] = {}
     for name in names or [""]:
         begun = {one.name: one for one in STACKS if one.name.startswith(name)}

@@ -1,12 +1,12 @@
-"""The programs whose failures flashlin began with, as they are and under ``flashlin.patched("fla")``, each in a
-process of its own.
+"""Run the programs whose failures were the first reason for flashlin, raw and under ``flashlin.patched("fla")``.
 
     python -m matrix.stacks.seeds --out matrix/results          needs an NVIDIA GPU and fla
-    python -m matrix.stacks.seeds --device cpu --small          tries the script; raw fla needs a GPU
+    python -m matrix.stacks.seeds --device cpu --small          tests the script; raw fla needs a GPU
 
-An outcome is ``right`` (within bounds of float32 in plain torch, or the error that was asked for),
-``wrong: ...`` or ``error: ...``. The parts of a program share its process: what a failure leaves behind, the
-next part meets, as in a user's program. A tuner takes the first configuration that fits.
+An outcome is ``right``, ``wrong: ...`` or ``error: ...``. It is right if the result is within bounds of plain
+torch in float32, or if the program raises the intended error. Each program runs in a process of its own. The
+parts of a program share this process, so an earlier failure can affect later parts, as in a user's program.
+Autotuners use the first configuration that fits the GPU.
 """
 from __future__ import annotations
 
@@ -34,32 +34,35 @@ from flashlin.compat.subprocesses import Ended
 from flashlin.testing.compare import Tensors, judge
 from matrix import record
 
-AT_ONCE, SECONDS = 8, 120  # processes, and how long each may take
+AT_ONCE, SECONDS = 8, 120  # number of processes at the same time, and time limit of each
 STEPS = 9  # tokens of a generation after its prompt
 VOCABULARY = 50
-# RMS ratios: on a CPU, where all is plain torch, rounding to bf16 alone gives these layers up to 0.009 and,
-# in RWKV6's gradients, 0.043.
+# Allowed RMS ratios. On a CPU, with plain torch only, rounding to bf16 alone causes up to 0.009 in these layers,
+# and 0.043 in the gradients of RWKV6.
 OUTPUT, GRADIENT, FP32 = 0.03, 0.1, 1e-4
 SIDES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "raw": nullcontext, "patched": partial(flashlin.patched, "fla")}
 
 
 class Where(NamedTuple):
-    """small: sizes for a CPU."""
+    """The device and dtype of a program.
+
+    small: use small sizes, for a CPU.
+    """
     device: torch.device
     dtype: torch.dtype
     small: bool
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Rows, tokens and width of a layer's input."""
+        """Return the rows, tokens and width of the input of a layer."""
         return (2, 70, 64) if self.small else (2, 300, 256)
 
     def drawn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
-# By what their width is.
+# Layer of fla -> a function that returns its options for a width.
 LAYERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "DeltaNet": lambda width: {"num_heads": 2},
     "GatedDeltaNet": lambda width: {"num_heads": 2, "head_dim": width // 2},
@@ -72,8 +75,11 @@ LAYERS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Nothing is compiled by torch, and a tuner takes the first of its configurations that fits the card: fla's
-    have dozens. Nothing of that is written down."""
+    """Save time in a ``with`` block: disable torch.compile, and shorten autotuning.
+
+    An autotuner uses the first of its configurations that fits the GPU, because those of fla have dozens. Its
+    choices are not written to the disk cache.
+    """
     from triton.runtime.autotuner import Autotuner
     prune, bench = Autotuner.prune_configs, Autotuner._bench
 
@@ -94,7 +100,10 @@ def quick() -> Iterator[None]:
 
 
 def layer(name: str, where: Where) -> nn.Module:
-    """With weights of which none is 0, so that nothing can be left out unseen."""
+    """Return a layer of fla with weights that are not 0.
+
+    A weight of 0 would hide an error in the computation with this weight.
+    """
     torch.manual_seed(0)
     width = where.rows[-1]
     made: nn.Module = getattr(import_module("fla.layers"), name)(hidden_size=width, layer_idx=0,
@@ -112,7 +121,7 @@ def plain() -> Iterator[None]:
 
 
 def trained(layer: nn.Module, x: torch.Tensor, do: torch.Tensor) -> Tensors:
-    """o, and the gradients of x and of the weights for do."""
+    """Return o, and the gradients of x and of the weights for the output gradient ``do``."""
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
     o = layer(x)[0]
@@ -123,7 +132,7 @@ def trained(layer: nn.Module, x: torch.Tensor, do: torch.Tensor) -> Tensors:
 
 @torch.no_grad()
 def generated(layer: nn.Module, x: torch.Tensor) -> Tensors:
-    """o of a prompt, then token by token, with a cache between."""
+    """Return o of a prompt and of the next ``STEPS`` tokens, which run one by one with a cache."""
     cache, prompt = import_module("fla.models.utils").Cache(), x.shape[1] - STEPS
     layer.eval()
     pieces = [x[:, :prompt], *(x[:, at:at + 1] for at in range(prompt, x.shape[1]))]
@@ -131,7 +140,10 @@ def generated(layer: nn.Module, x: torch.Tensor) -> Tensors:
 
 
 def compared(ours: Tensors, right: Tensors, dtype: torch.dtype) -> str:
-    """dtype: what was computed in, whatever that of a gradient."""
+    """Return the outcome of results compared with the right ones.
+
+    dtype: dtype of the computation, which decides the allowed errors. A gradient may have another dtype.
+    """
     def allowed(name: str) -> float:
         return FP32 if dtype == torch.float32 else OUTPUT if name == "o" else GRADIENT
     missing = torch.empty(0)
@@ -157,7 +169,10 @@ def generation(name: str, where: Where, side: str) -> str:
 
 
 def many_rows(where: Where, side: str) -> str:
-    """A grid axis holds 65,535. Rows are compared with a batch of those rows alone."""
+    """Return the outcome of training a layer with 65,538 heads, more than the limit of 65,535 of a grid axis.
+
+    Some rows are compared with a batch of only these rows.
+    """
     T, head = (4, 8) if where.small else (64, 16)
     torch.manual_seed(0)
     made = import_module("fla.layers").GatedDeltaNet(hidden_size=6 * head, num_heads=6, head_dim=head,
@@ -173,7 +188,7 @@ def many_rows(where: Where, side: str) -> str:
 
 
 def long_row(where: Where, side: str) -> str:
-    """The last head is compared."""
+    """Return the outcome of ``chunk_simple_gla`` on a long row, whose last head is compared."""
     T, H, K = (256, 3, 16) if where.small else (8192, 36, 256)
     torch.manual_seed(0)
     inputs = {**{name: where.drawn(1, T, H, K) for name in "qkv"},
@@ -193,7 +208,7 @@ def long_row(where: Where, side: str) -> str:
 
 
 def _embedded(where: Where) -> tuple[nn.Sequential, torch.Tensor]:
-    """An RMSNorm after an embedding, and tokens [2, 16] for it."""
+    """Return a model of an embedding and an RMSNorm, and token ids [2, 16] for it."""
     torch.manual_seed(0)
     norm = import_module("fla.modules").RMSNorm(64)
     model = nn.Sequential(nn.Embedding(VOCABULARY, 64), norm).to(where.device, where.dtype)
@@ -211,7 +226,7 @@ def token_out_of_range(where: Where, side: str) -> str:
             if where.device.type == "cuda":
                 torch.cuda.synchronize()
         except ValueError as error:
-            said = str(error).replace(f"{Path(__file__).parents[2]}/", "")  # a record names no folders
+            said = str(error).replace(f"{Path(__file__).parents[2]}/", "")  # records contain no local paths
             named = str(wrong) in said and str(VOCABULARY) in said
             return f"{'right' if named else 'wrong'}: ValueError: {said}"
     return "wrong: silent"
@@ -241,12 +256,17 @@ PROGRAMS: dict[str, dict[str, Part]] = {
 def outcome(part: Part, where: Where, side: str) -> str:
     try:
         return part(where, side)
-    except Exception as error:  # whatever is raised is the outcome
+    except Exception as error:  # any error is the outcome
         return record.raised(error)
 
 
 def row_of(program: str, part: str, children: dict[str, Ended]) -> dict[str, str]:
-    """A row of the record: what the child of each side said of a part, or how it ended."""
+    """Return the row of the record about one part of a program.
+
+    It has the outcome in the child process of each side, or how that process ended.
+
+    children: ``raw`` and ``patched`` -> the ended child process.
+    """
     said = {side: {one["part"]: one["outcome"] for one in child.messages} for side, child in children.items()}
     return {"program": program, "part": part,
             **{side: said[side].get(part, f"error: {child.ending}") for side, child in children.items()}}
@@ -255,16 +275,18 @@ def row_of(program: str, part: str, children: dict[str, Ended]) -> dict[str, str
 def main() -> int:
     options = record.parser(__doc__)
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options.add_argument("--small", action="store_true", help="sizes at which only the script is tried")
-    options.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help="processes")
-    options.add_argument("--seconds", type=float, default=SECONDS, help="for each process")
-    options.add_argument("--only", default="", help="programs whose names begin so; no record")
+    options.add_argument("--small", action="store_true", help="use small sizes, to test only the script")
+    options.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N",
+                         help="number of processes at the same time")
+    options.add_argument("--seconds", type=float, default=SECONDS, help="time limit of each process")
+    options.add_argument("--only", default="",
+                         help="only programs whose names begin with this text; without a record")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
     options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.out and (given.device != "cuda" or given.small or given.only):
-        options.error("--out: a record is of all programs in their sizes on a GPU: leave out --device, "
-                      "--small and --only")
+        options.error("--out: a record needs all programs in full size on a GPU: leave out --device, --small "
+                      "and --only")
     where = Where(torch.device(given.device), torch.bfloat16 if given.device == "cuda" else torch.float32,
                   given.small)
     if given.one:

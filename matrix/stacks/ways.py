@@ -1,4 +1,7 @@
-"""What is asked of a program, and the ways in which it runs: as it is, in float64, patched."""
+"""Compute the tested quantities of a model, such as logits, and run the model raw, in float64 and patched.
+
+``QUANTITIES`` lists the quantities. ``run`` computes them in one of the ways.
+"""
 from __future__ import annotations
 
 import inspect
@@ -21,7 +24,7 @@ from matrix.stacks.cuda import as_on_cuda, no_events
 from matrix.stacks.models import TINY, Model, NoSuchModel, build
 from matrix.stacks.verdicts import Answer
 
-# Tokens of a training step: more than a chunk of 64. Tokens added by generation.
+# T: tokens of a training step, more than a chunk of 64. ADDED: tokens that generation adds.
 T, ADDED = 66, 8
 PADS, LENGTH = 9, 24
 PIECES = (0, 10, 21, 24)
@@ -29,18 +32,18 @@ DOCUMENTS = (0, 9, 33)
 
 
 class Lacks(Exception):
-    """The model has not got what is asked for; the text says what."""
+    """Raised if a quantity does not apply to a model. The text says what the model lacks."""
 
 
 class Program:
-    """A model as a program uses it."""
+    """A model with fixed token ids, and the calls that a user's program makes."""
 
     def __init__(self, model: nn.Module, package: str) -> None:
-        self.model: Any = model  # of classes that have more than nn.Module
+        self.model: Any = model  # Any, because the classes have more methods than nn.Module
         self.package = package
         self.takes = inspect.signature(model.forward).parameters
         self.ids = torch.randint(2, TINY["vocab_size"], (2, T), generator=torch.Generator().manual_seed(1))
-        self.rows = self.ids[:1] if package == "fla" else self.ids  # one is minutes in the interpreter
+        self.rows = self.ids[:1] if package == "fla" else self.ids  # a row takes minutes in the interpreter
 
     def __call__(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         logits: torch.Tensor = self.model(input_ids=ids, **options).logits
@@ -57,7 +60,7 @@ class Program:
         return {"d" + name: x.grad.clone() for name, x in self.model.named_parameters() if x.grad is not None}
 
     def trained(self, logits: torch.Tensor, targets: torch.Tensor) -> Tensors:
-        """Logits [T, vocabulary] and the gradients of their loss."""
+        """Return logits [T, vocabulary], and the gradients of their cross-entropy loss for the targets."""
         return {"logits": logits.detach(), **self.gradients(F.cross_entropy(logits, targets))}
 
 
@@ -66,14 +69,17 @@ def logits(of: Program) -> Answer:
 
 
 def gradients(of: Program) -> Answer:
-    """Of the model's own loss, where it has one."""
+    """Return the gradients of the loss of the model, or of the cross-entropy loss if it computes no loss."""
     if "labels" in of.takes:
         return Answer(of.gradients(of.model(input_ids=of.rows, labels=of.rows).loss))
     return Answer(of.gradients(F.cross_entropy(of(of.rows)[:, :-1].flatten(0, 1), of.rows[:, 1:].flatten())))
 
 
 def tokens(beams: int) -> Callable[[Program], Answer]:
-    """What it writes, greedily or with beams, and what it writes without its cache."""
+    """Return a function that generates tokens with a cache, and without a cache for comparison.
+
+    beams: number of beams. 1 means greedy generation.
+    """
     def generated(of: Program) -> Answer:
         of.model.eval()
         prompt = of.rows[:, :LENGTH]
@@ -93,7 +99,10 @@ def tokens(beams: int) -> Callable[[Program], Answer]:
 
 
 def padding(of: Program) -> Answer:
-    """A row padded on the left, beside a longer one, and the same row alone."""
+    """Return logits and gradients of a row that is padded on the left in a batch with a longer row.
+
+    The expected results come from the same row alone.
+    """
     of.needs("attention_mask")
     row = of.ids[:1, :LENGTH]
     padded = torch.cat([torch.cat([torch.zeros(1, PADS, dtype=torch.long), row], 1),
@@ -107,7 +116,10 @@ def padding(of: Program) -> Answer:
 
 @torch.no_grad()
 def pieces(of: Program) -> Answer:
-    """A prompt in pieces, with the cache between them, and at once."""
+    """Return the logits of a prompt that runs in pieces with a cache.
+
+    The expected logits come from the whole prompt in one call.
+    """
     of.model.eval()
     row = of.ids[:, :LENGTH]
     want = of(row)
@@ -115,7 +127,7 @@ def pieces(of: Program) -> Answer:
 
 
 def _in_pieces(of: Program, row: torch.Tensor) -> Iterator[torch.Tensor]:
-    if of.package == "mamba_ssm":  # whose cache takes a token at a time
+    if of.package == "mamba_ssm":  # its cache accepts one token at a time
         from mamba_ssm.utils.generation import InferenceParams
         cache = InferenceParams(max_seqlen=LENGTH, max_batch_size=len(row))
         for begin, end in pairwise((0, *range(PIECES[1], LENGTH + 1))):
@@ -136,7 +148,12 @@ def _in_pieces(of: Program, row: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def packed(by: str) -> Callable[[Program], Answer]:
-    """Two documents in a row, and one by one. by: what says where they begin."""
+    """Return a function that computes logits and gradients of two documents packed into one row.
+
+    The expected results come from each document in a row of its own.
+
+    by: the argument that marks the documents: ``cu_seqlens``, ``seq_idx`` or ``position_ids``.
+    """
     def both(of: Program) -> Answer:
         edges = torch.tensor(DOCUMENTS, dtype=torch.int32)
         row = of.ids[:1, :DOCUMENTS[-1]]
@@ -150,14 +167,17 @@ def packed(by: str) -> Callable[[Program], Answer]:
     return both
 
 
-# What tells a package's layers where documents begin. mamba_ssm takes the others and reads them for states
-# only.
+# Package -> the argument that marks documents in its layers. mamba_ssm also accepts the other arguments, but
+# uses them only for states.
 PACKED_BY = {"fla": "cu_seqlens", "mamba_ssm": "seq_idx"}
 
 
 def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """The keywords. Attention finds documents by their positions where there is no cache, so both go along in
-    transformers."""
+    """Return the keywords that mark the documents in a call.
+
+    For transformers, the positions are passed in addition, because attention without a cache finds documents by
+    their positions. Raise Lacks if the model does not accept ``by``.
+    """
     marks = (positions == 0).cumsum(1, dtype=torch.int32) - 1
     if of.package != "transformers":
         if by != PACKED_BY[of.package] or not {"kwargs", "mixer_kwargs", by} & set(of.takes):
@@ -181,13 +201,17 @@ QUANTITIES: dict[str, Callable[[Program], Answer]] = {
     "packed: position_ids": packed("position_ids")}
 
 
-# What the slow ways are asked for, float64 and the interpreter; of the others a program is its own reference.
+# Quantities of the slow ways: FEW in float64, INTERPRETED in Triton's interpreter. The other quantities are
+# compared with the same program run differently, so they need no such reference.
 FEW = ("logits", "gradients")
 INTERPRETED = (*FEW, "greedy", "beams")
 
 
 class Wide(TorchFunctionMode):
-    """Whoever asks for float32 gets float64: models convert to float32 where they want to be exact."""
+    """A mode that replaces float32 by float64 in every torch call.
+
+    Models convert to float32 for accuracy, which would reduce the accuracy of a run in float64.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
@@ -210,7 +234,7 @@ def wide() -> Iterator[None]:
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """The ops of flashlin that run meanwhile."""
+    """Count the ops of flashlin that run in a ``with`` block, by name."""
     ran = Counter[str]()
     with dispatch.watching(lambda plan: ran.update([plan.asked.op])):
         yield ran
@@ -218,11 +242,14 @@ def counting() -> Iterator[Counter[str]]:
 
 def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, torch.Tensor] | None = None,
         quantities: Sequence[str] = (), on_cuda: bool = False) -> tuple[dict[str, Answer], list[str]]:
-    """The answers by quantity, and the ops of flashlin that ran.
+    """Run a model in one way. Return its answers by quantity, and the names of the flashlin ops that ran.
 
-    way: ``raw``; ``plain``, with the options under which the package takes plain torch; ``float64``, plain in
-    float64; ``patched``. weights: by name, where they come from another program. quantities: () is all.
-    on_cuda: patched, layers take the branch that they take on a GPU.
+    way: ``raw``, ``plain``, ``float64`` or ``patched``. ``plain`` uses the options with which the package
+        computes in plain torch, and ``float64`` is the same in float64.
+    patches: arguments of ``flashlin.patched`` for the way ``patched``.
+    weights: weights of another program to load, by name.
+    quantities: the quantities to compute. () means all, or ``FEW`` for float64.
+    on_cuda: patched layers use their branch for GPUs.
     """
     block = flashlin.patched(*patches) if way == "patched" else nullcontext()
     answers = {}
@@ -241,6 +268,6 @@ def run(model: Model, way: str, patches: Sequence[str] = (), weights: dict[str, 
                 raise
             except Lacks as why:
                 answers[quantity] = Answer(lacks=str(why))
-            except Exception as error:  # whatever is raised is the answer
+            except Exception as error:  # any error is the answer
                 answers[quantity] = Answer(raises=record.raised(error).removeprefix("error: "))
     return answers, sorted(ran)
