@@ -1,5 +1,6 @@
 """Carry GPU and compile records over to kernels that were renamed or moved.
 
+Usage:
     python -m tools.carry_records OLD [--map FILE] [--write] [--drop]
 """
 from __future__ import annotations

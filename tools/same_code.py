@@ -1,5 +1,6 @@
 """Prove that two checkouts differ only in text that people read.
 
+Usage:
     python -m tools.same_code OLD [--json]
 """
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Confirm on a sample of launches that two checkouts compile to the same PTX.
 
+Usage:
     python -m tools.same_ptx OLD [--seed 0] [--count 60] [--triton RELEASE ...]
 """
 from __future__ import annotations

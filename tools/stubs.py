@@ -1,5 +1,6 @@
 """Write the type stubs of packages that load their names on first use.
 
+Usage:
     python -m tools.stubs      after a public name was added: rewrites flashlin/__init__.pyi and others
 """
 from __future__ import annotations
