@@ -1,7 +1,9 @@
-"""What the matrix keeps, as data, in ``matrix/results``: ``triton-<version>.json``, a file for each cell, and
-``launches.json``, what came of each launch under every release, since much of it is the same. They hold what
-only a compiler or a run can tell; what calls a cell has and where they lead is planned anew (matrix/run.py)
-each time it is asked for."""
+"""The results of the matrix as data in ``matrix/results``.
+
+``triton-<version>.json`` has the results of one cell. ``launches.json`` has the result of each launch under
+every release, because most of these are the same. The files contain only facts that a compilation or a run
+determines. The calls of a cell and their launches are planned again each time (matrix/run.py).
+"""
 from __future__ import annotations
 
 import json
@@ -21,7 +23,7 @@ from flashlin.testing.record import Recorded, is_current, source_hash
 Kind = Literal["gate", "report"]
 Layer = Literal["import", "plan", "compile", "interpret", "torch"]
 LAUNCHES = "launches.json"
-# JSON without blanks: a checkout has to stay small
+# JSON without spaces, because a checkout has to stay small
 compact = json.JSONEncoder(separators=(",", ":")).encode
 # (configuration, launch without the kernel's name) -> release -> cards, ``together`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
@@ -32,29 +34,35 @@ class Facts(BaseModel):
 
 
 class Card(Facts):
-    """name: ``sm90`` or AMD's ``gfx942``; example: what people call it."""
+    """A GPU of the matrix.
+
+    name: ``sm90``, or AMD's ``gfx942``. example: its usual name.
+    """
     name: str
     example: str
     kind: Kind
 
     @property
     def sm(self) -> int:
-        """90 of sm90; 0 of an AMD card."""
+        """The number of the compute capability, 90 for sm90; 0 for an AMD GPU."""
         return int(self.name[2:]) if self.name.startswith("sm") else 0
 
     @property
     def arch(self) -> int | str:
-        """What to compile for."""
+        """The architecture to compile for: the number of the capability, or the name of an AMD architecture."""
         return self.sm or self.name
 
     def target(self, triton: str, torch: str = "") -> Target:
-        # a card of the matrix has the torch that is made for it, whatever build of it is installed here
+        # plan with the torch build for this GPU, whatever build is installed here
         return parse(f"{self.name},triton={triton}", torch_version=torch.partition("+")[0])
 
 
 class Cell(Facts):
-    """One Triton release. python: the versions it is made for, ``3.9 to 3.13``; torch: a release of it in
-    place of the installed one. layers: what is run under it."""
+    """One Triton release of the matrix.
+
+    python: the supported versions, such as ``3.9 to 3.13``. torch: a torch release to use instead of the
+    installed one. layers: the layers to run under it.
+    """
     triton: str
     python: str = ""
     torch: str = ""
@@ -76,12 +84,12 @@ class Matrix(Facts):
 
     @property
     def tritons(self) -> tuple[Cell, ...]:
-        """The cells whose launches are compiled for the cards: another torch makes no others."""
+        """The cells whose launches are compiled for the GPUs. Another torch makes no other launches."""
         return tuple(cell for cell in self.cell if not cell.torch)
 
 
 class Figures(NamedTuple):
-    """Of the machine code: see ``testing.compile.Result``."""
+    """Metrics of machine code, see ``testing.compile.Result``."""
     spills: int
     registers: int = 0
     instructions: int = 0
@@ -89,9 +97,11 @@ class Figures(NamedTuple):
 
 
 class Compiled(Facts):
-    """What came of a launch on a card: see ``testing.compile.Result``. slow: figures of what is
-    (``launch_table.slow_of``), of what is not very slow the bytes alone. Others are not kept: a checkout has
-    to stay small."""
+    """The result of compiling a launch for a GPU, see ``testing.compile.Result``.
+
+    slow: the metrics if the launch is slow (``launch_table.slow_of``), only the spilled bytes if it is not
+    very slow. Other metrics are not stored, because a checkout has to stay small.
+    """
     status: str = "ok"
     message: str = ""
     cause: str = ""
@@ -100,30 +110,34 @@ class Compiled(Facts):
 
     @property
     def refused(self) -> bool:
-        """Whether a compiler has said no, as opposed to not having come to an end."""
+        """True if a compiler has refused the launch; False if it compiled or did not finish."""
         return self.status not in ("ok", "timeout")
 
     @property
     def remembered(self) -> bool:
-        """Whether a plan that leads elsewhere does so because of it."""
+        """True if this result changes plans."""
         return self.refused or self.slow is not None
 
     def brief(self) -> Any:
-        """As it is kept: bytes of shared memory; of what is slow they and the figures; else what happened."""
+        """Return the form that is stored.
+
+        It is the bytes of shared memory. For a slow launch, the metrics follow. After a failure it is all
+        fields.
+        """
         if self.status == "ok":
             return [self.shared, *filter(None, self.slow)] if self.slow else self.shared
         return self.model_dump(exclude_defaults=True)
 
     @classmethod
     def of(cls, brief: Any) -> Compiled:
-        """What ``brief`` made short."""
+        """Return the result that ``brief`` has shortened."""
         if isinstance(brief, dict):
             return cls(**brief)
         shared, *figures = brief if isinstance(brief, list) else [brief]
         return cls(shared=shared, slow=Figures(*figures) if figures else None)
 
     def why(self, planned_shared: int) -> str:
-        """``""`` if it may be launched where the plan reckons with that many bytes of shared memory."""
+        """Return why the launch cannot run if the plan assumes so many bytes of shared memory; ``""`` if it can."""
         if self.status != "ok":
             return f"{self.status}: {self.message} {self.cause}".strip()
         if self.shared > planned_shared:
@@ -132,13 +146,16 @@ class Compiled(Facts):
 
 
 class Tried(Facts):
-    """A launch that was compiled. config: ``Launch.config``; cards: what came of it on each."""
+    """A launch that was compiled.
+
+    config: ``Launch.config``. cards: the result for each GPU.
+    """
     config: str
     cards: dict[str, Compiled] = {}
 
 
 class Verdict(Facts):
-    """What came of what a layer ran: the import, a case in the interpreter, a case on the torch path."""
+    """The result of one item of a layer: the import, a case in the interpreter, or a case on the torch path."""
     layer: Layer
     name: str
     ok: bool
@@ -146,9 +163,11 @@ class Verdict(Facts):
 
 
 class CellResult(Facts):
-    """All that is known of a cell. layers: seconds that a layer took; kernels: each one's ``source_hash``
-    when it was compiled; launches: id -> what came of it. An id is the kernel's name and a hash
-    (``matrix.identity``)."""
+    """All results of a cell.
+
+    layers: seconds of each layer. kernels: the ``source_hash`` of each kernel when it was compiled.
+    launches: results by id. An id is the name of the kernel and a hash (``matrix.identity``).
+    """
     cell: Cell
     date: str = ""
     torch: str = ""
@@ -159,7 +178,7 @@ class CellResult(Facts):
     launches: dict[str, Tried] = {}
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
-        """None: not tried, or with another source."""
+        """Return the result of a launch; None if it was not compiled, or with another source."""
         return self.launches[launch].cards.get(card) if launch in self.launches else None
 
     def enter(self, launch: Recorded, name: str, card: str, verdict: Compiled) -> None:
@@ -167,8 +186,10 @@ class CellResult(Facts):
         self.launches.setdefault(name, Tried(config=launch.config)).cards[card] = verdict
 
     def save(self, folder: Path) -> None:
-        """Each file whole or not at all: a run may be killed at any time. Of other cells' launches those go
-        whose kernels have changed since."""
+        """Write the files, each as a whole, because a run may be killed at any time.
+
+        Launches of other cells are dropped if their kernel has changed.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         own = _release(self.cell)
         with _alone(folder):
@@ -184,7 +205,7 @@ class CellResult(Facts):
 
 
 def load_result(folder: Path, cell: Cell) -> CellResult:
-    """What was kept of a cell, without verdicts on kernels that have changed since."""
+    """Return the stored results of a cell, without those of kernels that have changed."""
     own = _release(cell)
     kernels, ledger = _ledger(folder)
     tried = {f"{config.partition(' ')[0]}-{name}": Tried(config=config, cards={
@@ -194,7 +215,7 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
 
 
 def together(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Names of which the same is known as one, with spaces between them."""
+    """Return the entries with one key for all names with equal values, separated by spaces."""
     alike: dict[str, list[str]] = {}
     for name, one in known.items():
         alike.setdefault(json.dumps(one), []).append(name)
@@ -202,13 +223,12 @@ def together(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apart(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What was ``together``, name by name."""
+    """Return the entries of ``together`` with one key for each name."""
     return {name: one for names, one in known.items() for name in names.split()}
 
 
 def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
-    """Each kernel's source when it was compiled, and what is known of launches: without kernels that have
-    changed since."""
+    """Return the source of each kernel and the results of launches, without kernels that have changed."""
     kernels, ledger = read_ledger(folder)
     kernels = {name: source for name, source in kernels.items() if is_current(source, name)}
     return kernels, {(config, name): known for (config, name), known in ledger.items()
@@ -216,7 +236,7 @@ def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
 
 
 def read_ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
-    """Read each kernel's source and the launches as they are kept, also of kernels that have changed."""
+    """Return the source of each kernel and the results of launches, including kernels that have changed."""
     kept = _read(folder / LAUNCHES)
     return dict(kept.get("kernels", {})), {
         (config, name): apart(known)
@@ -234,7 +254,7 @@ def write_ledger(folder: Path, kernels: Mapping[str, str], ledger: Ledger) -> No
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Other processes that keep something there wait meanwhile: cells are run side by side."""
+    """Lock the folder, because several cells run at the same time."""
     import fcntl
     place = os.open(folder, os.O_RDONLY)
     try:
@@ -259,8 +279,10 @@ def _release(cell: Cell) -> str:
 
 
 def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
-    """configuration -> card -> what a ``launch_table.Slow`` has of its worst use, of NVIDIA's cards. Planned
-    or not: what is slow is planned otherwise from then on."""
+    """Return configuration -> GPU -> the fields of ``launch_table.Slow`` for its slowest use, on NVIDIA GPUs.
+
+    Launches that are no longer planned count as well, because planning avoids them for being slow.
+    """
     slow: dict[str, dict[str, list[int]]] = {}
     for tried in result.launches.values():
         for card, verdict in tried.cards.items():
@@ -271,12 +293,12 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
     return {config: dict(sorted(cards.items())) for config, cards in slow.items()}
 
 
-# What the record of a GPU keeps of a case that was right, as a list. One that was not is a dict.
+# The fields of a correct case in a GPU record, which stores it as a list. A wrong case is stored as a dict.
 RIGHT = ("op", "case", "dtype", "worst", "rms", "row", "allowed")
 
 
 def load_gpu(path: Path) -> dict[str, Any]:
-    """The record of a GPU, with a dict for each case, and the source of each configuration."""
+    """Return the record of a GPU, with a dict for each case and the source of each configuration."""
     record = json.loads(path.read_text(encoding="utf-8"))
     configs = {config: source for source, of_one in record.get("configs", {}).items() for config in of_one}
     rows = [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list) else row
@@ -285,7 +307,7 @@ def load_gpu(path: Path) -> dict[str, Any]:
 
 
 def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
-    """Configurations as a record of a GPU keeps them: those of one kernel together."""
+    """Return configurations in the form of a GPU record, grouped by kernel source."""
     kept: dict[str, list[str]] = {}
     for config, source in sorted(configs.items()):
         kept.setdefault(source, []).append(config)
@@ -293,7 +315,7 @@ def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def one_a_line(fields: dict[str, Any]) -> str:
-    """JSON in which each entry of a long value has its line, so that a change is a change of lines."""
+    """Return JSON with one line for each entry of a long value, so that a diff shows the changed entries."""
     def block(value: Any) -> str:
         if isinstance(value, dict):
             entries = [f"{compact(name)}: {compact(one)}" for name, one in value.items()]
