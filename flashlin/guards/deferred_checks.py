@@ -84,7 +84,7 @@ def poll() -> None:
 
 
 def settle() -> None:
-    """Raise ValueError if an answer that all ranks share reports an error, except for the last ``BEHIND``.
+    """Raise ValueError if a shared answer reports an error; the last ``BEHIND`` answers are not read yet.
 
     The function waits for the answers that the GPU has not written yet. Every rank calls it once in each call
     that several ranks make together.
@@ -161,9 +161,9 @@ def flag(device: torch.device, call: Verdict) -> Tensor | None:
 
 
 def prime(device: torch.device) -> bool:
-    """Allocate the flags for later graph captures on a device; return False if they already exist.
+    """Prepare a device for checks by allocating its flags; return True if they did not exist yet.
 
-    A capture itself must not allocate them.
+    A later graph capture needs the flags, but must not allocate them itself.
     """
     if device in _flags:
         return False

@@ -82,8 +82,8 @@ def trust(config: str, target: Target) -> Trust:
 def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bool:
     """Return True if a configuration is known to run correctly on a target.
 
-    Without a result of this machine, the shipped table must say so for the same GPU and release. With one,
-    the configuration must have run here, and also a trial of one of ``ops`` in ``dtype``.
+    Without a result of this machine, the shipped table must say so for the same GPU and release (or minor
+    version). With one, the configuration must have run here, and also a trial of one of ``ops`` in ``dtype``.
     """
     here = local_results.local(target)
     if config not in here.kernels:

@@ -34,7 +34,9 @@ PARTS = "parts"  # in Problem.avoid: do not split sequences into segments
 
 
 class Problem(NamedTuple):
-    """A call as plain numbers and strings; it holds no tensor. Remedies rewrite mode and path to avoid.
+    """A call as plain numbers and strings, without tensors.
+
+    Remedies rewrite ``mode`` and the fields from ``path`` to ``avoid``.
 
     op: the public name.
     family: the name of the family whose recipe plans the call.

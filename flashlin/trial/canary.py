@@ -36,8 +36,8 @@ def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     together wait for the trial of the first rank.
 
     If a trial could not run, for example because memory or disk is full, a warning says why. The op then
-    runs as planned, and the trial is repeated after a day. A user's own kernel (``shield``) is not tried, because a
-    child process cannot call it. Raises UnsupportedError if no plan is left that may run.
+    runs as planned, and the trial is repeated after a day. A user's own kernel (``shield``) is not tried,
+    because a child process cannot call it. Raises UnsupportedError if no plan is left that may run.
     """
     asked, target = the_plan.asked, the_plan.target
     key = (asked.op, asked.family, asked.dtype, asked.K, asked.V, asked.needs_grad, target)

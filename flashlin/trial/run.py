@@ -117,8 +117,8 @@ def _keep(outcomes: Sequence[Tried], target: Target) -> None:
     """Derive a verdict for each kernel from the outcomes of trials, and store the verdicts.
 
     If a child ended during a launch, that kernel failed. Wrong numbers count against each launched kernel
-    that has not run correctly elsewhere, or against all launched kernels if there is no such kernel. A kernel that
-    failed in one trial and ran in another has failed.
+    that has not run correctly elsewhere, or against all launched kernels if there is no such kernel. A kernel
+    that failed in one trial and ran in another has failed.
     """
     now = time.time()
     ran: dict[str, Verdict] = {}

@@ -117,7 +117,7 @@ def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects the zero
     assert CONFIG in configs()
-    with local_results.alone("a trial"), pytest.warns(UserWarning, match="holds in this process only"):
+    with local_results.alone("a trial"), pytest.warns(UserWarning, match="apply in this process only"):
         keep("hang")
     assert CONFIG not in configs()
 
@@ -139,7 +139,7 @@ def test_an_unreadable_place_is_no_table(call: str, home: Path, monkeypatch: pyt
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
     monkeypatch.setattr(Path, call, refuse)  # chmod would not work: tests may run as root
     assert CONFIG in configs()
-    with pytest.warns(UserWarning, match="holds in this process only.*Permission denied"):
+    with pytest.warns(UserWarning, match="apply in this process only.*Permission denied"):
         keep("hang")
     assert CONFIG not in configs()
 
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(json, "dump", full)
-    with pytest.warns(UserWarning, match="holds in this process only.*No space left"):
+    with pytest.warns(UserWarning, match="apply in this process only.*No space left"):
         keep("hang")
     assert CONFIG not in configs() and not [path
                                             for path in home.iterdir()
@@ -172,7 +172,7 @@ def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch
             keep("hang", f"{CONFIG} {number}", op=f"op{number}")
         if told:
             break
-    assert "holds in this process only" in str(told[0].message) and "warmup --forget" in str(told[0].message)
+    assert "apply in this process only" in str(told[0].message) and "warmup --forget" in str(told[0].message)
     [file] = home.glob("launches-*.json")
     assert 10 < number < 39 and file.stat().st_size <= 3000
     assert set(local_results.local(HOPPER).kernels) == {f"{CONFIG} {at}" for at in range(number + 1)}
@@ -188,7 +188,7 @@ def test_a_table_that_an_older_flashlin_wrote_too_large_is_read_and_kept(
         home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep("hang")
     monkeypatch.setattr(local_results, "LARGEST", 100)
-    with pytest.warns(UserWarning, match="holds in this process only"):
+    with pytest.warns(UserWarning, match="apply in this process only"):
         keep("ran", "another")
     assert set(local_results.local(HOPPER).kernels) == {CONFIG, "another"}
     [file] = home.glob("launches-*.json")
@@ -206,7 +206,7 @@ def test_a_table_that_cannot_be_read_now_is_not_overwritten(home: Path,
         return opened(path, *rest, **options)
     with monkeypatch.context() as broken:
         broken.setattr(os, "open", fails)
-        with pytest.warns(UserWarning, match="holds in this process only.*Input/output error"):
+        with pytest.warns(UserWarning, match="apply in this process only.*Input/output error"):
             keep("ran", "another")
         with pytest.raises(OSError, match="Input/output error"):
             local_results.forget()

@@ -154,7 +154,7 @@ def test_a_child_plans_with_what_its_parent_could_write_nowhere(monkeypatch: pyt
         if known.size:
             local_results.know(json.dumps(known.updated(local_results._unwritten[probe(CPU)])._asdict()),
                                probe(CPU))
-        with pytest.warns(UserWarning, match="holds in this process only"):
+        with pytest.warns(UserWarning, match="apply in this process only"):
             flashlin.warmup(["chunk_simple_gla"], head_dims=[64], device="cpu")
     assert "--known" not in asked[0] and asked[-1][-1] == "--known"
     here = probe(CPU)
