@@ -97,8 +97,8 @@ def autotune(
                 raise ValueError(f"{what}: got {', '.join(map(repr, unknown))} as names of arguments of "
                                  f"{_name(fn)}, {need_one_of(unknown[0], fn.arg_names)}")
         if unknown := _unknown(key, fn):
-            warnings.warn(f"autotune: key names {', '.join(unknown)}, which are not arguments of {_name(fn)}; "
-                          "they are left out", stacklevel=2)
+            warnings.warn(f"autotune: key names {', '.join(unknown)}, which are not arguments of "
+                          f"{_name(fn)}; they are left out", stacklevel=2)
         accepted = inspect.signature(Autotuner.__init__).parameters
         given, timer = dict(options), options.get("do_bench")
         if "do_bench" not in accepted:  # Triton 3.0 and 3.1; run uses the attribute below
@@ -315,9 +315,10 @@ def _tune(call: Call, key: tuple[Any, ...], pruned: list[Any], first: bool) -> A
 
 
 def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
-    """Return the fastest configuration that works; with ``first``, try one at a time and stop at a success.
+    """Return the fastest configuration that works.
 
-    Raise the first error if no configuration works.
+    With ``first``, try the configurations in order and return the first that works. Raise the first error if
+    no configuration works.
     """
     errors = list[Exception]()
     for together in [[config] for config in pruned] if first else [pruned]:
@@ -345,9 +346,9 @@ def _measured(call: Call, pruned: list[Any], first: bool) -> Any:
 
 
 def _compiling(call: Call, configs: list[Any], errors: list[Exception]) -> list[Any]:
-    """Compile configurations in child processes first, and return the ones that do not abort their child.
+    """Compile configurations in child processes, and return the configurations that do not abort their child.
 
-    For each other configuration, print a warning and append an error to ``errors``.
+    For each configuration that aborts its child, warn and append an error to ``errors``.
     """
     results = _compiled(call, configs)
     # If no child finishes, the fork itself has failed, for example on a lock that another thread held. If no
@@ -412,7 +413,7 @@ def _timed(call: Call, config: Any, first: bool) -> Any:
 def _reset(call: Call, named: dict[str, Any], **how: bool) -> None:
     """Call the user's pre_hook before a launch, or zero the tensors in reset_to_zero if there is no hook.
 
-    how: further keyword arguments of the hook.
+    how: further keyword arguments of the hook, such as Triton's ``reset_only``.
     """
     if _own(call.tuner.pre_hook):
         call.tuner.pre_hook(_told(call, named), **how)

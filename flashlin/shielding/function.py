@@ -134,8 +134,9 @@ def _asking(start: Callable[..., Any], shield: Callable[[Any], Any]) -> Callable
 
 
 def _watch(result: Any, given: set[Any]) -> None:
-    """Make the autograd nodes between the results and the arguments of a function run as inside it.
+    """Plan launches in the backward of a shielded function, by patching the function's autograd nodes.
 
+    The nodes lie between its results and its arguments in the autograd graph.
     result: the results of the function.
     given: the autograd nodes of its arguments, at which the search stops.
     """
@@ -152,10 +153,10 @@ def _watch(result: Any, given: set[Any]) -> None:
 
 
 def _run_inside(node: Any) -> None:
-    """Replace ``apply`` of an autograd node, which autograd looks up on the node, so that it runs as inside.
+    """Patch ``apply`` of an autograd node, so that its launches count as inside a shielded function.
 
-    The replacement keeps a weak reference to the node. With a reference cycle the node would outlive its
-    tensors.
+    Autograd looks up ``apply`` on the node itself. The replacement keeps a weak reference to the node. With a
+    reference cycle the node would outlive its tensors.
     """
     kind, itself = type(node), weakref.ref(node)
 
