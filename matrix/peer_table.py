@@ -37,7 +37,7 @@ def table(folder: Path) -> list[str]:
 
 def _of_record(record: dict[str, Any]) -> list[str]:
     aspects: dict[str, str] = record["aspects"]
-    packages = ", ".join(f"{name} {facts['version']} (asks for Triton {facts['triton']})"
+    packages = ", ".join(f"{name} {facts['version']} (needs Triton {facts['triton']})"
                          for name, facts in record["packages"].items())
     answers = {(row["op"], row["side"]): row for row in record["rows"]}
     rows, reasons = list[list[str]](), list[tuple[str, ...]]()
@@ -50,14 +50,14 @@ def _of_record(record: dict[str, Any]) -> list[str]:
         reasons += [(f"`{op}`", row["side"], aspect, row[aspect])
                     for aspect in aspects for row in (theirs, ours) if row[aspect] not in MARKS]
     return ["", "## Beside fla and mamba_ssm", "",
-            f"Tried on an {record['device']} under Triton {record['triton']}, {record['date']}, by "
-            f"`matrix/peers.py`: {packages}; flashlin has kernels for Triton 3.0 to 3.9 and plain torch "
-            "elsewhere. A cell is the other package, then flashlin, where they differ. *wrong*: beside "
-            "float64; *no*: an error.", "",
+            f"`matrix/peers.py` ran these ops on an {record['device']} under Triton {record['triton']}, "
+            f"{record['date']}, with {packages}. flashlin has kernels for Triton 3.0 to 3.9, and uses plain torch "
+            "with other releases. A cell with two answers shows the other package, then flashlin. *yes*: right; "
+            "*wrong*: differs from float64; *no*: an error; *-*: not applicable. The columns are:", "",
             "; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", "",
-            *markdown.table(("op", "beside", *aspects), rows), "",
-            "What is behind everything else than *yes*:", "",
-            *markdown.table(("op", "in", "asked", "answer"), reasons)]
+            *markdown.table(("op", "package", *aspects), rows), "",
+            "Details of all answers other than *yes*:", "",
+            *markdown.table(("op", "package", "column", "answer"), reasons)]
 
 
 def _mark(answer: str) -> str:

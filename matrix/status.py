@@ -20,18 +20,18 @@ Status = Literal["FAILED", "refused", "not run", "torch path", "compiled only", 
                  "compiled", "ran"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 MEANS: dict[Status, str] = {
-    "FAILED": "At least one call raised what was neither planned nor refused, or needs a kernel that does "
+    "FAILED": "At least one call raised an unexpected error while it was planned, or needs a kernel that does "
               "not compile.",
-    "refused": "At least one call is refused before anything is started, with the reason and what to do.",
-    "not run": "Nothing is known, or not enough: not every kernel has been tried.",
-    "torch path": "At least one call is computed by plain torch: right, but slower than a kernel.",
-    "compiled only": "Every kernel compiles to machine code for this card, and plain torch serves until "
-                     "somebody has run them there, as `flashlin warmup` does for one machine.",
-    "slow": f"Every kernel compiles, but at least one, however it is started, keeps more than {SPILLS:,} "
-            "bytes of a thread in memory for want of registers; nobody has timed it.",
-    "worked around": "Kernels do it all, but at least one call had to be planned around a known failure.",
-    "compiled": "Every kernel compiles to machine code for this card; no real card has run the cases.",
-    "ran": "Every case was right on a real card.",
+    "refused": "At least one call is refused before any launch. The error gives the reason and what to do.",
+    "not run": "The op has no results, or not all of its kernels have been compiled.",
+    "torch path": "Plain torch computes at least one call. The results are right, but it is slower than a kernel.",
+    "compiled only": "Every kernel compiles to machine code for this GPU. Plain torch computes the calls until the "
+                     "kernels have run on such a GPU; `flashlin warmup` runs them on one machine.",
+    "slow": f"Every kernel compiles, but at least one spills more than {SPILLS:,} bytes a thread in every "
+            "configuration. It has not been timed.",
+    "worked around": "Kernels compute all calls, but the plan of at least one call avoids a known failure.",
+    "compiled": "Every kernel compiles to machine code for this GPU. The cases have not run on such a GPU.",
+    "ran": "Every case was right on a GPU of this kind.",
 }
 
 
@@ -144,7 +144,7 @@ def _square(op: str, card: str, state: CellState, outcomes: list[Outcome], recor
                         for reason in reasons)
     evidence = (f"{sum(one.status == 'ok' for one in tried)} of {len(kernels)} kernels compiled" if tried
                 else "")
-    if len(tried) == len(kernels):  # else a kernel or a plan has changed since: what is new was run by nobody
+    if len(tried) == len(kernels):  # otherwise a kernel or a plan changed, so the GPU record is outdated
         evidence = record or evidence
     return Square(op, card, state.result.cell.triton, status, tuple(why), evidence, len(outcomes))
 

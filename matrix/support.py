@@ -169,31 +169,32 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
     for one in squared:
         grids[one.op][one.triton, one.card] = MARKS[one.status]
     lines = ["# What runs where", "",
-             "Made by `python -m matrix report` out of `matrix/results/`. It writes the same as a page to "
-             "click through, with every reason: `build/support.html`.", "",
+             "`python -m matrix report` makes this page from the records in `matrix/results/`. It also writes an "
+             "interactive page with every reason: `build/support.html`.", "",
              f"![how many ops run where, and how]({PICTURE})", "",
-             "First the failures that flashlin began with, and what the same calls do in fla, in mamba_ssm and "
-             "in real programs; then [all ops](#all-ops) on every card under every Triton, and "
-             "[why](#why).", "", "## The failures it began with", "", *seeds.table(), *peers.table(folder),
+             "The first tables show the failures that flashlin was first written to prevent, and compare flashlin "
+             "with fla, mamba_ssm and real programs. Next come [all ops](#all-ops) on every GPU under every "
+             "Triton release, and the [reasons](#why).", "",
+             "## The failures it began with", "", *seeds.table(), *peers.table(folder),
              *programs.table(folder), *documents.table(folder), *programs.on_gpus(folder),
              *programs.seeds(folder),
              "", "## What the words mean", "",
              *markdown.table(("", "means"), [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "",
-             "A *gate* is a card or a release on which a failure fails the run; of a *report* one is only "
-             "told.", "", "## All ops", "", "How many of them, best first.", "",
+             "A *gate* is a GPU or a release on which a failure fails the run. On a *report*, failures are only "
+             "reported.", "", "## All ops", "", "The number of ops with each status, best status first.", "",
              *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places})]
     for ops in _alike(grids):
         others = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
         lines += ["", f"## {ops[0]}{others}", "", OPS + ", ".join(f"`{op}`" for op in ops), "",
                   *_grid(matrix, grids[ops[0]])]
     lines += ["", *spilling.table(every)]
-    lines += ["", "## Why", "", "Reasons behind everything that is not compiled or ran, most frequent first."]
+    lines += ["", "## Why", "", "The reasons for every status except *compiled* and *ran*, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", *markdown.table(("reason", "status", "calls"), [
         (reason, MARKS[status], str(count)) for (reason, status), count in reasons.most_common()])]
     lines += ["", "## The runs", "", *markdown.table(
-        ("cell", "kind", "date", "kernels x cards compiled", "failed", "refused, so planned otherwise",
-         "interpreter, or torch path", "seconds"), map(_ran, every))]
+        ("cell", "kind", "date", "(kernel, GPU) pairs compiled", "failed", "failures that plans avoid",
+         "cases in the interpreter or on the torch path", "seconds"), map(_ran, every))]
     return "\n".join(lines) + "\n"
 
 

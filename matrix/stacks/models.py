@@ -138,9 +138,9 @@ COUNTERPARTS = {
 # gets the bounds of rows or documents, or the right cache. These excuses are used only if the raw program
 # raises an error, so that its result cannot show the same difference. In Triton's interpreter, raw fla 0.6.0
 # had the same errors to four digits.
-_CUT = "in training its convolutions run from one row, document or memory into the next"
+_CUT = "in training, its convolutions continue from one row, document or memory into the next"
 _ACROSS = "its attention looks across documents"
-_KEPT = "its layers leave cu_seqlens aside"
+_KEPT = "its layers ignore cu_seqlens"
 LEAKS: dict[tuple[str, str], str] = {
     ("zamba", "packed: seq_idx"): "its layers scan without seq_idx",
     ("granitemoehybrid", "packed: seq_idx"): _ACROSS,
@@ -156,9 +156,9 @@ LEAKS: dict[tuple[str, str], str] = {
 RAISES: dict[tuple[str, str], str] = {
     ("Mom", "IndexError: index "): "its cache has a state for each memory of a row, and is read as if it had "
                                    "one for each row",
-    ("Mom", "AssertionError: Only chunk mode"): "before fla 0.6.0 it trains no rows of 64 tokens or fewer",
+    ("Mom", "AssertionError: Only chunk mode"): "before fla 0.6.0, it cannot train rows of 64 tokens or fewer",
     ("Mom", "AttributeError: 'NoneType' object has no attribute 'detach'"):
-        "before fla 0.6.0 it gives no logits in training"}
+        "before fla 0.6.0, it returns no logits in training"}
 
 # For transformers before 5.15: model -> sizes with which its torch functions and its branch for GPUs compute the
 # same. In mamba2 only one of the two has groups in the norm. The torch functions of the other two models join
@@ -169,17 +169,17 @@ BEFORE_5_15: dict[str, dict[str, Any]] = {
     "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}
 # (model, quantity, verdict of its torch functions) -> why the branch for GPUs itself has another verdict. The
 # torch functions are right there, or wrong in another way. The same happens on a real GPU.
-_ONE = "it goes on from a cache by one token at a time"
+_ONE = "it continues from a cache only one token at a time"
 ON_CUDA: dict[tuple[str, str, str], str] = {
-    ("mamba", "padding", "agrees"): "its fused function knows no mask",
-    ("falcon_mamba", "padding", "agrees"): "its fused function knows no mask",
-    **{(name, "padding", "agrees"): "its fused function masks nothing behind the convolution"
+    ("mamba", "padding", "agrees"): "its fused function supports no mask",
+    ("falcon_mamba", "padding", "agrees"): "its fused function supports no mask",
+    **{(name, "padding", "agrees"): "its fused function applies no mask after the convolution"
        for name in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")},
     ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # 5.0
-    **{(name, "pieces", "raises"): "its scan begins anew with each piece" for name in ("jamba", "zamba")},
+    **{(name, "pieces", "raises"): "its scan starts from zero for each piece" for name in ("jamba", "zamba")},
     **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
 # Models of these versions that look up no functions of another package, so that patching changes nothing.
-UNTOUCHED = {"inkling": "its convolution is its own function, which kernels of the hub alone may replace"}
+UNTOUCHED = {"inkling": "its convolution is its own function, which only kernels of the hub can replace"}
 
 
 def excuse(model: str, quantity: str, verdict: str, before: str, on_cuda: bool = False) -> str:

@@ -19,16 +19,16 @@ from matrix.stacks.verdicts import GRADIENTS, LOGITS, MEANS, verdict_of
 MARKS = {"agrees": "yes", "reference": "yes", "alone": "runs", "as raw": "as raw", "differs": "**differs**",
          "raises": "error", "not patched": "torch", "-": "-"}
 REFERENCES = {
-    "": "the raw program's own torch path, and that in float64",
+    "": "the torch path of the raw program, in float32 and float64",
     "without fla": "the same models without fla",
     "interpreter": "raw fla in Triton's interpreter (logits, gradients and tokens)",
-    "transformers": "transformers' model of the same weights, and that in float64"}
+    "transformers": "the model of transformers with the same weights, in float32 and float64"}
 
 AS_ON_A_GPU = (
-    "Before transformers 5.15 the layers of Mamba and LFM ask whether they are on a GPU. Raw they are not, "
-    "and take their own torch functions; *patched as on a GPU* they take the branch of GPUs, with what that "
-    "cannot do. mamba2, nemotron_h and zamba2 have sizes there with which the two compute the same: one "
-    "group, one chunk a row, no least step.")
+    "Before transformers 5.15, the layers of Mamba and LFM check whether they are on a GPU. Here the raw layers "
+    "run on a CPU with their own torch functions. The layers that are *patched as on a GPU* run their branch for "
+    "GPUs, which has limits of its own. For mamba2, nemotron_h and zamba2, the sizes are chosen so that both "
+    "branches compute the same: one group, one chunk for each row, and no minimal time step.")
 
 
 def table(folder: Path) -> list[str]:
@@ -37,19 +37,20 @@ def table(folder: Path) -> list[str]:
     if not records:
         return []
     lines = ["", "## Real programs", "",
-             "Models of other packages on a CPU, as they are and under `flashlin.patched`, made by "
-             "`python -m matrix stacks`. A cell is raw, then patched, where they differ; a figure is the "
-             "patched program's RMS ratio, or that of its worst gradient. Allowed are "
-             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens have to be equal. A tensor "
-             f"none of whose elements is off by more than {NEGLIGIBLE:g} agrees whatever its ratio, which "
-             "may be larger where its elements are small themselves (as of RWKV7's gradients). Padding, "
-             "pieces and packed rows are compared with the row alone, the prompt at once, the documents one "
-             "by one, tokens with those that are written without a cache.", "", AS_ON_A_GPU, "",
+             "`python -m matrix stacks` runs models of other packages on a CPU, raw and under `flashlin.patched`. "
+             "A cell with two answers shows the raw program, then the patched program. The number is the RMS ratio "
+             "of the patched program, or of its worst gradient; lower is better. The bounds are "
+             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens must be equal. A tensor also "
+             f"agrees if no element is off by more than {NEGLIGIBLE:g}. Its ratio may then exceed the bound, if "
+             "its elements are small, as in the gradients of RWKV7.\n\n"
+             "Some columns compare a program with itself. *padding*: with the row alone; *pieces*: with the prompt "
+             "in one call; *packed*: with the documents one by one; *greedy* and *beams*: with tokens that are "
+             "generated without a cache.", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
         lines += _of_record(record)
-    return [*lines, "", "What is behind everything else than *yes*, patched:", "",
+    return [*lines, "", "Details of all patched answers other than *yes* and *runs*:", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
 
 
@@ -62,14 +63,14 @@ def on_gpus(folder: Path) -> list[str]:
     """Return the tables of programs of realistic size on GPUs, or an empty list without records."""
     return _by_gpu(
         folder, "stacks-gpu-*.json", "Real programs on GPUs",
-        "Layers and models of realistic size in bf16, raw / patched, made by `python -m matrix.stacks.gpu`. "
-        "Errors are RMS ratios beside flashlin in float32 over so many inputs, of the output and of the worst "
-        "gradient; *worst ratio* is the patched error over the raw one, of whichever tensor has the largest, "
-        "and may be 1.2. Of fla's layers this is a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, "
-        "HGRN2, RWKV-7, Gated DeltaNet 2, Comba and Gated DeltaProduct; its other layers have not been measured "
-        "so. Each row has its own day; that above a table is the last one's.",
-        ("program", "forward, ms", "with backward, ms", "error of the output", "of a gradient", "worst ratio",
-         "inputs", "loss after 20 steps", "day"),
+        "`python -m matrix.stacks.gpu` measures layers and models of realistic size in bf16. A cell shows raw / "
+        "patched. Errors are RMS ratios of the output and of the worst gradient, compared with flashlin in float32 "
+        "over the given number of inputs; lower is better. *worst ratio* is the patched error divided by the raw "
+        "error, for the tensor with the largest ratio; it may be 1.2. The layers of fla are a selection: Gated "
+        "DeltaNet, DeltaNet, KDA, GLA, RetNet, HGRN2, RWKV-7, Gated DeltaNet 2, Comba and Gated DeltaProduct. Other "
+        "layers have not been measured like this. Each row has its own date; the date above a table is the latest.",
+        ("program", "forward, ms", "with backward, ms", "error of the output", "of the worst gradient",
+         "worst ratio", "inputs", "loss after 20 steps", "date"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
 
 
@@ -77,9 +78,10 @@ def seeds(folder: Path) -> list[str]:
     """Return the tables of the first programs that flashlin was made for, or an empty list without records."""
     return _by_gpu(
         folder, "seeds-*.json", "Programs it began with",
-        "fla's layers and functions as they are and under `flashlin.patched(\"fla\")`, made by "
-        "`python -m matrix.stacks.seeds`. *right* is within bounds of float32 in plain torch, or the error "
-        "that was asked for. What a program does second meets what the first has left behind.",
+        "`python -m matrix.stacks.seeds` runs layers and functions of fla, raw and under "
+        "`flashlin.patched(\"fla\")`. *right*: the result is within bounds of plain torch in float32, or the "
+        "program raises the intended error. The rows of a program run one after the other in one process, so an "
+        "earlier failure can affect a later row.",
         ("program", "what it does", "raw", "patched"),
         lambda record: [(row["program"], row["part"], row["raw"], row["patched"]) for row in record["rows"]])
 
@@ -114,7 +116,7 @@ def _of_record(record: dict[str, Any]) -> Iterable[str]:
         return " and ".join(sorted({row[fact] for row in record["rows"]}))
 
     yield from ("", f"### {record['stack']}", "",
-                f"`patched({patches})`, torch {said('torch')}, {said('date')}; beside "
+                f"`patched({patches})`, torch {said('torch')}, {said('date')}; compared with "
                 f"{REFERENCES[record['reference']]}{'; patched as on a GPU' * record['on_cuda']}.", "")
     yield from markdown.table(("model", *quantities), [
         (f"`{row['model']}`", *(_cell(row, quantity) for quantity in quantities)) for row in record["rows"]])

@@ -64,14 +64,14 @@ class Outcome(NamedTuple):
 
 
 MEANS = {
-    "agrees": "within the bound",
-    "as raw": "differs from what it gives another way, and so does the raw program, from which it does not "
-              "differ",
-    "differs": "beyond the bound",
-    "raises": "an error",
-    "reference": "what others are compared with",
-    "alone": "nothing to compare with runs here",
-    "not patched": "no function of flashlin ran: the model takes its own plain torch on a CPU",
+    "agrees": "the error is within the bound",
+    "as raw": "the patched program agrees with the raw program, but both differ from the same program run in "
+              "another way, such as without padding or without a cache",
+    "differs": "the error exceeds the bound",
+    "raises": "the program raises an error",
+    "reference": "the result that others are compared with",
+    "alone": "it runs, but there is no result to compare with",
+    "not patched": "no function of flashlin ran, because the model uses its own plain torch on a CPU",
     "-": "not applicable",
 }
 
