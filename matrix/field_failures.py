@@ -76,6 +76,7 @@ def trained(side: str, *, B: int, T: int, H: int, D: int, edges: list[int] | Non
             rows: Any = slice(None), bounds: list[int] | None = None) -> str:
     """Run forward and backward of ``chunk_simple_gla``, and return the outcome compared with float64.
 
+    side: ``fla`` or ``flashlin``, whose op runs.
     edges: cu_seqlens of the call, or None.
     rows: index of the rows that are compared.
     bounds: cu_seqlens of these rows, or None if they are not packed.
@@ -210,6 +211,7 @@ def beyond_31_bits(side: str, B: int, T: int, rows: Any, what: str, edges: list[
 
     Forward and backward of some rows must be bitwise equal to a run of these rows alone.
 
+    side: ``fla`` or ``flashlin``, whose op runs.
     rows: index of the rows that are compared.
     what: word for these rows in the outcome, such as ``sequence``.
     edges: cu_seqlens, or None.
@@ -255,6 +257,8 @@ def shielded(side: str) -> str:
     """Return the outcome of fla's ``chunk_retention`` with 65,538 heads, raw or under ``flashlin.shield``.
 
     The last rows must equal a run of fla with these rows alone. The shield splits the batch into slices.
+
+    side: ``fla`` for the raw function, ``flashlin`` for the function under ``flashlin.shield``.
     """
     raw = op("fla", "chunk_retention")
     call = raw if side == "fla" else flashlin.shield(raw, batch={"q": 0, "k": 0, "v": 0})

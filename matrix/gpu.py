@@ -169,8 +169,8 @@ def of_today(configs: dict[str, str]) -> dict[str, str]:
 def brief(row: dict[str, Any]) -> dict[str, Any] | list[Any]:
     """Return a row in the form of the record, with errors rounded to two digits.
 
-    The row of a right case becomes a list of its fields in ``RIGHT``. Such a case also repeats bitwise, so
-    the list does not say so.
+    The row of a right case becomes a list with the fields ``matrix.results.RIGHT``. The list has no field for
+    bitwise repetition, because every right case repeats bitwise.
     """
     rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
                for name, value in row.items()}

@@ -47,7 +47,7 @@ ALLOWED = 0.02
 
 
 class Op(NamedTuple):
-    """One op to compare, with its place in the other package and its recurrence.
+    """One op to compare: its module in the other package, its arguments and its recurrence.
 
     name: public name of the op.
     home: its module in fla or mamba_ssm.
@@ -129,7 +129,7 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
 
 
 def hold_tuners() -> None:
-    """Give every autotuner that is created after this call a single configuration."""
+    """Give every autotuner that is created after this call a single configuration, if possible with 4 warps."""
     import triton.runtime.autotuner as tuner
     before = tuner.Autotuner.__init__
 
@@ -166,7 +166,7 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
                  "C": randn(B, T, H, K).to(dtype)}
         state = (B, H, V, K)
-    elif op.name == "selective_scan_fn":  # each head stands for V channels with separate states
+    elif op.name == "selective_scan_fn":  # V channels with separate states for each head
         given = {"u": randn(B, H * V, T).to(dtype), "delta": F.softplus(randn(B, H * V, T) - 2).to(dtype),
                  "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype),
                  "C": randn(B, K, T).to(dtype)}
@@ -207,7 +207,8 @@ def called(function: Callable[..., Any], op: Op, with_state: bool, **tensors: An
 def named(op: Op, with_state: bool, o: torch.Tensor, *left: torch.Tensor) -> Tensors:
     """Return the outputs of an op by name, including its final states if ``with_state`` is True.
 
-    Angles become their cosines and sines, because angles that differ by 2 pi are equal.
+    o: the output.
+    left: the final states. Angles become their cosines and sines, because angles that differ by 2 pi are equal.
     """
     if not (op.last and with_state):
         return {"o": o}
@@ -257,8 +258,8 @@ def of_sequence(op: Op, name: str, x: torch.Tensor, n: int, first: int, end: int
 def by_role(op: Op, tensors: Tensors) -> Tensors:
     """Convert the tensors of an op into the tensors that ``recurrence`` uses, by role.
 
-    The result has q and k [B, T, H, K], v [B, T, H, V], optionally the initial state S [B, H, K, V], and the
-    gates and vectors of the op.
+    The result has q and k [B, T, H, K] and v [B, T, H, V]. It also has the gates and vectors of the op, and the
+    initial state S [B, H, K, V] if there is one.
     """
     if "hgrn" in op.name:  # one head with K = 1
         v, gv = tensors["x"][:, :, None], tensors["g"][:, :, None]

@@ -48,8 +48,8 @@ from matrix.results import (
 from matrix.status import CellState, Outcome, Planned
 
 RUNNING: tuple[Layer, ...] = ("interpret", "torch")
-SAVED_EVERY = 5.0  # seconds
-LIMIT = 300.0  # seconds for an import
+SAVED_EVERY = 5.0  # seconds between two saves of a result
+LIMIT = 300.0  # time limit of the layer "import", in seconds
 Progress = Callable[[str, int, int, str], None]  # layer, number done, total, text about the last step
 
 
@@ -191,7 +191,8 @@ def identity(launch: Recorded) -> str:
 def forget(result: CellResult, planned: Planned, cards: Sequence[Card]) -> None:
     """Drop the results of launches that are not planned on these GPUs.
 
-    Keep launches that failed or are slow, because planning avoids them only while their results exist.
+    Results of launches that failed or are slow stay, because planning avoids such launches only while their
+    results exist.
     """
     names, places = {card.name for card in cards}, set(planned.places)
     for launch, tried in list(result.launches.items()):

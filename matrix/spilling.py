@@ -55,7 +55,10 @@ def table(every: Iterable[CellState]) -> list[str]:
 
 
 def _main(planned: Planned, card: str) -> list[str]:
-    """Return the ids of the launches of all main calls that kernels compute on a GPU."""
+    """Return the ids of the launches of all main calls (``matrix.workload.is_main``) on a GPU.
+
+    Calls that plain torch computes there are left out.
+    """
     return list(dict.fromkeys(
         launch for one in planned.outcomes if one.card == card and one.path == "triton"
         and is_main(one.op, one.call) for launch in one.launches))

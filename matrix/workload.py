@@ -72,7 +72,7 @@ WITHOUT_KERNELS = {"backend", "triton", *(issue.id for issue in KNOWN_ISSUES if 
 
 
 class _NoKernels(Exception):
-    """Ends a call early on a target without kernels.
+    """An exception that ends a call early on a target without kernels.
 
     The rest of such a call would be plain torch, which takes long and launches no kernel.
     """
@@ -147,13 +147,13 @@ def sequences(
 
     V: value size of a head. 0 means D.
     packed: pass two sequences as one row with ``cu_seqlens``. Otherwise B is 2.
+    own: makes zeros of a shape in the dtype of the call.
     gates: names of the other tensors to pass. ``g_vector`` is a g with one value for each key channel, and
-        ``beta_headwise`` is a beta of that shape. Names without a shape below, such as a, b, kk and p, get
-        the shape [B, T, HV, D].
+        ``beta_headwise`` is a beta of that shape. The vectors a, b, kk and p have the shape [B, T, HV, D].
     state: pass an initial state and request the final state.
     options: other keywords of the op.
 
-    Gates and states are float32, as in layers.
+    Gates and states are float32, as in layers. The other tensors have the dtype of the call.
     """
     B, V = 1 if packed else 2, V or D
     rows = T * options.get("num_householder", 1)  # the rows of k, v and beta in a delta product
@@ -254,7 +254,7 @@ def layer_of_mamba2(own: Own, **special: Any) -> dict[str, Any]:
 def hgrn(own: Own, B: int, T: int, **special: Any) -> dict[str, Any]:
     """Return the arguments of an HGRN op with 1,024 channels and B rows of T tokens.
 
-    The calls below use so few sequences that the chunked op splits them into segments.
+    With the small B of these calls, the chunked op splits long sequences into segments.
     """
     return dict(x=own(B, T, 1024), g=own(B, T, 1024), initial_state=zeros(2, 1024), output_final_state=True,
                 **special)

@@ -1,9 +1,13 @@
 """Test documents that are packed into one row of a patched model: ``python -m matrix.stacks.documents``.
 
 The script calls each model with each way to mark documents. It compares the logits of all documents, and the
-gradients of their loss, with those of the same documents in separate rows. A cell of the record is ``isolated``
-or ``leaks`` with the error, ``warned`` with the warning, ``raises`` with the error message, or ``-`` with the
-reason why the model does not accept the call.
+gradients of their loss, with those of the same documents in separate rows. A cell of the record is one of:
+
+  isolated   the results agree within the bound; with the largest RMS ratio
+  warned     they differ, and one warning says so; with the warning
+  leaks      they differ without exactly one warning; with the RMS ratio
+  raises     the patched model raises an error; with the message
+  -          the model also raises an error without flashlin; with the message
 """
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     python -m matrix.stacks.gpu --out matrix/results
 
-This needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
+A raw program uses the functions of its own package, and a patched program runs under ``flashlin.patched``. This
+needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
 (``matrix/warming.py``). Then each program is measured in a process of its own, with the time limit
 ``--seconds``. Use ``--device cpu --small`` to test the script itself.
 
@@ -220,10 +221,10 @@ def ratio(one: torch.Tensor, want: torch.Tensor) -> float:
 
 def timed(run: Callable[[], Any], ways: dict[str, Block], device: torch.device,
           rounds: int) -> dict[str, float]:
-    """Return the median time of ``run`` in milliseconds, for each way.
+    """Return way -> median time of ``run`` in milliseconds.
 
-    The ways take turns in each round. ``ways`` maps ``raw`` and ``patched`` to functions that return a context
-    manager for the run.
+    ways: ``raw`` and ``patched`` -> a function that returns a context manager for the run.
+    rounds: number of runs of each way. The ways take turns in each round.
     """
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):

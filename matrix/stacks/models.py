@@ -135,8 +135,8 @@ COUNTERPARTS = {
                                                n_groups=1, tie_word_embeddings=True)}
 
 # (model, quantity) -> why the model itself mixes rows or documents. In these models no function of flashlin
-# gets the bounds of rows or documents, or the right cache. These excuses are used only if the raw program
-# raises an error, so that its result cannot show the same difference. In Triton's interpreter, raw fla 0.6.0
+# gets the bounds of rows or documents, or the right cache. A reason is used only if the raw program raises an
+# error here, because then its results cannot show the same difference. In Triton's interpreter, raw fla 0.6.0
 # had the same errors to four digits.
 _CUT = "in training, its convolutions continue from one row, document or memory into the next"
 _ACROSS = "its attention looks across documents"
@@ -238,7 +238,7 @@ def build(model: Model, plain: bool = False) -> nn.Module:
 
 
 def known(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a class accepts, out of these."""
+    """Return the given options that the constructor of a class accepts."""
     names = set(inspect.signature(kind.__init__).parameters) | set(getattr(kind, "__annotations__", {}))
     return {name: value for name, value in options.items() if name in names}
 

@@ -77,8 +77,8 @@ LAYERS: dict[str, Callable[[int], dict[str, Any]]] = {
 def quick() -> Iterator[None]:
     """Save time in a ``with`` block: disable torch.compile, and shorten autotuning.
 
-    An autotuner uses the first of its configurations that fits the GPU, because those of fla have dozens. Its
-    choices are not written to the disk cache.
+    The autotuners of fla have dozens of configurations. In the block, an autotuner uses the first configuration
+    that fits the GPU, and does not write it to the disk cache.
     """
     from triton.runtime.autotuner import Autotuner
     prune, bench = Autotuner.prune_configs, Autotuner._bench
@@ -140,8 +140,10 @@ def generated(layer: nn.Module, x: torch.Tensor) -> Tensors:
 
 
 def compared(ours: Tensors, right: Tensors, dtype: torch.dtype) -> str:
-    """Return the outcome of results compared with the right ones.
+    """Compare results with the expected results, and return the outcome.
 
+    ours: the results by name.
+    right: the expected results by name.
     dtype: dtype of the computation, which decides the allowed errors. A gradient may have another dtype.
     """
     def allowed(name: str) -> float:

@@ -1,6 +1,7 @@
 """Compute the tested quantities of a model, such as logits, and run the model raw, in float64 and patched.
 
-``QUANTITIES`` lists the quantities. ``run`` computes them in one of the ways.
+``QUANTITIES`` lists the quantities. ``run`` computes them in one of the ways: raw (with the functions of the
+package itself), plain (its plain torch), float64 (its plain torch in float64) or patched (``flashlin.patched``).
 """
 from __future__ import annotations
 
@@ -173,7 +174,11 @@ PACKED_BY = {"fla": "cu_seqlens", "mamba_ssm": "seq_idx"}
 
 
 def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """Return the keywords that mark the documents in a call.
+    """Return the keywords that mark packed documents in a call of a model.
+
+    by: ``cu_seqlens``, ``seq_idx`` or ``position_ids``.
+    edges: the bounds of the documents.
+    positions: [1, T] positions that begin at 0 in each document.
 
     For transformers, the positions are passed in addition, because attention without a cache finds documents by
     their positions. Raise Lacks if the model does not accept ``by``.
@@ -210,7 +215,7 @@ INTERPRETED = (*FEW, "greedy", "beams")
 class Wide(TorchFunctionMode):
     """A mode that replaces float32 by float64 in every torch call.
 
-    Models convert to float32 for accuracy, which would reduce the accuracy of a run in float64.
+    Models convert some tensors to float32 for accuracy. In a run in float64, this would reduce the accuracy.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
