@@ -102,8 +102,8 @@ def command_line() -> argparse.ArgumentParser:
                           help="name or beginning of the name of a stack, such as 'transformers 5.23.0' "
                                "(repeatable; default: all)")
     programs.add_argument("--model", action="append", default=[],
-                          help="only this model, such as qwen3_next; the record keeps the rows of other models "
-                               "(repeatable; default: all)")
+                          help="only this model, such as qwen3_next; the record keeps the rows of other "
+                               "models (repeatable; default: all)")
     programs.add_argument("--way", choices=("raw", "patched", "both"), default="both")
     programs.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
     programs.add_argument("--out", type=Path, default=RESULTS,

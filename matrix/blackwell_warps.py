@@ -2,16 +2,16 @@
 
     python -m matrix.blackwell_warps [--cell 3.6.0] [--card sm100]     writes blackwell-warps-<card>.json
 
-No GPU is needed. Each kernel of the chunked families is compiled as planned, and also with 4 and 8 warps as if
-these issues did not exist. The record says whether the kernel compiles, how many bytes it spills, and whether
-it multiplies with tcgen05 instructions, which the issues are about. Compilation does not show whether results
-are right. If you have such a GPU, run
+No GPU is needed. Each kernel of the chunked families is compiled as planned, and also with 4 and 8 warps as
+if these issues did not exist. The record says whether the kernel compiles, how many bytes it spills, and
+whether it multiplies with tcgen05 instructions, which the issues are about. Compilation does not show whether
+results are right. If you have such a GPU, run
 
     FLASHLIN_IGNORE=<ids> python -m matrix.gpu --out FOLDER
 
 It runs every case twice with 4 warps and compares the results with float64. The record lists the ids by
-release. If all cases are right, set FLASHLIN_IGNORE=<ids> to use more warps on your GPU. Please send the record:
-with it, the known issue can end at that release.
+release. If all cases are right, set FLASHLIN_IGNORE=<ids> to use more warps on your GPU. Please send the
+record: with it, the known issue can end at that release.
 """
 from __future__ import annotations
 

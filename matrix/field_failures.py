@@ -240,8 +240,8 @@ def on_case(side: str, name: str, case_id: str, dtype: torch.dtype = BF16) -> st
 def huge_delta(side: str) -> str:
     """Return the outcome of a delta rule with 65,538 heads.
 
-    The last sequences are compared with flashlin's result for these sequences alone. fla runs the op without a
-    gate, because fla refuses the backward pass of the gated op on Hopper.
+    The last sequences are compared with flashlin's result for these sequences alone. fla runs the op without
+    a gate, because fla refuses the backward pass of the gated op on Hopper.
     """
     torch.manual_seed(0)
     inputs = {name: F.normalize(x, dim=-1).requires_grad_()
@@ -323,7 +323,7 @@ def main() -> int:
     parser = record.parser(__doc__)
     parser.add_argument("--sides", default="fla,flashlin")
     parser.add_argument("--only", default="",
-                        help="only failures whose names begin with this text; their record is a separate file")
+                        help="only failures whose names begin with this text; they get a separate record")
     parser.add_argument("--one", choices=HOLES, help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -341,7 +341,7 @@ def main() -> int:
                  for hole in holes if hole not in LARGE for side in sides}
     rows: list[dict[str, str]] = []
     for hole, what in holes.items():
-        # These fill the GPU, so they run one after the other, and only in flashlin: tuning in fla takes minutes.
+        # These fill the GPU, so they run one after the other, and only in flashlin: fla would tune for minutes.
         if hole in LARGE:
             outcomes = {side: outcome(hole, side) for side in sides if side == "flashlin"}
         else:

@@ -5,13 +5,14 @@
 writes full-card-<card>-triton-<version>.json. Run it under a Triton release for which the launch table has no
 entry of this GPU, because only then flashlin tries kernels before their first use.
 
-Four processes run one after the other. They share a new FLASHLIN_HOME, so each process reads the local results
-of the earlier ones:
+Four processes run one after the other. They share a new FLASHLIN_HOME, so each process reads the local
+results of the earlier ones:
   95 %         95 % of the memory is in use: the rest is enough, and the kernels run
   full         no memory is left: the result is right, one warning appears, the local result is *not tried*,
                and the plan does not change
   next         the memory is free again on the same day: nothing is tried, and no warning appears
-  cached       one day later, all memory is in blocks that torch caches: they are released, and the kernels run
+  cached       one day later, all memory is in blocks that torch caches: they are released, and the kernels
+               run
 """
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python -m matrix.narrow_tiles --out matrix/results      writes narrow-tiles-<card>-triton-<version>.json
 
-The known issues hopper-narrow-* are results of this script. Each tile runs in a process of its own, because an
-illegal access ends the process. The script runs forward and backward of an op, in which one kernel is launched
-with another tile. It does so twice, and compares the results with those of the planned tile:
+The known issues hopper-narrow-* are results of this script. Each tile runs in a process of its own, because
+an illegal access ends the process. The script runs forward and backward of an op, in which one kernel is
+launched with another tile. It does so twice, and compares the results with those of the planned tile:
   right            equal up to rounding, and bitwise equal in both runs
   wrong            not equal
   varies           equal up to rounding, but not bitwise equal in both runs
@@ -106,7 +106,7 @@ def process(tried: Tried) -> dict[str, Any]:
 
 
 def row(number: int) -> dict[str, Any]:
-    """Run configuration ``number`` of ``everything()`` in a child process, and return its row of the record."""
+    """Run configuration ``number`` of ``everything()`` in a child process, and return its record row."""
     tried = everything()[number]
     child = record.child("matrix.narrow_tiles", "--process", str(number))
     if not child.failure:

@@ -51,9 +51,10 @@ def _of_record(record: dict[str, Any]) -> list[str]:
                     for aspect in aspects for row in (theirs, ours) if row[aspect] not in MARKS]
     return ["", "## Beside fla and mamba_ssm", "",
             f"`matrix/peers.py` ran these ops on an {record['device']} under Triton {record['triton']}, "
-            f"{record['date']}, with {packages}. flashlin has kernels for Triton 3.0 to 3.9, and uses plain torch "
-            "with other releases. A cell with two answers shows the other package, then flashlin. *yes*: right; "
-            "*wrong*: differs from float64; *no*: an error; *-*: not applicable. The columns are:", "",
+            f"{record['date']}, with {packages}. flashlin has kernels for Triton 3.0 to 3.9, and uses "
+            "plain torch with other releases. A cell with two answers shows the other package, then "
+            "flashlin. *yes*: right; *wrong*: differs from float64; *no*: an error; *-*: not "
+            "applicable. The columns are:", "",
             "; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", "",
             *markdown.table(("op", "package", *aspects), rows), "",
             "Details of all answers other than *yes*:", "",

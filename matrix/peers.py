@@ -5,13 +5,14 @@
 SUPPORT.md shows the result as a table. The script needs an NVIDIA GPU, and fla-core and the Python files of
 mamba_ssm for their columns.
 
-Every op of every package is tested on the same aspects (``ASPECTS``) in a child process. If an aspect ends the
-process, a new process continues with the next aspect. An answer is ``right``, ``wrong: ...`` or ``error: ...``.
-The autotuners of the other packages get a single configuration, with 4 warps if there is one, because
-otherwise a first call would take minutes. Failures that need another configuration are not found.
+Every op of every package is tested on the same aspects (``ASPECTS``) in a child process. If an aspect ends
+the process, a new process continues with the next aspect. An answer is ``right``, or begins with ``wrong: ``
+or ``error: ``. The autotuners of the other packages get a single configuration, with 4 warps if possible,
+because otherwise a first call would take minutes. Failures that need another configuration are not found.
 
-The record is written after each row. It keeps earlier rows that were made by the same versions and did not run
-again. An op that takes longer than ``--seconds`` is recorded as an error, so repeat it if the machine was busy.
+The record is written after each row. It keeps earlier rows that were made by the same versions and did not
+run again. An op that takes longer than ``--seconds`` is recorded as an error, so repeat it if the machine was
+busy.
 """
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ OPS: list[Op] = [
 
 
 class Sizes(NamedTuple):
-    """Sizes of the inputs: batch, tokens, heads, key size and value size of a head, and cu_seqlens if packed."""
+    """Sizes of the inputs: batch, tokens, heads, key and value size of a head, and cu_seqlens if packed."""
     B: int = 2
     T: int = 130
     H: int = 2
@@ -129,7 +130,7 @@ def function_of(side: str, op: Op) -> Callable[..., Any]:
 
 
 def hold_tuners() -> None:
-    """Give every autotuner that is created after this call a single configuration, if possible with 4 warps."""
+    """Give every autotuner that is created from now on a single configuration, with 4 warps if possible."""
     import triton.runtime.autotuner as tuner
     before = tuner.Autotuner.__init__
 
@@ -208,7 +209,8 @@ def named(op: Op, with_state: bool, o: torch.Tensor, *left: torch.Tensor) -> Ten
     """Return the outputs of an op by name, including its final states if ``with_state`` is True.
 
     o: the output.
-    left: the final states. Angles become their cosines and sines, because angles that differ by 2 pi are equal.
+    left: the final states. Angles become their cosines and sines, because angles that differ by 2 pi are
+        equal.
     """
     if not (op.last and with_state):
         return {"o": o}
@@ -258,8 +260,8 @@ def of_sequence(op: Op, name: str, x: torch.Tensor, n: int, first: int, end: int
 def by_role(op: Op, tensors: Tensors) -> Tensors:
     """Convert the tensors of an op into the tensors that ``recurrence`` uses, by role.
 
-    The result has q and k [B, T, H, K] and v [B, T, H, V]. It also has the gates and vectors of the op, and the
-    initial state S [B, H, K, V] if there is one.
+    The result has q and k [B, T, H, K] and v [B, T, H, V]. It also has the gates and vectors of the op, and
+    the initial state S [B, H, K, V] if there is one.
     """
     if "hgrn" in op.name:  # one head with K = 1
         v, gv = tensors["x"][:, :, None], tensors["g"][:, :, None]

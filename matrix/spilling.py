@@ -37,19 +37,19 @@ class Count(NamedTuple):
 def table(every: Iterable[CellState]) -> list[str]:
     states = [state for state in every if state.plain.outcomes]
     return ["## What spills", "",
-            "Main kernels are those of one op of each family, forward and backward, in 16 bits, with heads of "
-            f"64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, for which the "
-            "assembler fails to allocate registers. It also counts kernels that spill more than "
-            f"{SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows the count without knowledge of "
-            "spills → the count of the current plans.", "",
+            "Main kernels are those of one op of each family, forward and backward, in 16 bits, with "
+            f"heads of 64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, "
+            "for which the assembler fails to allocate registers. It also counts kernels that spill "
+            f"more than {SPILLS:,} and more than {MANY:,} bytes a thread. Each cell shows the count "
+            "without knowledge of spills → the count of the current plans.", "",
             *markdown.table(("Triton", "card", "kernels", f"{GIVEN_UP} registers", f"over {SPILLS:,}",
                              f"over {MANY:,}"), ()), *lines(states),
             "", "### compiled, slow", "",
-            "These configurations spill with every number of warps and stages that exists for them, so planning "
-            f"uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} registers or more than "
-            f"{MANY:,} bytes, because shorter chunks need twice the steps and twice the memory for states. On "
-            f"sm90, where configurations were timed, planning avoids a configuration only if it has {GIVEN_UP} "
-            "registers.", "",
+            "These configurations spill with every number of warps and stages that exists for them, "
+            f"so planning uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} "
+            f"registers or more than {MANY:,} bytes, because shorter chunks need twice the steps and "
+            "twice the memory for states. On sm90, where configurations were timed, planning avoids a "
+            f"configuration only if it has {GIVEN_UP} registers.", "",
             *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
                              "of them local", "others tried, bytes"), _slow(states))]
 

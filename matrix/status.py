@@ -20,13 +20,14 @@ Status = Literal["FAILED", "refused", "not run", "torch path", "compiled only", 
                  "compiled", "ran"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 MEANS: dict[Status, str] = {
-    "FAILED": "At least one call raised an unexpected error while it was planned, or needs a kernel that does "
-              "not compile.",
+    "FAILED": "At least one call raised an unexpected error while it was planned, or needs a kernel that "
+              "does not compile.",
     "refused": "At least one call is refused before any launch. The error gives the reason and what to do.",
     "not run": "The op has no results, or not all of its kernels have been compiled.",
-    "torch path": "Plain torch computes at least one call. The results are right, but it is slower than a kernel.",
-    "compiled only": "Every kernel compiles to machine code for this GPU. Plain torch computes the calls until the "
-                     "kernels have run on such a GPU; `flashlin warmup` runs them on one machine.",
+    "torch path": "Plain torch computes at least one call. The results are right, but it is slower than a "
+                  "kernel.",
+    "compiled only": "Every kernel compiles to machine code for this GPU. Plain torch computes the calls "
+                     "until the kernels have run on such a GPU; `flashlin warmup` runs them on one machine.",
     "slow": f"Every kernel compiles, but at least one spills more than {SPILLS:,} bytes a thread in every "
             "configuration. It has not been timed.",
     "worked around": "Kernels compute all calls, but the plan of at least one call avoids a known failure.",

@@ -169,26 +169,26 @@ def support_table(matrix: Matrix, every: list[CellState], squared: list[Square],
     for one in squared:
         grids[one.op][one.triton, one.card] = MARKS[one.status]
     lines = ["# What runs where", "",
-             "`python -m matrix report` makes this page from the records in `matrix/results/`. It also writes an "
-             "interactive page with every reason: `build/support.html`.", "",
+             "`python -m matrix report` makes this page from the records in `matrix/results/`. It also "
+             "writes an interactive page with every reason: `build/support.html`.", "",
              f"![how many ops run where, and how]({PICTURE})", "",
-             "The first tables show the failures that flashlin was first written to prevent, and compare flashlin "
-             "with fla, mamba_ssm and real programs. Next come [all ops](#all-ops) on every GPU under every "
-             "Triton release, and the [reasons](#why).", "",
+             "The first tables show the failures that flashlin was first written to prevent, and "
+             "compare flashlin with fla, mamba_ssm and real programs. Next come [all ops](#all-ops) on "
+             "every GPU under every Triton release, and the [reasons](#why).", "",
              "## The failures it began with", "", *seeds.table(), *peers.table(folder),
              *programs.table(folder), *documents.table(folder), *programs.on_gpus(folder),
              *programs.seeds(folder),
              "", "## What the words mean", "",
              *markdown.table(("", "means"), [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "",
-             "A *gate* is a GPU or a release on which a failure fails the run. On a *report*, failures are only "
-             "reported.", "", "## All ops", "", "The number of ops with each status, best status first.", "",
+             "A *gate* is a GPU or a release on which a failure fails the run. On a *report*, failures are "
+             "only reported.", "", "## All ops", "", "The number of ops with each status, best first.", "",
              *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places})]
     for ops in _alike(grids):
         others = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
         lines += ["", f"## {ops[0]}{others}", "", OPS + ", ".join(f"`{op}`" for op in ops), "",
                   *_grid(matrix, grids[ops[0]])]
     lines += ["", *spilling.table(every)]
-    lines += ["", "## Why", "", "The reasons for every status except *compiled* and *ran*, most frequent first."]
+    lines += ["", "## Why", "", "Reasons for each status except *compiled* and *ran*, most frequent first."]
     reasons = Counter((_reason(why), one.status) for one in squared for why in one.why)
     lines += ["", *markdown.table(("reason", "status", "calls"), [
         (reason, MARKS[status], str(count)) for (reason, status), count in reasons.most_common()])]

@@ -1,8 +1,8 @@
 """List the calls that the matrix plans and compiles: every public op, forward and backward.
 
 For most ops, this module writes down calls with the arguments and sizes that layers use. The other ops are
-called as in their quick cases. All tensors are on the CPU. Inside ``recording`` no kernel is launched, because
-shapes and dtypes are enough to plan the launches of a call.
+called as in their quick cases. All tensors are on the CPU. Inside ``recording`` no kernel is launched,
+because shapes and dtypes are enough to plan the launches of a call.
 """
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def seen(call: Call, target: Target) -> Seen:
         if plan.asked.op == call.op and any(reason.code in WITHOUT_KERNELS for reason, _ in plan.steps):
             raise _NoKernels
     with recording(target) as launches, warnings.catch_warnings(), dispatch.watching(note):
-        warnings.simplefilter("ignore")  # the plans contain the remedies, so warnings about them are not needed
+        warnings.simplefilter("ignore")  # the plans contain the remedies, so no warnings are needed
         with suppress(UnsupportedError, _NoKernels):  # the last plan contains the reason
             call.run()
     return Seen(tuple(dict.fromkeys(plans)), tuple(launches))
@@ -224,7 +224,7 @@ def state_update_of_mamba1(own: Own) -> dict[str, Any]:
 
 
 def scan_of_mamba2(own: Own, B: int = 2, **special: Any) -> dict[str, Any]:
-    """Return the arguments of ``mamba_chunk_scan_combined``, with dt and the parameters of heads in float32."""
+    """Return the arguments of ``mamba_chunk_scan_combined``, with dt and head parameters in float32."""
     H, P, N = 8, 64, 128
     return dict(x=own(B, 128, H, P), dt=zeros(B, 128, H), A=zeros(H), B=own(B, 128, 1, N),
                 C=own(B, 128, 1, N), chunk_size=256, D=zeros(H), z=own(B, 128, H, P), dt_bias=zeros(H),

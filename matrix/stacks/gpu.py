@@ -2,16 +2,16 @@
 
     python -m matrix.stacks.gpu --out matrix/results
 
-A raw program uses the functions of its own package, and a patched program runs under ``flashlin.patched``. This
-needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
+A raw program uses the functions of its own package, and a patched program runs under ``flashlin.patched``.
+This needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
 (``matrix/warming.py``). Then each program is measured in a process of its own, with the time limit
 ``--seconds``. Use ``--device cpu --small`` to test the script itself.
 
 Errors are RMS ratios of the output and of all gradients, compared with flashlin in float32. They are computed
-over ``--inputs`` random inputs, because a single input says little about a parameter with one element for each
-head. The ratio is the patched error divided by the raw error (lower is better); the worst ratio may be 1.2.
-Times are medians of CUDA events, measured raw and patched in turn. Every backward gets new copies of its inputs,
-because fla's RWKV-7 writes to them.
+over ``--inputs`` random inputs, because a single input says little about a parameter with one element for
+each head. The ratio is the patched error divided by the raw error (lower is better); the worst ratio may be
+1.2. Times are medians of CUDA events, measured raw and patched in turn. Every backward gets new copies of its
+inputs, because fla's RWKV-7 writes to them.
 """
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def measured(name: str, size: Size, device: torch.device, dtype: torch.dtype, ro
         with ways["patched"]():
             wanted.append(both(whole, x, pull))
         drawn.append((x.to(dtype) if layered else x, pull.to(dtype)))
-    whole.zero_grad(set_to_none=True)  # ``wanted`` contains the gradients, and ``to`` would round them in place
+    whole.zero_grad(set_to_none=True)  # otherwise ``to`` would round the gradients in ``wanted`` in place
     whole = whole.to(dtype)
     runs: dict[str, Callable[..., Tensors]] = {"forward": partial(forward, whole), "both": partial(both, whole)}
     found: dict[str, Any] = {"inputs": inputs, **{way: {} for way in ways}}
@@ -295,15 +295,16 @@ def main() -> int:
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     options.add_argument("--small", action="store_true", help="use small sizes, to test only the script")
-    options.add_argument("--only", default="", help="only programs whose names begin with one of these texts, "
-                         "separated by commas; the record in --out, if made by these versions, keeps the others")
+    options.add_argument("--only", default="", help="only programs whose names begin with one of these texts "
+                         "(separated by commas); the record in --out, if made by these versions, keeps the "
+                         "others")
     options.add_argument("--seconds", type=float, default=100, help="time limit of each process")
     options.add_argument("--warm", type=int, default=16 if torch.cuda.is_available() else 0, metavar="N",
                          help="number of processes that fill Triton's cache first")
     options.add_argument("--warm-seconds", type=float, default=300, help="time limit for filling the cache")
     options.add_argument("--inputs", type=int, default=INPUTS, metavar="N",
-                         help=f"number of random inputs for the errors (default {INPUTS}); use more if a ratio "
-                         "is slightly above the limit, which may be chance")
+                         help=f"number of random inputs for the errors (default {INPUTS}); use more if a "
+                         "ratio is slightly above the limit, which may be chance")
     options.add_argument("--one", choices=PROGRAMS, help=argparse.SUPPRESS)
     options.add_argument("--fill", type=warming.Share.parse, help=argparse.SUPPRESS)
     given = options.parse_args()

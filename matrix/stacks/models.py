@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Names of sizes in configurations, with small values. Each model gets the names that its configuration accepts.
+# Names of sizes in configurations, with small values. Each model gets the names that its configuration
+# accepts.
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_head_dim": 16,
@@ -156,14 +157,15 @@ LEAKS: dict[tuple[str, str], str] = {
 RAISES: dict[tuple[str, str], str] = {
     ("Mom", "IndexError: index "): "its cache has a state for each memory of a row, and is read as if it had "
                                    "one for each row",
-    ("Mom", "AssertionError: Only chunk mode"): "before fla 0.6.0, it cannot train rows of 64 tokens or fewer",
+    ("Mom", "AssertionError: Only chunk mode"):
+        "before fla 0.6.0, it cannot train rows of 64 tokens or fewer",
     ("Mom", "AttributeError: 'NoneType' object has no attribute 'detach'"):
         "before fla 0.6.0, it returns no logits in training"}
 
-# For transformers before 5.15: model -> sizes with which its torch functions and its branch for GPUs compute the
-# same. In mamba2 only one of the two has groups in the norm. The torch functions of the other two models join
-# chunks wrongly, so a single chunk must contain the whole row. They also have a least time step, so it is set
-# close to 0.
+# For transformers before 5.15: model -> sizes with which its torch functions and its branch for GPUs compute
+# the same. In mamba2 only one of the two has groups in the norm. The torch functions of the other two models
+# join chunks wrongly, so a single chunk must contain the whole row. They also have a minimal time step, which
+# is set close to 0 here.
 _ONE_CHUNK = {"chunk_size": 128, "time_step_min": 1e-9}
 BEFORE_5_15: dict[str, dict[str, Any]] = {
     "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}

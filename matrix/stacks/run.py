@@ -1,7 +1,7 @@
-"""Run the models of every stack raw and patched, and write one record for each stack: ``python -m matrix stacks``.
+"""Run the models of every stack raw and patched, and write one record for each stack.
 
-The models run in child processes (``matrix/stacks/child.py``). This module starts these processes, compares
-their answers and prints the failures.
+This module does the work of ``python -m matrix stacks``. It runs the models in child processes
+(``matrix/stacks/child.py``), compares their answers and prints the failures.
 """
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def judged(found: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def short(one: Outcome) -> str:
     """Return an outcome as text for a record.
 
-    The text is such as ``agrees fp32 3e-06/8e-06 fp64 ...``, with the RMS ratio of the tensor and of its worst
-    row, or ``raises: `` and the message of the error.
+    The text is such as ``agrees fp32 3e-06/8e-06 fp64 ...``, with the RMS ratio of the tensor and of its
+    worst row, or ``raises: `` and the message of the error.
     """
     figures = [f"{name} {error.rms:.1e}/{error.row:.1e}" + ("" if error.ok else f" at {error.at}")
                for name, error in (("fp32", one.fp32), ("fp64", one.fp64), ("itself", one.itself))

@@ -1,4 +1,4 @@
-"""Run the programs whose failures were the first reason for flashlin, raw and under ``flashlin.patched("fla")``.
+"""Run the programs whose failures led to flashlin, raw and under ``flashlin.patched("fla")``.
 
     python -m matrix.stacks.seeds --out matrix/results          needs an NVIDIA GPU and fla
     python -m matrix.stacks.seeds --device cpu --small          tests the script; raw fla needs a GPU
@@ -37,8 +37,8 @@ from matrix import record
 AT_ONCE, SECONDS = 8, 120  # number of processes at the same time, and time limit of each
 STEPS = 9  # tokens of a generation after its prompt
 VOCABULARY = 50
-# Allowed RMS ratios. On a CPU, with plain torch only, rounding to bf16 alone causes up to 0.009 in these layers,
-# and 0.043 in the gradients of RWKV6.
+# Allowed RMS ratios. On a CPU, with plain torch only, rounding to bf16 alone causes up to 0.009 in these
+# layers, and 0.043 in the gradients of RWKV6.
 OUTPUT, GRADIENT, FP32 = 0.03, 0.1, 1e-4
 SIDES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "raw": nullcontext, "patched": partial(flashlin.patched, "fla")}
@@ -77,8 +77,8 @@ LAYERS: dict[str, Callable[[int], dict[str, Any]]] = {
 def quick() -> Iterator[None]:
     """Save time in a ``with`` block: disable torch.compile, and shorten autotuning.
 
-    The autotuners of fla have dozens of configurations. In the block, an autotuner uses the first configuration
-    that fits the GPU, and does not write it to the disk cache.
+    The autotuners of fla have dozens of configurations. In the block, an autotuner uses the first
+    configuration that fits the GPU, and does not write it to the disk cache.
     """
     from triton.runtime.autotuner import Autotuner
     prune, bench = Autotuner.prune_configs, Autotuner._bench

@@ -25,10 +25,11 @@ REFERENCES = {
     "transformers": "the model of transformers with the same weights, in float32 and float64"}
 
 AS_ON_A_GPU = (
-    "Before transformers 5.15, the layers of Mamba and LFM check whether they are on a GPU. Here the raw layers "
-    "run on a CPU with their own torch functions. The layers that are *patched as on a GPU* run their branch for "
-    "GPUs, which has limits of its own. For mamba2, nemotron_h and zamba2, the sizes are chosen so that both "
-    "branches compute the same: one group, one chunk for each row, and no minimal time step.")
+    "Before transformers 5.15, the layers of Mamba and LFM check whether they are on a GPU. Here the raw "
+    "layers run on a CPU with their own torch functions. The layers that are *patched as on a GPU* run "
+    "their branch for GPUs, which has limits of its own. For mamba2, nemotron_h and zamba2, the sizes are "
+    "chosen so that both branches compute the same: one group, one chunk for each row, and no minimal time "
+    "step.")
 
 
 def table(folder: Path) -> list[str]:
@@ -37,15 +38,15 @@ def table(folder: Path) -> list[str]:
     if not records:
         return []
     lines = ["", "## Real programs", "",
-             "`python -m matrix stacks` runs models of other packages on a CPU, raw and under `flashlin.patched`. "
-             "A cell with two answers shows the raw program, then the patched program. The number is the RMS ratio "
-             "of the patched program, or of its worst gradient; lower is better. The bounds are "
-             f"{LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens must be equal. A tensor also "
-             f"agrees if no element is off by more than {NEGLIGIBLE:g}. Its ratio may then exceed the bound, if "
-             "its elements are small, as in the gradients of RWKV7.\n\n"
-             "Some columns compare a program with itself. *padding*: with the row alone; *pieces*: with the prompt "
-             "in one call; *packed*: with the documents one by one; *greedy* and *beams*: with tokens that are "
-             "generated without a cache.", "", AS_ON_A_GPU, "",
+             "`python -m matrix stacks` runs models of other packages on a CPU, raw and under "
+             "`flashlin.patched`. A cell with two answers shows the raw program, then the patched program. "
+             "The number is the RMS ratio of the patched program, or of its worst gradient; lower is better. "
+             f"The bounds are {LOGITS:g} for logits and {GRADIENTS:g} for gradients, and tokens must be "
+             f"equal. A tensor also agrees if no element is off by more than {NEGLIGIBLE:g}. Its ratio may "
+             "then exceed the bound, if its elements are small, as in the gradients of RWKV7.\n\n"
+             "Some columns compare a program with itself. *padding*: with the row alone; *pieces*: with the "
+             "prompt in one call; *packed*: with the documents one by one; *greedy* and *beams*: with tokens "
+             "that are generated without a cache.", "", AS_ON_A_GPU, "",
              *markdown.table(("", "means"), [(MARKS[verdict], meaning) for verdict, meaning in MEANS.items()
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
@@ -63,12 +64,13 @@ def on_gpus(folder: Path) -> list[str]:
     """Return the tables of programs of realistic size on GPUs, or an empty list without records."""
     return _by_gpu(
         folder, "stacks-gpu-*.json", "Real programs on GPUs",
-        "`python -m matrix.stacks.gpu` measures layers and models of realistic size in bf16. A cell shows raw / "
-        "patched. Errors are RMS ratios of the output and of the worst gradient, compared with flashlin in float32 "
-        "over the given number of inputs; lower is better. *worst ratio* is the patched error divided by the raw "
-        "error, for the tensor with the largest ratio; it may be 1.2. The layers of fla are a selection: Gated "
-        "DeltaNet, DeltaNet, KDA, GLA, RetNet, HGRN2, RWKV-7, Gated DeltaNet 2, Comba and Gated DeltaProduct. Other "
-        "layers have not been measured like this. Each row has its own date; the date above a table is the latest.",
+        "`python -m matrix.stacks.gpu` measures layers and models of realistic size in bf16. A cell shows "
+        "raw / patched. Errors are RMS ratios of the output and of the worst gradient, compared with "
+        "flashlin in float32 over the given number of inputs; lower is better. *worst ratio* is the "
+        "patched error divided by the raw error, for the tensor with the largest ratio; it may be 1.2. The "
+        "layers of fla are a selection: Gated DeltaNet, DeltaNet, KDA, GLA, RetNet, HGRN2, RWKV-7, Gated "
+        "DeltaNet 2, Comba and Gated DeltaProduct. Other layers have not been measured like this. Each row "
+        "has its own date; the date above a table is the latest.",
         ("program", "forward, ms", "with backward, ms", "error of the output", "of the worst gradient",
          "worst ratio", "inputs", "loss after 20 steps", "date"),
         lambda record: [_measured(name, one) for name, one in record["programs"].items()])
@@ -80,8 +82,8 @@ def seeds(folder: Path) -> list[str]:
         folder, "seeds-*.json", "Programs it began with",
         "`python -m matrix.stacks.seeds` runs layers and functions of fla, raw and under "
         "`flashlin.patched(\"fla\")`. *right*: the result is within bounds of plain torch in float32, or the "
-        "program raises the intended error. The rows of a program run one after the other in one process, so an "
-        "earlier failure can affect a later row.",
+        "program raises the intended error. The rows of a program run one after the other in one process, "
+        "so an earlier failure can affect a later row.",
         ("program", "what it does", "raw", "patched"),
         lambda record: [(row["program"], row["part"], row["raw"], row["patched"]) for row in record["rows"]])
 

@@ -1,7 +1,8 @@
 """Compute the tested quantities of a model, such as logits, and run the model raw, in float64 and patched.
 
 ``QUANTITIES`` lists the quantities. ``run`` computes them in one of the ways: raw (with the functions of the
-package itself), plain (its plain torch), float64 (its plain torch in float64) or patched (``flashlin.patched``).
+package itself), plain (its plain torch), float64 (its plain torch in float64) or patched
+(``flashlin.patched``).
 """
 from __future__ import annotations
 
@@ -180,8 +181,8 @@ def _told(of: Program, by: str, edges: torch.Tensor, positions: torch.Tensor) ->
     edges: the bounds of the documents.
     positions: [1, T] positions that begin at 0 in each document.
 
-    For transformers, the positions are passed in addition, because attention without a cache finds documents by
-    their positions. Raise Lacks if the model does not accept ``by``.
+    For transformers, the positions are passed in addition, because attention without a cache finds documents
+    by their positions. Raise Lacks if the model does not accept ``by``.
     """
     marks = (positions == 0).cumsum(1, dtype=torch.int32) - 1
     if of.package != "transformers":
