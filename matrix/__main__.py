@@ -147,7 +147,7 @@ def main() -> int:
     for cell in chosen:
         if not cell.runs_on(sys.version_info[:2]):
             parser.error(f"got Python {sys.version_info[0]}.{sys.version_info[1]}, need {cell.python} for "
-                         f"Triton {cell.triton}; --cell leaves it out")
+                         f"Triton {cell.triton}; choose other releases with --cell")
     return run(whole, chosen, options)
 
 

@@ -341,7 +341,7 @@ def main() -> int:
                  for hole in holes if hole not in LARGE for side in sides}
     rows: list[dict[str, str]] = []
     for hole, what in holes.items():
-        # These fill the GPU, so they run one after the other, and only in flashlin: fla would tune for minutes.
+        # These fill the GPU, so they run one after the other. They skip fla, which would tune for minutes.
         if hole in LARGE:
             outcomes = {side: outcome(hole, side) for side in sides if side == "flashlin"}
         else:

@@ -219,9 +219,9 @@ def table(folder: Path) -> list[str]:
             f"Three documents in one row under `flashlin.patched(\"transformers\")`, transformers "
             f"{record['transformers']} on a CPU, {record['date']}, made by "
             "`python -m matrix.stacks.documents`. "
-            "*isolated*: logits and gradients are those of the documents in rows of their own, with the "
-            "largest RMS ratio. *warned*: they are not, and one warning says why and what to do. *-*: the "
-            "model does not take such a call, with or without flashlin. Calls leave `use_cache` at its "
+            "*isolated*: logits and gradients equal those of the documents in separate rows; the number is "
+            "the largest RMS ratio. *warned*: they differ, and one warning says why and what to do. *-*: the "
+            "model does not accept such a call, with or without flashlin. Calls leave `use_cache` at its "
             "default.", "",
             *markdown.table(("columns", "what marks the documents"), [(one.name, one.says) for one in WAYS]),
             "",
