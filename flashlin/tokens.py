@@ -7,10 +7,10 @@ size, and the context stays usable.
 On the GPU no call waits. A bad position gives a zero row and no gradient. The error is raised by the next
 flashlin call after the result of the check has arrived (guards/deferred_checks.py).
 ``flashlin.settings(tokens="sync")`` raises the error in the call itself, and ``"off"`` uses plain torch. On
-the CPU the call itself raises. Under torch.compile one library operator does the same.
+the CPU the call itself raises. Under torch.compile one library operator makes these checks.
 
-Under torch.func transforms, and for tensors without readable values (meta, fake, DTensor), rows are zero or
-torch's own, and nothing is reported.
+Under torch.func transforms, and for tensors without readable values (meta, fake, DTensor), no error is raised.
+A bad position then gives a zero row, or the result of plain torch.
 """
 from __future__ import annotations
 

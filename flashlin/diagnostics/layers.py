@@ -238,9 +238,13 @@ def _theirs(one: Bound, op: str | None, here: Target | None, training: bool, why
 
 def _planned(layer: nn.Module, op: str | None, where: Weights, here: Target | None, named: bool,
              policy: Policy) -> tuple[str, Status, str, str]:
-    """Return (path, verdict, because, cost) of the flashlin op for a function that a layer calls.
+    """Return the plan of flashlin's op for a function that a layer calls, as (path, verdict, because, cost).
+
+    path: how it runs, such as kernels or plain torch. verdict: its status in the report. because: the reason.
+    cost: the cost of this path, in words.
 
     op: the op; None if flashlin has no such op.
+    here: the target to plan for.
     named: True if ``here`` is a target that the user named.
     """
     if op is None:

@@ -153,7 +153,10 @@ def _file(name: str) -> str:
 
 
 def _copy(name: str) -> str:
-    """Return a text that names the package that provides a loaded copy; ``""`` if it is no copy."""
+    """Return a text that names the carrier of a loaded package, such as unsloth for its copy of fla.
+
+    The text is ``""`` if the loaded package is not a copy.
+    """
     carrier = CARRIERS.get(name)
     return f"the copy in {carrier}" if carrier in Path(_file(name)).parts else ""
 

@@ -472,7 +472,7 @@ class Report(Facts):
         return lines
 
     def _told(self, because: str) -> str:
-        """Return a cause; the id of a known issue is followed by its effect."""
+        """Return ``because`` as text. If it is the id of a known issue, the effect of the issue follows."""
         effect = next((f" ({issue.effect})" for issue in self.issues if issue.id == because), "")
         return f"{because}{effect}"
 

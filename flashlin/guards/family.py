@@ -70,8 +70,8 @@ class Op(NamedTuple):
     family: the family whose kernels run it, if that is another family than the one that lists it.
     typical: sizes of typical calls, by use.
     counted: a function that converts the sizes of a call into the sizes of its ``Problem``.
-    in_place: for an op that updates a state in place, a phrase for a call of it that requires gradients.
-    planned_as: the op as which it is planned, for an alias or for a norm before a linear layer.
+    in_place: for an op that updates a state in place, the words of the error for a call with gradients.
+    planned_as: the op whose plan it uses, if it is an alias, or a norm fused with a linear layer.
     """
     name: str
     module: str

@@ -135,7 +135,10 @@ def unwritten(target: Target) -> str:
 
 
 def know(told: str, target: Target) -> None:
-    """Load the unwritten results of the parent process, in the form that ``unwritten`` returns."""
+    """In a child process, take over the parent's local results that are not on disk.
+
+    told: the text that ``unwritten`` returned in the parent.
+    """
     _unwritten[target] = _table(json.loads(told))
     local.cache_clear()
 

@@ -205,9 +205,10 @@ ADAPTERS: dict[str, Callable[..., Any]] = {adapter.__name__: adapter for adapter
     _delta(gdn.chunk_gated_delta_rule), _delta(gdn.fused_recurrent_gated_delta_rule), _delta(kda.chunk_kda),
     _delta(kda.fused_recurrent_kda), causal_conv1d_fn, causal_conv1d_update, mamba_chunk_scan_combined,
     selective_state_update, selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
-# Since transformers 5.15, a fused function may return None. Then flashlin declines the fused functions, because
-# they differ from the unfused path: padding is masked only before their convolution, and they norm groups, before
-# or after the gate as mamba_ssm does. The unfused scan also returns float32 to its norm.
+# Since transformers 5.15, a fused function may return None, and the model then uses its unfused path. flashlin's
+# fused functions return None, because their results differ from the unfused path. They mask padding only before
+# the convolution, and they normalise groups in mamba_ssm's order of norm and gate. The unfused scan also returns
+# float32 to its norm.
 UNFUSED: dict[str, Callable[..., Any]] = {
     "mamba_split_conv1d_scan_combined": declined, "mamba_inner_fn": declined,
     "mamba_chunk_scan_combined": unrounded_chunk_scan}

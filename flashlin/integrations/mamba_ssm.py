@@ -33,11 +33,11 @@ class Package(NamedTuple):
     """One package that is patched.
 
     name: name of the package.
-    version: version of its stub module: the release whose functions these are.
+    version: ``__version__`` of its stub module, the release whose functions flashlin reproduces.
     extension: the compiled module that the package imports.
     called: the functions that the package's Python files call in the extension.
     functions: flashlin's functions, by the module of the package that defines the originals.
-    beside: further attributes of the stub modules.
+    beside: attributes of the stub modules other than these functions.
     """
     name: str
     version: str

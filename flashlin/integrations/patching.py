@@ -33,7 +33,7 @@ class Patch:
     """
     package = ""
     distribution = ""  # pip's name of the package, if it must be installed
-    watched: Sequence[str] = ()  # packages whose modules may bring more when they are imported
+    watched: Sequence[str] = ()  # packages whose modules may define further names to replace when imported
 
     def __init__(self) -> None:
         self.bindings = Bindings()

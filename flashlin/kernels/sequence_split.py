@@ -38,7 +38,8 @@ def part_of(i_p, bounds, T, N, L, VARLEN: tl.constexpr):
     if VARLEN:
         n = i_p
         i_part = i_p * 0
-        if L < T:  # the first segment of sequence n has number bounds[n] // L + n, so they never overlap
+        if L < T:
+            # The segments of sequence n are numbered from bounds[n] // L + n, so no two sequences share a number.
             n = i_p * 0
             high = tl.minimum(i_p, N - 1)
             while n < high:

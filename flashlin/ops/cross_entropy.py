@@ -269,8 +269,8 @@ class Outputs(NamedTuple):
     """The results of one cross entropy, each [N].
 
     loss: the loss of each row, which includes z_loss.
-    z_loss: a L^2.
-    lse: L, which backward reads.
+    z_loss: lse_square_scale times the square of lse.
+    lse: the log-sum-exp of each row, which backward reads.
     """
     loss: Tensor
     z_loss: Tensor

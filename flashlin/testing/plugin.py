@@ -52,7 +52,7 @@ class Order(NamedTuple):
     module, file, function: location of the user's function.
     triton: the release to use.
     sm: compute capabilities to compile for.
-    layers: layers to run.
+    layers: the checks to run, of import, compile and interpret.
     timeout: seconds for one run of the function, and for each kernel.
     at_once: number of kernels to compile at a time.
     rtol, atol: tolerances of the comparison; None for the defaults of ``torch.testing.assert_close``.

@@ -289,7 +289,7 @@ def grads_of_chunk(
         b_k = tile(k, first, t0, length, i_qk, H, D=K, d0=k0, BT=BT, BD=BK)
         b_G = sums_at(G, tl.minimum(rows, last), first, t0, i_h, HV, K, k0, BK)
         total = sum_of_chunk(G, last, first, t0, i_h, HV, K, k0, BK)
-        r_a = b_k  # without the factor -rate, which is applied below to rows that read
+        r_a = b_k  # a is -rate * k; the factor -rate follows below, for the rows that read the state
         b_b = b_k
         b_B = sums_read(b_G, G, last, first, t0, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, EARLIER=TWO_WRITES)
         if TWO_WRITES:

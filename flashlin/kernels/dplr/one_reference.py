@@ -281,8 +281,8 @@ def grads_from_reference(
                 b_dbeta += tl.sum(wide * b_v.to(tl.float32), 1)
                 put(dv, wide * b_beta[:, None], first, t0, length, i_h, HV, D=V, d0=v0, BT=BT, BD=BV)
         if TWO_WRITES:
-            # Adjacent tokens do not decay. They are computed separately, because in the gate's gradient they
-            # would cancel on paper but not in floating point.
+            # There is no decay between adjacent tokens, so these pairs add nothing to the gate's gradient. They
+            # are computed separately, because otherwise their terms would cancel only in exact arithmetic.
             above = rows[:, None] == rows[None, :] + 1  # for each row, the column of the previous token
             a_from_b = tl.sum(tl.where(above, dL, 0.0), 1)
             b_from_a = tl.sum(tl.where(above, dL, 0.0), 0)

@@ -168,9 +168,10 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
 
 
 def _leaving(x):
-    """Return the TMA block of ``dstates``: columns of the matrix, rows and columns of a block, matrix rows.
+    """Return the TMA shape of ``dstates``: (matrix columns, block rows, block columns, matrix rows).
 
-    dstates receives the gradients of states. Without STATES it is dv, as a placeholder.
+    dstates receives the gradients of states. Without STATES nothing is stored there, and dv is passed in its
+    place, so the shape is that of dv.
 
     x: the kernel's arguments by name.
     """

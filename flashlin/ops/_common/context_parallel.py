@@ -152,8 +152,8 @@ class _Chain:
 
     Its outputs are the family's outputs, ``began`` and ``transfers``.
     began: the states that this rank's sequences started from.
-    transfers: for each later rank in the middle of this rank's last sequence, its effect on an entering
-        state.
+    transfers: this rank's last sequence may continue on later ranks. For each later rank that does not
+        contain its end, the effect of that rank's tokens on the state that enters it.
     """
 
     def __init__(self, family: Chunked) -> None:

@@ -146,7 +146,10 @@ def _is_lazy(x: Any) -> bool:
 
 def _on_copies(function: Callable[..., R], under_autocast: Callable[..., Any], args: Sequence[Any],
                kwargs: Mapping[str, Any]) -> R:
-    """Call the function with lazy tensors replaced by copies."""
+    """Call the function with copies of lazily negated or conjugated tensors.
+
+    under_autocast: called with (function, args, kwargs) to run the function if autocast is on.
+    """
     given, named = [resolved(x) for x in args], {name: resolved(x) for name, x in kwargs.items()}
     made: R = under_autocast(function, given, named) if any_autocast() else function(*given, **named)
     return made

@@ -38,7 +38,8 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 def untraced(function: F_) -> F_:
     """Return the function in a form that torch.compile does not trace.
 
-    torch.compiler.disable is applied only when the compiler is already loaded, because it would load it.
+    torch.compiler.disable imports torch's compiler, which takes seconds. So it is applied only in calls that
+    are made after the program has imported the compiler.
     """
     made: list[Callable[..., Any]] = []
 
