@@ -373,7 +373,12 @@ def why(text: list[str]) -> tuple[str, int]:
 
 
 def run_program(patch: str | None, program: list[str], **how: Any) -> int:
-    """Run ``flashlin run``. The program has stdout for itself, and its exit ends this process."""
+    """Run ``flashlin run``. This process exits with the program's exit code.
+
+    flashlin prints nothing to stdout, which belongs to the program.
+
+    patch: names of the packages to patch, or None for the default.
+    """
     try:
         with redirect_stdout(sys.stderr):
             startup = load("integrations.run_command")

@@ -138,7 +138,7 @@ def nearest(triton: str) -> Release:
 
 
 def planned_as(triton: str) -> str:
-    """Return the release whose plans a Triton outside the table gets, such as a newer patch release.
+    """Return the release in the table whose plans are used for a Triton release that is not in the table.
 
     Returns ``""`` for a release that is in the table, and for one that is too old for plans.
     """

@@ -145,7 +145,7 @@ def _marks(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _tokens(given: dict[str, Any]) -> Tokens:
-    """Return (B, T) of a call, or None if it has no tokens of this shape."""
+    """Return (B, T) of the tokens or embeddings of a call, or None if it has neither in this shape."""
     tokens = next((one for one in (given.get("input_ids"), given.get("inputs_embeds"))
                    if isinstance(one, Tensor)), None)
     return None if tokens is None or tokens.ndim < 2 else (tokens.shape[0], tokens.shape[1])

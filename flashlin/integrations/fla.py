@@ -145,7 +145,10 @@ class FlaPatch(Patch):
                 self.bindings.stand(kind, name, stand_in, f"its own {name}, which {' and '.join(does)}")
 
     def _fill(self, module: ModuleType) -> None:
-        """Give a module flashlin's functions for those that it could not import, and set its fast path."""
+        """Bind flashlin's functions in a module whose own import of them from another package failed.
+
+        The module's flag that its fast path is available is set as well.
+        """
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
         for name in wanted:

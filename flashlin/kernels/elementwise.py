@@ -23,7 +23,7 @@ def block(size: int, least: int = 1, most: int = 1 << 30) -> int:
 
 def moving(kernel: str, problem: Problem, programs: int, tile: dict[str, int], *, shared: int, span: int,
            num_warps: int = 4, num_stages: int = 1) -> Launch:
-    """Return a launch with the given number of programs.
+    """Return the launch of a kernel without matrix products, with this number of programs.
 
     shared: bytes of shared memory, an upper estimate. span: largest 32-bit offset, in elements.
     """

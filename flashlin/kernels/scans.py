@@ -19,7 +19,7 @@ from flashlin.kernels.configs import BLOCK, Config, is_hopper, padded
 
 PADDING = 16  # elements of padding in a row of shared memory, for tiles that change their layout
 HEADS = 16  # heads per program of the cumulative sum
-CHANNELS = 64  # channels, across heads, per program of the cumulative sum of channels
+CHANNELS = 64  # channels of all heads together, per program of the cumulative sum of decays per channel
 LONG = (64, 32)  # chunk lengths that may be halved if a launch spills
 # Sequences are split into segments of LEAST tokens or more if a scan would start at most 1 / WORTH of the
 # programs that the GPU runs at a time (PROGRAMS for each multiprocessor). Each chunk of a segment costs two

@@ -74,9 +74,9 @@ def causal_conv1d(
     Returns:
         y [B, T, D] and the final state [N, D, W] or None, both in the dtype of x. Gradients, including the
         gradient of the final state, are computed in fp32; repeated runs give bitwise identical results.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences contain the residual or zeros, and pass no
-        gradient to x.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences contain the residual or
+        zeros, and pass no gradient to x.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

@@ -280,7 +280,8 @@ class Outputs(NamedTuple):
 def _cast(given: Tensors, how: Scalars, dot: str) -> tuple[Tensors, Scalars]:
     """Return the tensors and scalars as the kernels need them.
 
-    Backward may overwrite the logits only if they are not copied here and torch.compile does not trace.
+    The scalars tell backward to overwrite the caller's logits only if the caller asked for it, the logits are
+    not copied here, and torch.compile does not trace.
     """
     readable, = as_planned((given.logits,), dot)
     rows = _rows(readable)

@@ -85,9 +85,9 @@ def chunk_gated_delta_rule(
 
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
-        the layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError. The values are
-        not read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
-        gradients are zero.
+        the layout of initial_state, or None. cu_seqlens must cover all rows, else ValueError. On a GPU the
+        values are checked only in debug mode, and in compiled code never. Without the check, rows outside all
+        sequences and their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -175,9 +175,9 @@ def fused_recurrent_gated_delta_rule(
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
         the layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside
-        debug mode, or in compiled code. There, rows outside all sequences and their gradients are zero.
-        A call without gradients is one launch.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero. A call without gradients is one launch.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

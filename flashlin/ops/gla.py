@@ -67,8 +67,8 @@ def chunk_gla(
     Returns:
         o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] or None. The state is in float32
         (float64 for float64 tensors), in the layout of initial_state. cu_seqlens must cover all rows, else
-        ValueError. The values are not read on a GPU outside debug mode, or in compiled code. There, rows
-        outside all sequences and their gradients are zero.
+        ValueError. On a GPU the values are checked only in debug mode, and in compiled code never. Without
+        the check, rows outside all sequences and their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

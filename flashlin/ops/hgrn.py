@@ -49,8 +49,9 @@ def chunk_hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output
         o [B, T, D] in the dtype of x, and the final state [N, D] in float32 (float64 for float64 tensors), or
         None. x, g and initial_state get gradients, through o and through the final state. Repeated runs give
         bitwise identical gradients. For 16-bit tensors, the gradient of g is computed from the rounded o.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences and their gradients are zero.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

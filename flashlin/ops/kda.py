@@ -100,8 +100,9 @@ def chunk_kda(
         o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
         the layout of initial_state, or None. With return_intermediate_states also h [B, chunks, HV, K, V] in
         the dtype of k, in the layout of initial_state; the chunks of packed sequences follow each other.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences and their gradients are zero.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -246,9 +247,9 @@ def fused_recurrent_kda(
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
         the layout of initial_state, or None. With inplace_state or state_indices it is initial_state itself.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences and their gradients are zero. A call without
-        gradients is one launch, which includes the gate.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero. A call without gradients is one launch, which includes the gate.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

@@ -111,8 +111,8 @@ def mamba3_siso_combined(
         y [b, T, H, P] in the dtype of V. With return_final_states it is (y, angles, states, k, v), where the
         angles lie in 0 .. 2 pi, and angles and states are in float32 (float64 for float64 tensors). Every
         float argument gets gradients through each result. cu_seqlens must cover all rows, else ValueError.
-        The values are not read on a GPU outside debug mode, or in compiled code. There, rows outside all
-        sequences and their gradients are zero.
+        On a GPU the values are checked only in debug mode, and in compiled code never. Without the check,
+        rows outside all sequences and their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

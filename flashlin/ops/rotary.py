@@ -55,8 +55,9 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         y in the shape and dtype of x, computed in float32. A position of TR or more raises ValueError if it
         is known without waiting for a GPU: for an int offset without cu_seqlens, for CPU tensors, and in
         debug mode. Otherwise the pairs of such tokens are NaN, and no memory outside the tables is read.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences and their gradients are zero.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

@@ -59,9 +59,9 @@ def chunk_rwkv6(
 
     Returns:
         o [B, T, H, V] in the dtype of v, and the final state [N, H, K, V] in float32 (float64 for float64
-        tensors), or None. cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU
-        outside debug mode, or in compiled code. There, rows outside all sequences and their gradients are
-        zero.
+        tensors), or None. cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked
+        only in debug mode, and in compiled code never. Without the check, rows outside all sequences and
+        their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -108,8 +108,9 @@ def fused_recurrent_rwkv6(
     Returns:
         o [B, T, HV, V] in the dtype of v, and the final state [N, HV, K, V] in float32 (float64 for float64
         tensors), or None. Every float tensor gets a gradient, through o and through the final state.
-        cu_seqlens must cover all rows, else ValueError. The values are not read on a GPU outside debug mode,
-        or in compiled code. There, rows outside all sequences and their gradients are zero.
+        cu_seqlens must cover all rows, else ValueError. On a GPU the values are checked only in debug mode,
+        and in compiled code never. Without the check, rows outside all sequences and their gradients are
+        zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

@@ -93,7 +93,7 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
 
 
 def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded:
-    """Return a launch as the facts for which the JIT compiles a kernel.
+    """Return the facts of a launch for which Triton compiles: argument types, constants, warps, stages.
 
     arguments: values by name, as passed to the kernel.
     """

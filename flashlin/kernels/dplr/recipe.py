@@ -72,7 +72,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         """Return the shared bytes of a scan.
 
         tall, square: numbers of tiles [BT, BK] and [BT, BT] that are in shared memory at the same time.
-            Without a second stage these are not all tiles.
+            With one stage Triton reuses buffers, so a kernel may load more tiles than these.
 
         Other buffers are v or do, the state, and rows of v between products. If warpgroups multiply (Triton
         3.3 on sm_100, and 3.8 and later), such rows need one more buffer.

@@ -68,7 +68,7 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     programs = cdiv(problem.T * problem.H, BT)
     shared = _bytes(BT, BD, 1)
     # Start no more programs than the GPU runs at once, because the last ones would run alone. A bias
-    # gradient and a gate each use the registers of one in four programs.
+    # gradient and a gate each need so many registers that a quarter fewer programs fit.
     if config.per_sm:
         more = sum(name in problem.options for name in ("bias", "gate"))
         per_sm = config.per_sm - config.per_sm * more // 4

@@ -109,7 +109,7 @@ def unmixed(
     there,  # [BD]: True for columns that exist
     D: tl.constexpr, BT: tl.constexpr,
 ):
-    """Add the contributions of one output of a mix to the gradients of h, delta and its x.
+    """Add the contributions of one output y = h + delta x of the op mix to the gradients of h, delta and x.
 
     Returns the three sums, each [BT, BD].
 

@@ -17,7 +17,7 @@ from flashlin.kernels.elementwise import block, cdiv, moving, rows_of_heads
 # Names of the families, and of their kernels.
 GATE, MIX, KEY, CORRECTION = "pointwise_gate", "pointwise_mix", "pointwise_key", "pointwise_correction"
 SCALE, SKIP, READ = "pointwise_scale", "pointwise_skip", "pointwise_read"
-APART = (SCALE, SKIP, READ)  # steps of scans; their inputs may be non-contiguous slices
+APART = (SCALE, SKIP, READ)  # ops before and after a scan; their inputs may be non-contiguous slices
 BY_HEAD = (CORRECTION, SCALE, READ)  # kernels that sum over the columns of a head
 
 

@@ -366,7 +366,8 @@ def grads_of_chunk(
     """Compute and store dq and dk [BT, K] and dg [BT] of one chunk and head.
 
     states: the states that enter the chunks.
-    dstates, rest, tails: the gradients of the states that leave the chunks, see ``dstate_at``.
+    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (as dstates),
+        dk (as rest) and tails, see ``dstate_at``.
     """
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
@@ -431,12 +432,14 @@ def simple_gla_grads(
     SIDE: tl.constexpr, BLOCK: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dq, dk and dg of all chunks, with one program per chunk and head.
+    """Compute dq, dk and dg of all chunks.
 
-    S programs share a packed sequence.
+    In a dense batch, a program computes one chunk of one head. In a packed batch, S programs per sequence and
+    head loop over its chunks.
 
     states: the states that enter the chunks.
-    dstates, rest, tails: the gradients of the states that leave the chunks, see ``dstate_at``.
+    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (as dstates),
+        dk (as rest) and tails, see ``dstate_at``.
     """
     program = tl.program_id(0)
     i_h = program % H

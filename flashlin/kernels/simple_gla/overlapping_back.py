@@ -84,11 +84,12 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
                   STAGES: gl.constexpr):
     """Run one group of four warps that multiply: compute dv of all chunks, and dh0 if HAS_DH0.
 
-    leaves: with STATES, receives the gradient of the state that leaves each chunk. The first chunk's begins
-        at row ``table`` and column ``column``, each next chunk's ``step`` rows below. With SIDE it is stored
-        in blocks next to each other.
+    leaves: with STATES, the descriptor that receives the gradient of the state that leaves each chunk. Chunk i
+        is stored at row ``table`` + i ``step``, from column ``column``. SIDE: its blocks of columns are stored
+        next to each other.
     lines: vectors of decays from ``load_back``.
-    squares, states_of: shared memory of each group, for the weights or dv, and for the state.
+    squares: shared memory of each group for the weights or dv.
+    states_of: shared memory of each group for the state.
     entering: index of the gradient in dht.
     leaving: index of the state in dh0, negative if it is not stored.
     group: number of the group, which computes BV columns of v from v0 + group BV.

@@ -233,7 +233,10 @@ class _Hooks:
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """Hook the nodes that the node's backward made: with create_graph they also belong to the op."""
+        """Hook the autograd nodes that an op's backward made under create_graph, since they belong to it.
+
+        made: the gradients that the backward of one node of the op returned.
+        """
         if torch.is_grad_enabled() and not _tracing():
             _hook_outputs(made, self.made)
 

@@ -188,7 +188,7 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Operator[Any, Any, Any], Plan, Any, tuple[Any, ...]], *tensors: Tensor | None
     ) -> Any:
-        operator, plan, how, record = call  # one argument, because torch inspects each one in both directions
+        operator, plan, how, record = call  # one argument, because torch spends time on each in forward and backward
         x = operator.tensors(*tensors)
         y = operator.forward(plan, x, how, *record)
         if how.needs_grad:

@@ -81,7 +81,7 @@ def skipped(op: str, o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, d
 
 
 def read(op: str, o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (d o + c x) silu(z) in ``dtype``, in which o is taken from the previous row.
+    """Return (d_t o_{t-1} + c_t x_t) silu(z_t) in ``dtype``. A row t is one token; o is shifted by one row.
 
     o, x: [..., H, K]. c, d: [..., H]. z: the gate or None.
     If d is 0, as in the first row, the previous row is not read.

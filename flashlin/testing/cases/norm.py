@@ -90,7 +90,7 @@ for _norm in (_layer, _rms, _l2):
               _norm("eps", {"eps": 0.1}), _norm("one-row", shape=(1, 64)),
               _norm("flat", shape=(96,)), _norm("heads", shape=(2, 37, 3, 64)),
               *(_norm(f"D={_D}", shape=(_rows_of, _D)) for _D, _rows_of in ROWS.items())]
-# More rows than a large GPU has programs that share the gradients of weight and bias.
+# More rows than a large GPU runs programs, so each program sums the weight gradients of several rows.
 CASES += [_layer("many-heads", shape=(20000, 64)),
           _rms("many-rows", shape=(300, 5000))]
 CASES += [_layer("shifted", kind="shifted"),
