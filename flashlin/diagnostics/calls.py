@@ -14,7 +14,7 @@ from flashlin.kernels.families import PUBLIC, family_of, op_of, typical
 
 
 def known(op: str) -> str:
-    """Return the op that is planned for an op's name or short name.
+    """Return the full name of the op that a name or a short name stands for.
 
     Raises ValueError if there is no such op. The message names similar ops.
     """

@@ -163,7 +163,7 @@ class Machine(NamedTuple):
 
     @property
     def mixed(self) -> list[str]:
-        """Return the names of Tritons that pip has installed into one folder."""
+        """Return the names of the Triton distributions, if several are installed into the same folder."""
         tritons = sorted({(dist.name, dist.folder) for dist in self.dists if dist.name in TRITON_NAMES})
         folders = [folder for _, folder in tritons]
         return [name for name, folder in tritons if folders.count(folder) > 1]

@@ -2,8 +2,9 @@
 
 The report says which of them are installed and can be imported, and which functions their loaded files are
 bound to. It lists their known flaws on this machine, and what ``flashlin.patch`` would change. This process
-imports none of them. An import that must be tried runs in a child process (``importing.py``). The command line tries every
-package; ``flashlin.doctor()`` tries only a package whose absence makes a loaded file run plain torch.
+imports none of them. An import that must be tried runs in a child process (``importing.py``). The command
+line tries every package; ``flashlin.doctor()`` tries only a package whose absence makes a loaded file run
+plain torch.
 """
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Known(NamedTuple):
     """A package that the report covers.
 
     distributions: the names that pip uses for it.
-    kernels: the module that must import before its kernels can be used. ``""`` means that no import is tried,
-        since an import changes other packages.
+    kernels: the module whose import is tried; the package's kernels work only if it succeeds. ``""`` for a
+        package whose import would change other packages.
     """
     distributions: tuple[str, ...]
     kernels: str
@@ -69,8 +70,7 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
     """Return the report on other packages, and the results of the imports that were tried.
 
     import_all: try to import every installed package that is not loaded. Without torch no import is tried,
-        since
-        all of them would fail and the report already says that torch is missing.
+        since all of them would fail and the report already says that torch is missing.
     """
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
@@ -109,7 +109,8 @@ def distributions() -> dict[str, str]:
 def version_of(name: str) -> str:
     """Return the version of an installed package; ``unknown`` if it has none, ``""`` if it is not installed.
 
-    The version is taken from the loaded module, or else the one that pip reports, or else the one in its file.
+    The version is taken from the loaded module, or else the one that pip reports, or else the one in its
+    file.
     """
     said = getattr(sys.modules.get(name), "__version__", "")
     pip = [version for known, version in distributions().items() if known in PACKAGES[name].distributions]
@@ -194,9 +195,9 @@ def _bindings(calls: Mapping[str, list[Bound]], imports: Mapping[str, Tried],
               stack: Stack) -> Iterable[Binding]:
     """Yield a row of the report for each binding of loaded files.
 
-    A modeling file of transformers has rows of its own. All files of another package share one row for each
-    package whose functions they call. For them, only functions that flashlin also has are reported, since it
-    is unknown which of their layers the program uses.
+    A modeling file of transformers has rows of its own. The files of any other package are merged into one
+    row for each package whose functions they call. These rows list only functions that flashlin also has,
+    since it is unknown which of the layers the program uses.
     """
     grouped: dict[tuple[str, str, str], dict[str, None]] = {}
     for where, ones in calls.items():

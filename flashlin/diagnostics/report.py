@@ -99,9 +99,8 @@ class OpPlan(Facts):
 
     where: the devices that the row is valid for.
     path: how the calls run, by dtype and kind of call.
-    way: how the worst call runs: ``kernels``, ``fewer warps``, ``batch in parts``, ``fp32 copies``, ``plain
-        torch``
-        or ``cannot run``.
+    way: how the worst call runs: ``kernels``, ``fewer warps``, ``batch in parts``, ``fp32 copies``,
+        ``plain torch`` or ``cannot run``.
     because: the reasons that calls do not run unchanged.
     remedy: how each reason is avoided.
     evidence: ``ran``, ``compiled``, ``compiled, slow:`` with the kernel that spills, or ``no record``;
@@ -136,8 +135,7 @@ class Issue(Facts):
     """A known issue whose releases and GPUs include this machine.
 
     status: ``problem`` if a launch meets the issue, ``worked around`` if planning avoids it, ``ok`` if no
-        launch
-        meets it.
+        launch meets it.
     """
     id: str
     where: str
@@ -190,8 +188,7 @@ class Flaw(Facts):
 
     where: the package, or the loaded models that have the flaw.
     status: ``worked around`` if a patch in force removes it, ``could not check`` if it depends on the calls
-        of the
-        program; then the effect says on which.
+        of the program; then the effect says on which.
     """
     id: str
     where: str
@@ -491,7 +488,7 @@ class Report(Facts):
                [Entry(one.status, f"{one.case} {one.dtype}", one.detail) for one in self.ran])
 
     def markdown(self) -> str:
-        """Return the report as Markdown, with tables that are folded in an issue."""
+        """Return the report as Markdown for an issue on GitHub, with tables in collapsed sections."""
         lines = [f"**flashlin {self.version}: {_cell(self.verdict)}**", "",
                  *(f"- {_cell(str(device))}" for device in self.devices)]
         for title, columns, rows in self._tables():

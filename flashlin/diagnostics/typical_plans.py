@@ -73,7 +73,7 @@ def summary(op: str, where: str, planned: Planned) -> OpPlan:
 
 
 def _once(texts: Iterable[str]) -> str:
-    """Join different texts, in the order of their first occurrence."""
+    """Join the texts without repetitions, in the order of their first occurrence."""
     return "; ".join(dict.fromkeys(texts))
 
 
@@ -87,7 +87,7 @@ def judged(plan: Plan) -> Status:
 
 
 def cost(plan: Plan) -> str:
-    """Return the cost on a GPU of not running the kernels on the tensors as they are; ``""`` if it does.
+    """Return the cost on a GPU of the plan's remedies, in words; ``""`` if kernels run on unchanged tensors.
 
     If several remedies have a cost, the last one is returned.
     """

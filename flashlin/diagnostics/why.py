@@ -220,7 +220,7 @@ class Reading:
         self._find_lines(both, any(error in folded for error in ERRORS))
 
     def _find_runs(self, words: list[str]) -> None:
-        """Store the longest run of words around each distinctive word of the text that a symptom contains."""
+        """Store for each distinctive word the longest run of words around it that a symptom contains."""
         telling, last = _telling(), len(words) - 1
         for at, word in enumerate(words):
             for symptom, place in telling.get(word, ()):

@@ -84,9 +84,9 @@ def poll() -> None:
 
 
 def settle() -> None:
-    """Raise ValueError if a shared answer reports an error; the last ``BEHIND`` answers are not read yet.
+    """Read all shared answers except the last ``BEHIND``, and raise ValueError if one reports an error.
 
-    The function waits for the answers that the GPU has not written yet. Every rank calls it once in each call
+    The function waits for answers that the GPU has not written yet. Every rank calls it once in each call
     that several ranks make together.
     """
     if len(_shared) > BEHIND and not capturing():
@@ -198,8 +198,8 @@ def _slots(device: torch.device) -> list[Slot]:
 def apart(make: Callable[[], Made]) -> Made:
     """Call ``make`` in a new thread and return its result; for tensors that must outlive the current call.
 
-    Inference mode, fake tensors, func transforms and the memory pool of torch.compile's graphs belong to the
-    caller's thread. There they would create tensors that are freed too early or cannot be written to.
+    In the caller's thread, inference mode, fake tensors, func transforms or the memory pool of a graph of
+    torch.compile may be active. A tensor made there could be freed too early, or could refuse writes.
     """
     with ThreadPoolExecutor(1, "flashlin-pending") as pool:
         return pool.submit(make).result()

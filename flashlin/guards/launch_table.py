@@ -83,7 +83,8 @@ def has_run(config: str, ops: Collection[str], dtype: str, target: Target) -> bo
     """Return True if a configuration is known to run correctly on a target.
 
     Without a result of this machine, the shipped table must say so for the same GPU and release (or minor
-    version). With one, the configuration must have run here, and also a trial of one of ``ops`` in ``dtype``.
+    version). With a result of this machine, the configuration must have run here. A trial of one of ``ops``
+    in ``dtype`` must also have run here.
     """
     here = local_results.local(target)
     if config not in here.kernels:

@@ -62,8 +62,8 @@ class Verdict(NamedTuple):
 class Table(NamedTuple):
     """Verdicts of trials on this machine.
 
-    kernels: verdicts by configuration (``Launch.config``), without ``not tried`` and ``torch path``.
-    trials: verdicts by trial, named ``op dtype head_dim``.
+    kernels: verdicts by configuration (``Launch.config``).
+    trials: verdicts by trial, named ``op dtype head_dim``. Only these may be ``not tried`` or ``torch path``.
     """
     kernels: dict[str, Verdict]
     trials: dict[str, Verdict]

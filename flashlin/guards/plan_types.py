@@ -51,7 +51,8 @@ class Problem(NamedTuple):
     max_warps: the largest number of warps of a launch.
     dot: ``native``, or ``fp32`` if kernels run on fp32 copies.
     batch_part: how many batch entries one launch computes at a time; 0 for the whole batch.
-    avoid: tile traits (``TILE_FACTS``) that recipes must avoid; with ``PARTS`` they split no sequence.
+    avoid: tile traits (``TILE_FACTS``) that recipes must avoid. If ``PARTS`` is among them, recipes split
+    no sequence into segments.
     given: the launch of a user's own kernel (``shield``). Then B and N are its batch, and T, H, K and V have
     no meaning.
     invariant: results must not depend on the number of sequences or on their lengths.

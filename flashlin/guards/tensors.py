@@ -185,9 +185,9 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
     """Return sequence boundaries [N + 1] that kernels can trust: they never fall and lie between 0 and T.
 
     Values are read if that does not wait for a GPU (``cu_seqlens_cpu`` or CPU tensors), or in debug mode.
-    They must start at 0, never fall and end at T; otherwise a ValueError is raised. Other values are clamped
-    and made to rise on the device, so that kernels never access memory outside the tensors. Tokens that they
-    do not cover are zeros in outputs and gradients.
+    They must start at 0, never fall and end at T; otherwise a ValueError is raised. Values that are not
+    read are clamped and made to rise on the device, so that kernels never access memory outside the tensors.
+    Tokens that they do not cover are zeros in outputs and gradients.
     rows: the shape of the packed tensor, which begins with [1, T].
     packed: the name of the packed tensor, for the error.
     """

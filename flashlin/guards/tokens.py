@@ -88,8 +88,8 @@ def out_of_range(tokens: Tensor, vocab_size: int, ignore_index: int | None = Non
 def first_bad(tokens: Tensor, bad: Tensor, out: Tensor | None = None) -> Tensor:
     """Return [2] int64: the first bad position in row-major order, and the token at that position.
 
-    If no token is bad, the result is position 0 and its token. The reader must check the token itself, which
-    saves a step on the device.
+    If no token is bad, the result is position 0 and its valid token. The reader tells the two cases apart by
+    the token, which saves a step on the device.
     tokens: at least one token.
     bad: a bool mask in the shape of tokens.
     out: [2] int64, receives the result if given.

@@ -45,10 +45,10 @@ def shield(kernel: Any, *, batch: Mapping[str, int | None] | None = None, batch_
         kernel: the result of ``@triton.jit``, ``@triton.autotune`` or ``@triton.heuristics``, or a function
             that launches such kernels. Launches in the function and in its backward are planned, and the
             function is called on slices of the batch if necessary. It must not write to its arguments.
-        batch: the number of the batch dimension by name of the tensor argument; None for a tensor without
-            one. The dimension may combine batch and heads, batch first. A dimension of size batch + 1 is
-            treated as sequence boundaries (cu_seqlens). A launch is not split if a tensor that is not named
-            here has such a dimension.
+        batch: maps the name of each tensor argument to the index of its batch dimension; None for a tensor
+            without one. The dimension may combine batch and heads, batch first. A dimension of size batch + 1
+            is treated as sequence boundaries (cu_seqlens). A launch is not split if a tensor that is not
+            named here has such a dimension.
         batch_axis: the grid axis (0, 1, 2) that counts the batch, or batch times heads, batch first. Not for
             functions.
         batch_size: the argument that contains the size of the batch, if there is one.

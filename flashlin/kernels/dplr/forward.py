@@ -195,7 +195,7 @@ def dplr_prepare(
     S programs share a packed sequence. The operands are, with decays relative to a chunk:
 
     q_in: q times its decay since the chunk's start, times scale; it reads the entering state.
-    a_in: a times the decay when it reads the entering state.
+    a_in: a times its decay from the chunk's start until it reads the entering state.
     b_out, k_out: b and k times their decay until the chunk's end.
     W: T a_in, where T is the inverse of I - L, and L are the scores of a with b.
     M: T N, where N are the scores of a with k.

@@ -162,7 +162,7 @@ def updated(
 
 @triton.jit
 def token_of(i, length, REVERSE: tl.constexpr):
-    """Return the position in its sequence of the token of step i."""
+    """Return the position of the token that step i processes: i, or length - 1 - i with REVERSE."""
     if REVERSE:
         return length - 1 - i
     else:

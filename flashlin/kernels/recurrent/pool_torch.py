@@ -56,9 +56,9 @@ def states_of(pool: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
 def put(pool: Tensor, slots: Tensor, states: Tensor, wanted: Tensor) -> None:
     """Store states[n] in pool[slots[n]] for all n where wanted[n] is True and the slot is in the pool.
 
-    The host reads no values. A state that must not be stored is replaced by a copy of the first one that must
-    be, with its slot, which changes nothing. If no state must be stored, the pool's first state is written to
-    itself.
+    The host reads no values. Instead, an unwanted pair of slot and state is replaced by a copy of the first
+    wanted pair. To write that pair again changes nothing. If no state must be stored, the pool's first state
+    is written to itself.
     """
     if not len(pool) or not len(slots):
         return

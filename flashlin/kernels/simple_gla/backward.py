@@ -366,8 +366,8 @@ def grads_of_chunk(
     """Compute and store dq and dk [BT, K] and dg [BT] of one chunk and head.
 
     states: the states that enter the chunks.
-    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (as dstates),
-        dk (as rest) and tails, see ``dstate_at``.
+    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (dstates),
+        dk (rest) and tails, see ``dstate_at``.
     """
     rows = tl.arange(0, BT)
     D, total = decays(G, G, first, t0, length, i_h, R, BT=BT, BLOCK=BLOCK, DECAY=2)
@@ -438,8 +438,8 @@ def simple_gla_grads(
     head loop over its chunks.
 
     states: the states that enter the chunks.
-    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (as dstates),
-        dk (as rest) and tails, see ``dstate_at``.
+    dstates: the gradients of the states that leave the chunks. With SIDE they are spread over dq (dstates),
+        dk (rest) and tails, see ``dstate_at``.
     """
     program = tl.program_id(0)
     i_h = program % H

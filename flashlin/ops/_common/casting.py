@@ -45,10 +45,9 @@ def common_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
 
 
 def as_planned(x: X, dot: str) -> X:
-    """Return the tensors of a tuple in the dtype of the plan's matrix products (``Problem.dot``).
+    """Return a tuple with 16-bit tensors converted to float32 if ``dot`` is ``fp32``, otherwise unchanged.
 
-    If that dtype is fp32, the kernels must neither load nor store 16-bit values, so 16-bit tensors become
-    float32.
+    With ``fp32`` (``Problem.dot``), kernels must neither load nor store 16-bit values.
     """
     if dot != "fp32":
         return x

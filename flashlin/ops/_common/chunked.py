@@ -111,8 +111,8 @@ class Chunked:
     one_graph: True if one traced graph of the torch path is valid for all lengths.
     decays: returns log decays [B, HV] or [B, HV, K] by which the tokens of a call scale each state; None if
         the tokens change a state in any other form.
-    scalars: NamedTuple class of the other arguments. A class with more fields than ``Scalars`` ends with the
-        same two fields, and the torch path gets the additional fields by name.
+    scalars: NamedTuple class of the other arguments. A class with more fields ends with the two fields of
+        ``Scalars``, and the torch path gets the additional fields by name.
     over_ranks: runs a call whose sequences several ranks share (``run_over_ranks``).
     options: names and indices of the optional tensors that planning distinguishes.
     operator: the kernels of the family as a differentiable operator.
@@ -250,7 +250,8 @@ def run_chunked(
     tensors: the family's tensors, in its order.
     out_dtype: dtype of o if the caller continues to compute with o; default v's dtype.
     grouped: v may have several heads for each head of q.
-    called: public names of arguments. A tensor listed here is required, even if it is optional in the family.
+    called: the op's own names of the family's tensors, for errors. A tensor listed here is required, even if
+        it is optional in the family.
     run: a function that runs the checked call instead of the family's operator.
     own: the fields of the family's scalars that ``Scalars`` does not have.
     """
@@ -323,7 +324,8 @@ def check_beside(family: Chunked, tensors: Sequence[Tensor | None], called: Mapp
                  sizes: Mapping[str, int]) -> None:
     """Check the tensors of a chunked call other than q, k and v.
 
-    called: public names of the arguments. sizes: the size for each letter of a shape.
+    called: the op's own names of the family's tensors, for errors. sizes: the size for each letter of a
+    shape.
     """
     q = tensors[0]
     assert q is not None

@@ -90,7 +90,7 @@ class Queue:
         self.order: _Order | None = None
 
     def hold(self, *start: Any) -> None:
-        """Take a launch instead of ``launch.begin``: start it now, or compile its kernel and defer it."""
+        """Receive a launch in place of ``launch.begin``: start it now, or compile its kernel and defer it."""
         key = self.lacking(*start)
         if key is not None and any(key == other for other, _ in self.starts):
             self.begin()

@@ -186,7 +186,10 @@ def _kind_of(arguments: Iterable[Any]) -> str | None:
 # --- backward ---
 
 def _hook_outputs(outputs: Any, first: int) -> None:
-    """Prepare the backward of an op that made all autograd nodes numbered ``first`` or higher."""
+    """Hook the autograd nodes of an op's outputs, so that the op's backward runs without autocast.
+
+    first: number of the op's first node. The op made this node and all later ones.
+    """
     before = None
     for y in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         node = y.grad_fn if isinstance(y, Tensor) else None
@@ -211,9 +214,9 @@ class _Hooks:
     first: the number of the op's first node.
     last: True if the node makes an output and its next nodes have no hooks yet.
 
-    Why ``behind`` is stored: it keeps the destruction of a long graph from overflowing the stack. Newer torch
-    (2.13 and 2.15, but not 2.9) frees a node that Python has seen inside the destructor of the previous node.
-    Python bounds that depth for its own objects.
+    Why ``behind`` is stored: it keeps the destruction of a long graph from overflowing the stack. If Python
+    has seen a node, newer torch (2.13 and 2.15, but not 2.9) frees it within the destructor of the node
+    before it. So a long graph recurses deeply. Python bounds that depth for its own objects.
     """
 
     def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int, last: bool = False) -> None:

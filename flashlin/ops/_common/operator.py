@@ -55,8 +55,8 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     forward: ``forward(plan, x, how)`` returns the outputs, by kernels. A forward that replays runs
         (replay.py) may receive the record of the call as a fourth argument.
     kept: ``kept(x, y, how)`` returns the tensors that backward reads, in the order of x and of y, with None
-        for the others. A tensor may be replaced by another one of the same shape. ``problem`` may receive
-        such an x.
+        for the others. A tensor may be replaced by another one of the same shape. ``Planned.problem``
+        may receive such an x.
     backward: ``backward(plan, x, y, grads, how, wanted)`` returns, by kernels, at least the wanted gradients
         by name, None for zeros. x and y are the kept tensors, y after ``own``. grads: gradients of y, None
         for zeros.

@@ -59,8 +59,8 @@ class Planned(Generic[X, S]):
 
     family: name of the family that plans a traced call.
     problem: ``problem(x, how)`` returns the Problem.
-    on_torch: ``on_torch(x, how)`` returns the kernels' results by plain torch; None if ``__call__`` does
-        both.
+    on_torch: ``on_torch(x, how)`` returns the kernels' results by plain torch; None if ``__call__``
+        itself runs kernels or plain torch, as the plan says.
     cast: ``cast(x, how, dot)`` returns x and how in the form that the kernels need; None if no cast is
         needed.
     while_tracing: ``while_tracing(x, how)`` returns the TracedCall; None if torch.compile sees plain torch.
@@ -85,8 +85,8 @@ class Planned(Generic[X, S]):
     def run_planned(self, x: X, how: S, key: Any = None, given: Sequence[Tensor | None] = ()) -> Any:
         """Plan, cast and run a checked call. Raises UnsupportedError if it cannot run on this machine.
 
-        key: the call's key (``replay.key_of``) if ``run_again`` may repeat the call. In that case x must
-            differ from the given tensors only by casts.
+        key: the call's key (``replay.key_of``) if ``run_again`` may repeat the call. In that case x may
+            differ from the user's tensors only by casts.
         """
         plan = None
         if torch.compiler.is_compiling():  # library operators plan later, when they run
@@ -123,7 +123,8 @@ class Planned(Generic[X, S]):
 def planned(problem: Problem, device: torch.device) -> Plan:
     """Return the plan for this call on this device under the current settings.
 
-    Raises UnsupportedError for a refused plan. Warns once per op and reason if results or speed differ.
+    Raises UnsupportedError for a refused plan. Warns once per op and reason if a remedy
+    changes results or speed.
     """
     if deferred_checks.owed:
         deferred_checks.poll()

@@ -66,15 +66,15 @@ class Shard(NamedTuple):
     after: number of later ranks that have tokens of this rank's last sequence.
     begin: index of the local token at which the last sequence begins, 0 if it began on an earlier rank.
     bounds, bounds_cpu: edges of the rank's own sequences, None if each row of the batch is one sequence.
-    first: number of the rank's first sequence within the call.
+    first: index of the rank's first sequence within the call.
     total: number of sequences of the call, 0 if unknown.
     whole: the edges of the whole call, None if only the rank's own edges are known.
     zigzag: how to exchange the caller's tokens; empty if each rank already has contiguous tokens.
 
     In the zigzag layout the row is cut into 2 * size pieces. The caller's tokens on rank r are the pieces r
     and 2 * size - 1 - r, one after the other. All other fields describe the contiguous pieces 2 r and 2 r +
-    1. ``zigzag`` contains four lists: the order to send the caller's two pieces, the number of pieces to send
-    to each rank, the number of pieces from each rank, and the order of the received pieces.
+    1. ``zigzag`` contains four lists: the order in which the caller's two pieces are sent, the number of
+    pieces to each rank, the number of pieces from each rank, and the order that sorts the received pieces.
     """
     op: str
     group: Any

@@ -53,11 +53,11 @@ class Stage(NamedTuple):
     """The buffers and steps of one stage of a replay recipe.
 
     gone: places of tensors to free before this stage.
-    made: tensors like the buffers to make. Each has one element of memory, because torch makes a tensor like
-        another one in half the time. First come the tensors that torch operations use, then one buffer for
-        all scratch that is freed together.
-    inside: addresses within buffers that kernels also get, as (index of an address in the list of all
-        arguments, bytes from there).
+    made: templates for ``torch.empty_like``, one for each buffer to make; this takes half the time of
+        ``torch.empty``. A template itself has one element of memory. First come the tensors that torch
+        operations use, then one buffer for all scratch that is freed together.
+    inside: addresses within a buffer that kernels get as well, each as (index of the argument with the start
+        of the buffer, offset in bytes).
     steps: the launches and torch operations of the stage, in order.
     """
     gone: tuple[int, ...]
@@ -117,7 +117,7 @@ def _storage_of(x: Tensor) -> int:
 
 
 def _look(x: Tensor) -> Any:
-    """Return a key that is equal for two tensor objects with the same elements.
+    """Return a key that is equal for two tensor objects that view the same memory in the same layout.
 
     torch may return another tensor object than the one it made.
     """

@@ -50,7 +50,8 @@ _recipes: dict[Any, Recipe | bool | None] = {}
 class Call:
     """The record of all calls with one key.
 
-    No two records are equal, so a record can replace its key within the key of a run.
+    Records are compared by identity. So the key of a run contains the record instead of the long key of the
+    call.
     problem: the Problem of the calls. how: their scalars.
     copied: (place, dtype) of each tensor that kernels get as a contiguous copy in that dtype.
     """
@@ -94,8 +95,8 @@ def remember(key: Any, plan: Plan | None, given: Sequence[Tensor | None], cast: 
     """Store and return the record of a call that is about to run its kernels.
 
     cast: the given tensors; some were cast or made contiguous, and none changed otherwise.
-    Return None for a plan whose remedy changes the dtype in which kernels compute, because another plan may
-    lack it.
+    Return None for a plan whose remedy changes the dtype in which kernels compute, because a later
+    plan may lack that remedy and need other casts.
     """
     if key is None or plan is None or plan.problem.dot != "native":
         return None
