@@ -97,7 +97,10 @@ def causal_conv1d_fn(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
 
 @_of(conv.causal_conv1d_update)
 def causal_conv1d_update(own: Own) -> Any:
-    """Call flashlin's causal_conv1d_update, with any activation of transformers."""
+    """Call flashlin's causal_conv1d_update with the arguments of a call that transformers made.
+
+    An activation that flashlin's function lacks is applied to the result.
+    """
     return _activated(conv.causal_conv1d_update, own)
 
 
@@ -164,9 +167,10 @@ def selective_scan_fn(own: Own) -> Any:
 
 @_of(mamba_inner.mamba_inner_fn)
 def mamba_inner_fn(own: Own) -> Any:
-    """Call flashlin's mamba_inner_fn, and warn if it mixes documents.
+    """Call flashlin's mamba_inner_fn with the arguments of a call that transformers made.
 
-    Falcon Mamba, whose arguments have dt_rms_weight, has norms in another order (``_of_falcon``).
+    Warns if documents are packed into a row, because this function mixes them. A call with dt_rms_weight
+    comes from Falcon Mamba, which applies its norms in another order; ``_of_falcon`` computes it.
     """
     told("mamba_inner_fn", False)
     of_falcon = own.get("dt_rms_weight") is not None and own.get("B") is None and own.get("C") is None

@@ -115,7 +115,10 @@ class Bindings:
         self.replaced.append(Replaced(where or _where(owner), str(name), by))
 
     def sweep(self, modules: Iterable[ModuleType] | None = None) -> None:
-        """Replace the originals in these modules; None means in all modules and all layers."""
+        """Replace the originals wherever these modules refer to them.
+
+        None means in all loaded modules and in all layer objects.
+        """
         if self._swaps:
             for where, owner, name, value in places(modules):
                 original, stand_in, by = self._swaps.get(id(value), (None, None, ""))

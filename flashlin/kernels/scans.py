@@ -81,9 +81,9 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """Return an upper estimate, in bytes, of the shared memory of a scan.
 
     It counts the tiles once per stage, and the state and the scores as operands of dots. With chunks of 16
-    tokens it counts the narrower tile again if this has more than 16 columns, because Triton 3.8 changes its
-    layout. On AMD the last stage loads into registers, and its tile may use the memory of the state. The
-    exception is fp32 on RDNA, which has no matrix instructions for it.
+    tokens, a narrower tile of more than 16 columns counts twice, because Triton 3.8 changes its layout
+    through shared memory. On AMD the last stage is not counted, because it loads into registers. fp32 on
+    RDNA, which has no fp32 matrix instructions, counts it as well.
     """
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV
@@ -165,8 +165,8 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
         return Launch("carry_decayed", (strips * -(-problem.K // tall),), min(4, problem.max_warps), 1,
                       (("BK", tall), ("BV", width)), 1024, span, frozenset(), part)
 
-    # Shared memory has two copies of the strip of states since Triton 3.8. With 3.3, B200 also has two copies
-    # of the matrix.
+    # An upper estimate for all releases. Since Triton 3.8, shared memory has two copies of the strip of
+    # states (width). With Triton 3.3, B200 has two copies of the transfer matrix (tall) as well.
     each = 4 * (2 if target.capability[0] == 10 else tf32_copies(4, target)) * (tall + 2 * width)
     # a slice of more than 64 columns would spill 1 KB
     deep = next((deep for deep in (64, 32) if deep <= tall and each * deep <= target.shared), 16)

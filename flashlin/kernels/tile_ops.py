@@ -100,7 +100,8 @@ def scaled_decay(D_row, D_column, causal, scale):
     """Return scale * 2^(D_i - D_j) for the causal elements of a tile, and zero for the others.
 
     The mask is applied before exp2, because the difference of a masked element is positive and overflows.
-    scale >= 0 is added to the exponent, which costs one addition per row instead of one product per element.
+    log2(scale) is added to D_i (scale >= 0). This costs one addition per row instead of one product per
+    element.
     """
     return tl.exp2(tl.where(causal, (D_row + tl.log2(scale))[:, None] - D_column[None, :], float("-inf")))
 

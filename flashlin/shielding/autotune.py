@@ -199,10 +199,10 @@ def hook(who: str, wanted: Callable[[], bool]) -> None:
 
 
 def unhook(who: str) -> None:
-    """Remove the request of ``hook`` with this name, and restore ``Autotuner.run`` after the last one.
+    """Undo ``hook(who)``. After the last undo, restore ``Autotuner.run``.
 
-    If another package has replaced ``Autotuner.run`` since then, its replacement stays. If it calls our
-    replacement, the call is only passed on to the original.
+    If another package has replaced ``Autotuner.run`` since then, its replacement stays. If that replacement
+    still calls our function, our function only calls the original.
     """
     from triton.runtime.autotuner import Autotuner
     with _hooking:

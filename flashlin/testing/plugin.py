@@ -286,8 +286,8 @@ def _child(order: Order, environment: dict[str, str]) -> list[Outcome]:
         answers.touch()
         settings = {"TRITON_INTERPRET": str(int(interpret)), "CUDA_VISIBLE_DEVICES": "",
                     "HIP_VISIBLE_DEVICES": ""}
-        # pytest adds the folders of the tests to this process's search path. The child gets it after the
-        # release.
+        # The child's search path has the folder of the Triton release first. This process's search path
+        # follows, to which pytest has added the folders of the tests.
         command = python("flashlin.testing.plugin_child", json.dumps(order._asdict()), str(answers),
                          first=environment["PYTHONPATH"])
         ended = run_to_end(command, {**environment, **settings})

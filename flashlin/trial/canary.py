@@ -31,9 +31,9 @@ _done: set[tuple[Any, ...]] = set()
 def tried(the_plan: Plan, device: torch.device, stacklevel: int) -> Plan:
     """Return a plan whose kernels may run: try new kernels first, and plan again if a trial fails.
 
-    A kernel is new if it has run neither on this machine nor on the same kind of GPU in a shipped record.
-    Each op, dtype and head size is tried once per machine, for each family of its kernels. Ranks that start
-    together wait for the trial of the first rank.
+    A kernel is new if it has not run on this machine, and no shipped record shows that it ran on this kind of
+    GPU. There is one trial per machine for each combination of op, dtype, head size and family. Ranks that
+    start together wait for the trial of the first rank.
 
     If a trial could not run, for example because memory or disk is full, a warning says why. The op then
     runs as planned, and the trial is repeated after a day. A user's own kernel (``shield``) is not tried,

@@ -361,7 +361,7 @@ def launch_forward(plan: Plan, x: Inputs, how: Scalars) -> tuple[
     """Run the forward launches of a plan; return (o, ht, A, A_low, lines).
 
     o: outputs [B, T, HV, V]. ht: final states or None. The others are kept for backward:
-    A: [B, T, HV, 64], the inverse of each chunk, stored in rows as long as a chunk.
+    A: [B, T, HV, 64], the inverse of each chunk. With chunks of BT < 64 tokens, a row has BT elements.
     A_low: the rounding error of A if it has 16 bits and gradients are needed, else None.
     lines: [2, HV, B * T], float32: beta, and the cumulative sums of g.
     """

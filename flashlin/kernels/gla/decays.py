@@ -238,10 +238,10 @@ def decays_from(
     1. [BT, BK]: the factor of rows that read the state, such as q.
     2. [BT, BK]: the factor of rows that are written to the state, such as k.
     3. [BT, BK]: how much of the entering state is left when each row reads it.
-    4. [BK]: the factor that takes a written row, with its own factor, to the end of the chunk.
+    4. [BK]: multiplied by factor 2, the decay from a written row to the end of the chunk.
     5. [BK]: how much of the entering state is left at the end of the chunk.
 
-    With EARLIER, rows read before their own decay, and the first row reads no other row.
+    With EARLIER, a row reads the state before its own decay, so the first row reads only the entering state.
     """
     middle = (begin + total) * 0.5
     written = tl.exp2(middle[None, :] - b_G)

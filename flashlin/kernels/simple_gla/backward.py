@@ -248,7 +248,7 @@ def simple_gla_dv(
     dv,  # [rows, H, V]
     dh0,  # [N, H, K, V] or, with V_FIRST, [N, H, V, K]
     dstates,  # receives the gradients of states, see dstate_at; or None
-    rest, tails,  # with SIDE, memory for other gradients of states, see dstate_at
+    rest, tails,  # with SIDE, memory for gradients of states in addition to dstates, see dstate_at
     bounds,  # [N + 1] or None
     scale,
     T, N, H, R, L,

@@ -225,7 +225,10 @@ class _Hooks:
         node.register_hook(self.after)
 
     def before(self, gradients: Sequence[Tensor | None]) -> None:
-        """Turn autocast off before the node runs, and hook the next nodes if the node makes an output."""
+        """Before the node runs in backward, turn autocast off.
+
+        The node of an output also hooks the nodes of the op that run after it.
+        """
         if _tracing() or not (any_autocast() or torch.is_grad_enabled()):
             return
         if any_autocast():

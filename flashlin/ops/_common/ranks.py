@@ -125,9 +125,10 @@ class Shard(NamedTuple):
 
     @untraced
     def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
-        """Return the tokens before each of the rank's own sequences as convolution states [n, D, size].
+        """Return the ``size`` tokens before each sequence on this rank as convolution states [n, D, size].
 
-        The newest token is the last one.
+        Tokens before the first sequence come from the previous rank, if it began on an earlier rank. All
+        others come from ``states``. The newest token is the last one.
         x: the rank's tokens [B, T, D].
         states: the initial states [N, D, size] of the whole call, None for zeros.
         """

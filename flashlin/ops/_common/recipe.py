@@ -119,7 +119,7 @@ def _storage_of(x: Tensor) -> int:
 def _look(x: Tensor) -> Any:
     """Return a key that is equal for two tensor objects that view the same memory in the same layout.
 
-    torch may return another tensor object than the one it made.
+    Identity of the objects is not enough, because torch may wrap a tensor in another object between two uses.
     """
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 

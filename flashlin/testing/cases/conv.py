@@ -50,7 +50,10 @@ def call_update(x: Tensor, cache: Tensor, **given: Any) -> tuple[Tensor, ...]:
 
 def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None = None,
                      residual: Tensor | None = None, activation: str | None = None) -> tuple[Tensor, ...]:
-    """Compute causal_conv1d_update in float64. Returns (y, y, cache, cache), as ``call_update`` does."""
+    """Compute causal_conv1d_update in float64.
+
+    Returns (y, y, cache, cache), because ``call_update`` runs the op twice, without and with gradients.
+    """
     y, after = convolve(x[:, None], weight, bias, None if residual is None else residual[:, None], cache,
                         activation)
     return y[:, 0], y[:, 0].detach(), after.detach(), after.detach()

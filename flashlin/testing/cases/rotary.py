@@ -34,7 +34,7 @@ _make = Maker({"cos": Input("TR R", _cosines, "tables"),
 
 
 def call(x: Tensor, **given: Any) -> Tensor:
-    """Call rotary_embedding on an x that it may overwrite."""
+    """Call rotary_embedding; with ``inplace``, on a copy of x, because the op may then overwrite it."""
     # An in-place op may not write to a leaf.
     return flashlin.rotary_embedding(x * 1 if given.get("inplace") else x, **given)
 
