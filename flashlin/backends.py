@@ -68,7 +68,12 @@ def unregister() -> None:
 
 
 def backend_of(base: type, originals: dict[str, Any]) -> type:
-    """Return a subclass of fla's backend class that has these functions, each with its verifier."""
+    """Return a subclass of fla's backend class with flashlin's version of each function.
+
+    For each function it also has a verifier, with which fla asks whether the backend accepts a call.
+
+    originals: fla's functions by name.
+    """
     members: dict[str, Any] = {"backend_type": "flashlin", "priority": -1,
                                "is_available": classmethod(lambda cls: _registered)}
     for name, original in originals.items():

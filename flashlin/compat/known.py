@@ -200,7 +200,10 @@ class Flaw(Known):
 
     @property
     def otherwise(self) -> str:
-        """Return the fix without flashlin; all of ``need`` if no patch removes the defect."""
+        """Return the fix for users without flashlin: the part of ``need`` that does not use a patch.
+
+        This is all of ``need`` if no patch removes the defect.
+        """
         return super().otherwise if self.mended_by else self.need
 
     def here(self, stack: Stack) -> bool:

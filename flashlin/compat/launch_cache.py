@@ -225,7 +225,8 @@ def _unchecked() -> dict[str, bool]:
     """Return the launch options that turn off Triton's overflow checks under TRITON_DEBUG=1.
 
     The kernels of kernels/rotation let sums of angles wrap around on purpose. Under TRITON_DEBUG=1 Triton
-    treats integer overflow as an error. Triton has the option since 3.2, where tl.add was also added.
+    treats integer overflow as an error. The option exists since Triton 3.2. Older releases do not have it,
+    so the result is empty there.
     """
     triton = triton_module()
     debug = triton.knobs.runtime.debug if hasattr(triton, "knobs") else os.environ.get("TRITON_DEBUG") == "1"

@@ -81,7 +81,7 @@ class Device(Facts):
 class Check(Facts):
     """A line of the report about this machine.
 
-    fix: a command that repairs this alone, or ``""``. The report's advice has the commands that matter.
+    fix: a command that repairs only this line, or ``""``. The report's advice repairs all lines together.
     """
     name: str
     status: Status
@@ -169,11 +169,11 @@ class Package(Facts):
 
 
 class Binding(Facts):
-    """Kernels that are called through a loaded file of another package.
+    """The functions that a loaded modeling file, or another package, has imported as its kernels.
 
-    where: that file, or the package.
-    kernels: the names of the kernels.
-    implementation: the package of the functions; ``torch`` means the model's own functions.
+    where: the file or the package.
+    kernels: the names of the functions.
+    implementation: the package that they come from; ``torch`` means the model's own functions.
     why: the reason for a binding to ``torch``.
     """
     where: str

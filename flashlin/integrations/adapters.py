@@ -105,7 +105,7 @@ def causal_conv1d_update(own: Own) -> Any:
 
 
 def _activated(ours: Callable[..., Any], own: Own) -> Any:
-    """Call a convolution, and apply an activation that it does not have itself to its result."""
+    """Call the convolution ``ours``, and apply an activation that it does not support to its result."""
     activation = own.get("activation")
     if activation in IN_KERNELS:
         return ours(**own)

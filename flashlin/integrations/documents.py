@@ -152,7 +152,7 @@ def _tokens(given: dict[str, Any]) -> Tokens:
 
 
 def _padding(given: dict[str, Any]) -> Tensor | None:
-    """Return the mask [B, T or more] of a call."""
+    """Return the padding mask of a call, or None. It is [B, T], or longer if it also covers cached tokens."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 

@@ -42,9 +42,11 @@ class InOrder(TorchFunctionMode):
 def sorting_in_order(transform: Any) -> Any:
     """Return Mom's function that sorts tokens by memory, with a stable sort.
 
-    Tokens of one memory must keep their order. torch guarantees that only for a stable sort. Otherwise the
-    order is undefined on a GPU up to 32 keys, and on a CPU with AVX above that number. Then a token sees
-    later tokens.
+    Tokens of one memory must keep their order. Otherwise a token sees later tokens. torch guarantees the
+    order only for a stable sort. Its unstable sort changes the order on a GPU for up to 32 keys, and on a CPU
+    with AVX for more keys.
+
+    transform: Mom's function.
     """
     def call(*args: Any, **given: Any) -> Any:
         with InOrder():

@@ -173,7 +173,7 @@ def _why(kernel: str, looked: bool) -> str:
 
 
 def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:
-    """Return the calls of a layer, as torch functions if its Mamba layer uses the slow path.
+    """Return the calls of a layer. If a Mamba layer uses its slow path, each call is a torch function.
 
     Mamba layers of transformers up to 5.14 have two paths. They use the fast path only if all its functions
     were found and the weights are on CUDA.

@@ -115,7 +115,7 @@ def file_of(program: str) -> str:
         folders = (sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))
         file = shutil.which(program, path=os.pathsep.join(folders))
     if file is None and os.path.exists(program):
-        return program  # Python raises the error
+        return program  # such as a folder without __main__: Python itself reports the error
     if file is None:
         raise ValueError(f"program: got {program!r}, which does not exist")
     if not _is_python(file):

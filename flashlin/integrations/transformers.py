@@ -104,7 +104,7 @@ def decorated(module: ModuleType) -> Iterator[Decorated]:
 
 
 def dispatching(value: Any) -> Any:
-    """Return the decorated function that ``value`` calls, or ``value`` itself if there is none.
+    """Return the function inside ``value`` that transformers' kernel decorator wraps, or ``value`` itself.
 
     It may be inside a module of ``kernels``, or inside wrappers of unsloth.
     """

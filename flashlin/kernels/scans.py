@@ -289,8 +289,8 @@ def spilled(launch: Launch, target: Target) -> int:
 def slow_here(target: Target) -> dict[str, launch_table.Slow]:
     """Return the configurations that are known to be slow on a target.
 
-    Hopper was timed. There, only configurations are slow for which ptxas could not allocate registers and
-    fell back to a small number of them.
+    Only Hopper was timed. There, a configuration counts as slow only if ptxas could not allocate its
+    registers and fell back to a small number. On other GPUs every slow entry of the launch table counts.
     """
     return launch_table.slow_on(target.sm, target.triton, (9, 0) <= target.capability < (10, 0))
 

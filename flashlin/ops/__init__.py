@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from flashlin.compat.lazy_imports import attach, stand_in
 from flashlin.kernels.families import PUBLIC
 
-# Module paths of fla 0.4 to 0.6 that export a function of flashlin, but are not modules of flashlin.
+# Module paths of fla 0.4 to 0.6 with a function that flashlin also has, but at another path.
 OF_FLA = (
     *(f"{module}.{mode}" for mode in ("chunk", "fused_recurrent") for module in (
         "comba", "delta_rule", "gated_delta_rule", "gdn2", "generalized_delta_rule.dplr",

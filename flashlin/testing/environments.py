@@ -184,7 +184,10 @@ def _pip(command: list[str], into: Path, environment: Mapping[str, str], what: s
 
 
 def _written(*folders: Path) -> int:
-    """Return the number of bytes in these folders while another process writes to them."""
+    """Return the number of bytes that are in these folders now.
+
+    Another process may write to them, so files that disappear meanwhile are skipped.
+    """
     size = 0
     for folder in folders:
         # A folder that is removed in the meantime is skipped.

@@ -49,8 +49,8 @@ def _with_states(x: Tensor, state: Tensor, bounds: Tensor) -> tuple[Tensor, Tens
     """Insert each sequence's state [N, W, D] in front of its rows of the packed x [T, D].
 
     Returns:
-        The rows and states, [1, T + (N + 1) W, D].
-        The index of each row of x among them, [T].
+        The rows and states in one tensor, [1, T + (N + 1) W, D]. Its last W rows are padding.
+        The index of each row of x in this tensor, [T].
         True for each row of x that belongs to a sequence, [T, 1].
         The indices of the last W rows of each sequence, [N, W].
     """

@@ -327,7 +327,11 @@ class _Library(Generic[X, S, Y]):
         return [self._like(x, how, name) for name in wanted]
 
     def _parted(self, arguments: tuple[Any, ...]) -> tuple[X, Y, Y, S, list[str]]:
-        """Return (x, y, grads, how, wanted) from the arguments of the backward operator."""
+        """Split the arguments of the backward library operator into (x, y, grads, how, wanted).
+
+        x, y: the kept inputs and outputs. grads: the gradients of y. how: the scalars. wanted: the names of
+        the inputs that need a gradient.
+        """
         given = iter(arguments[:-1])
         x = self.of.tensors(*islice(given, self.of.count))
         y = self.of.outputs(*islice(given, len(self.of.output_names)))

@@ -60,7 +60,7 @@ def update_reference(x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def of_shifted(function: Callable[..., Any], x: Tensor, cache: Tensor | None = None, **given: Any) -> Any:
-    """Call a function on x, or on its first columns, as many as the cache has channels."""
+    """Call a function on x or, with a cache of C channels, on the first C columns of x."""
     return function(x if cache is None else x[..., :cache.shape[-1]], cache=cache, **given)
 
 
@@ -95,5 +95,5 @@ CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("
           _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, C=16),
           _shift("fp32-cache", others="float32"), _shift("sliced", of=2, C=20), _shift("D=1", C=1),
           _shift("D=300", C=300)]
-# More blocks of rows than a large GPU has programs that share the gradients of weight and bias.
+# So many blocks of rows that, even on a large GPU, a program sums the weight gradients of several blocks.
 CASES += [_conv("many-blocks", SILU, B=1, T=1200, C=4096, given=("bias",))]

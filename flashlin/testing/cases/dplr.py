@@ -1,7 +1,7 @@
 """Cases of the delta rules with a decay for each key channel, including Gated DeltaNet 2.
 
-Strong and weak decays are next to each other, keys are similar, and vectors are as in the layers. Other cases
-have states, packed sequences and odd sizes.
+Some cases have strong next to weak decays, similar keys, and vectors a and b as fla's layers compute them.
+Other cases have states, packed sequences and odd sizes.
 """
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# One key that every token overwrites or, with a rate of 2 and no decay, reflects. Terms of the gradients then
-# cancel, and rounding to 16 bits is never forgotten. float32 must still meet 1e-4, as in all cases.
+# Tolerances of cases in which all tokens have the same key. Each token overwrites its value (FORGETFUL) or,
+# with a rate of 2 and no decay, negates it (REFLECTED). Terms of the gradients then cancel, and 16-bit rounding
+# errors stay in the state. float32 must still meet 1e-4, as in all cases.
 FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 
