@@ -99,7 +99,7 @@ def _of_process() -> Policy:
 
 
 def _settle(own: _Own) -> None:
-    """Apply the thread's last ``settings`` call to the whole process, since no block entered it."""
+    """Apply the thread's last ``settings`` call to the whole process, because no ``with`` block used it."""
     global _current
     changes, own.called = own.called, None
     with _changing:

@@ -155,7 +155,7 @@ def earlier_speed() -> str:
         lines.append(f"| `{op}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
                      f"{row['ratio_forward']:.2f} | {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
                      f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = ("bfloat16, both in one process: Mamba's scans beside mamba_ssm, all others beside fla; first "
+    shape = ("bfloat16. Both packages ran in one process: mamba_ssm for Mamba's scans, fla for the others. First "
              "call: chunk_simple_gla from empty caches.")
     return "\n".join([*lines, "",
                       f"{shape} *: fla refuses this backward here; its refusal was switched off for the "

@@ -86,7 +86,7 @@ def failures() -> tuple[Known, ...]:
 
 
 def rows(known: Known) -> dict[str, str]:
-    """Return the facts about a failure, by their names in the answer."""
+    """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
     said = {"where": known.where, "in the traceback": known.seen_in.strip(), "flashlin": _handled(known),
             "otherwise": known.otherwise, "known": known.known, "more": known.link}
     return {name: text for name, text in said.items() if text}

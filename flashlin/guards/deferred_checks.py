@@ -84,7 +84,9 @@ def poll() -> None:
 
 
 def settle() -> None:
-    """Read all shared answers except the last ``BEHIND``, and raise ValueError if one reports an error.
+    """Raise ValueError if a deferred check that all ranks share has found an error.
+
+    The answers of the last ``BEHIND`` checks are not read yet.
 
     The function waits for answers that the GPU has not written yet. Every rank calls it once in each call
     that several ranks make together.

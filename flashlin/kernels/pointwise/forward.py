@@ -287,9 +287,9 @@ def pointwise_skip(
 
 @triton.jit
 def above(x, d, first, cols, there, D: tl.constexpr, BT: tl.constexpr):
-    """Load the rows first - 1 .. first - 1 + BT of x [rows, D]: [BT, BD] in fp32.
+    """Load the BT rows of x [rows, D] that begin at row first - 1: the row above each row of a tile.
 
-    Rows for which d [BT] is zero are not loaded, and are zeros in the result.
+    The result is [BT, BD] in fp32. Rows for which d [BT] is zero are not loaded, and are zeros in it.
     """
     row = tl.arange(0, BT)
     known = ((first + row > 0) & (d != 0))[:, None] & there[None, :]
