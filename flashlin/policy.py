@@ -173,7 +173,7 @@ class settings:
     _own: _Own | None = None  # state of the thread that called, later of the thread that entered
 
     def __init__(self, **changes: Any) -> None:
-        current()  # applies an earlier call that was not entered
+        current()  # applies an earlier call that no ``with`` block entered
         self.changes, self._own = _checked(changes), _thread.own
         self._own.called = self.changes
 

@@ -150,7 +150,7 @@ def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> 
 
 @_of(state_update.selective_state_update)
 def selective_state_update(own: Own) -> Any:
-    """Call flashlin's selective_state_update, without the other keywords of the model."""
+    """Call flashlin's selective_state_update, and drop keywords that it does not have."""
     return state_update.selective_state_update(**own)
 
 

@@ -128,9 +128,10 @@ def _marked(model: str, given: dict[str, Any], tokens: Tokens,
 
 
 def _with_marks(given: dict[str, Any], call: Call, takes_more: bool) -> dict[str, Any]:
-    """Return the keywords for the model itself, with the marks if it accepts them.
+    """Return the keywords to pass to the wrapped model, with the document marks if it accepts them.
 
-    Document numbers of a mask become ones, because layers multiply their inputs by the mask.
+    A mask of document numbers is replaced by a mask of ones and zeros, because layers multiply their inputs
+    by the mask.
     """
     if takes_more:
         given = {**given, **call.marks}

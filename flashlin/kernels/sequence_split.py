@@ -215,8 +215,8 @@ def added(h, left, right, PRECISION: tl.constexpr):
     """Return h + left @ right, with the matrix product in a separate accumulator.
 
     Tensor cores round towards zero when they add to an accumulator. These errors add up if all values are a
-    little below 1, as in the transfer matrix of weak keys. The sum is an fma, because a compiler would merge
-    a product and a plain sum into one operation.
+    little below 1, as in the transfer matrix of weak keys. The sum is written as an fma, because a
+    compiler would turn a plain ``h + dot`` into a product that accumulates onto h.
     """
     return tl.fma(tl.dot(left, right, input_precision=PRECISION), tl.full(h.shape, 1.0, tl.float32), h)
 

@@ -80,7 +80,7 @@ def triton_home(version: str, cache: Path | None = None) -> Path:
 
 
 def _site(version: str) -> Path | None:
-    """Return the folder in which this Python already has that release, or None."""
+    """Return the folder of this Python in which Triton ``version`` is installed, or None."""
     try:
         found = importlib.metadata.distribution("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -125,7 +125,7 @@ def _carries_state(loop: ast.For | ast.While) -> bool:
 
 
 def _sums(loop: ast.AST) -> Iterator[set[str]]:
-    """Yield, for each product of matrices that a loop adds to another value, the names in this value."""
+    """Yield, for each matrix product that a loop adds to an accumulator, the names in the accumulator."""
     for node in ast.walk(loop):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
             for side, other in ((node.left, node.right), (node.right, node.left)):

@@ -160,7 +160,8 @@ class Chunked:
         """Return True if the torch path runs inside the library operator while torch.compile traces.
 
         A traced loop over chunks would be unrolled, and bounds cannot be read during tracing. Under autocast
-        it also runs inside, because otherwise AOTAutograd would trace the products of backward.
+        it also runs inside, because otherwise AOTAutograd would trace the matrix products of backward under
+        autocast.
         """
         return not self.one_graph or x.bounds is not None or exporting() or outside.autocast
 

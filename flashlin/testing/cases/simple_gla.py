@@ -123,7 +123,7 @@ for _mode in ("chunk_", "fused_recurrent_"):
     for _kind in ("simple_gla", "retention", "linear_attn", "lightning_attn"):
         CASES += _family(_op(_mode, _kind))
     CASES.append(_normalized(_mode))
-# The other ops use the same kernels, so their cases test only the plumbing, and the scores.
+# The other ops use the same kernels, so their cases test only how arguments are passed on, and the scores.
 for _kind in ("simple_gla", "retention", "linear_attn"):
     _fused = _op("fused_chunk_", _kind)
     CASES += [_fused("random", quick=True, T=70), _fused("packed", edges=(0, 1, 1, 66, 70))]
