@@ -97,7 +97,7 @@ def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
              if all(verdicts.verdict_of(row["patched"][name]) in ("alone", "agrees")
                     for name in ("logits", "gradients", "greedy"))]
     readme = Path(RESULTS.parent.parent, "README.md").read_text(encoding="utf-8")
-    said = re.search(r"(\d+) of its (\d+) models \(fla 0\.6\.0\) train and generate: (.+?)\.", readme)
+    said = re.search(r"(\d+) of fla's (\d+) models \(fla 0\.6\.0\) train and generate: (.+?)\.", readme)
     assert said and (int(said[1]), int(said[2])) == (len(found), len(rows))
     assert sorted(found) == sorted(RUNNING) == sorted(re.split(", | and ", said[3]))
     missing = {row["model"]: row["patched"]["logits"] for row in rows if row["model"] not in found}
