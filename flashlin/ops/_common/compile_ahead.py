@@ -150,10 +150,10 @@ class Queue:
         """
         starts, self.starts = self.starts, []
         for key, start in starts:
-            if (compiling := _compiling.get((key, True))) is not None:
-                compiling.join()
-                _compiling.pop((key, True), None)
-                _compiling.pop((key, False), None)
+            for load in (False, True):
+                if (compiling := _compiling.get((key, load))) is not None:
+                    compiling.join()
+                    _compiling.pop((key, load), None)
             launch.begin(*start)
 
     def end(self) -> None:
