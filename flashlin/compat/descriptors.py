@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-# A function that describes one tensor of a kernel as a matrix. It gets all arguments of the kernel by name. It
-# returns the columns of the matrix, and the rows and columns of the block that one TMA instruction moves. A
-# fourth number gives the rows of the matrix, if they differ from the kernel's argument ``rows``.
+# A function that describes one tensor of a kernel as a matrix. It gets all arguments of the kernel by name.
+# It returns the columns of the matrix, and the rows and columns of the block that one TMA instruction moves.
+# A fourth number gives the rows of the matrix, if they differ from the kernel's argument ``rows``.
 Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 

@@ -77,8 +77,8 @@ class Telling:
 
 
 # Python removes the frames of its import machinery from tracebacks, and recognizes them by their file name.
-# We give ``exec_module`` that file name, so that Python also removes its frame. Errors of a watched module then
-# look as they do without flashlin.
+# We give ``exec_module`` that file name, so that Python also removes its frame. Errors of a watched module
+# then look as they do without flashlin.
 Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
     co_filename=importlib.__import__.__code__.co_filename)
 

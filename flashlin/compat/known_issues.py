@@ -38,8 +38,8 @@ _DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
 # traits of kernels of other packages only
 _FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
-# Shared fields of issues. _Compiled: issues whose proof a test compiles. _OfTuner: issues of Triton's autotuner.
-# _Narrow: issues of tiles that are too narrow on Hopper.
+# Shared fields of issues. _Compiled: issues whose proof a test compiles. _OfTuner: issues of Triton's
+# autotuner. _Narrow: issues of tiles that are too narrow on Hopper.
 _Compiled = partial(KnownIssue, proof=_PROVEN, confidence="compiled")
 _OfTuner = partial(KnownIssue, traits=_TUNED, proof=_TUNING, confidence="ran")
 _Narrow = partial(

@@ -85,8 +85,8 @@ class Kind(NamedTuple):
 
 # A thread holds this lock while Triton may load a launcher. All launchers are extension modules with the same
 # name. When Python loads the same launcher a second time, it makes no new module object, but fills the object
-# that had this name last. If another thread loads a launcher at the same time, that may be the object of another
-# kernel. A kernel may then get the launcher of another kernel, which expects other arguments.
+# that had this name last. If another thread loads a launcher at the same time, that may be the object of
+# another kernel. A kernel may then get the launcher of another kernel, which expects other arguments.
 LOADING = ThreadLock()
 
 

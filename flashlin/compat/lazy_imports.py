@@ -36,8 +36,8 @@ class Lacking:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError with advice if an import statement needs a missing module of fla."""
-        # An import statement calls this finder through the function _find_and_load_unlocked, and a search does
-        # not. If a Python release has another name for that function, the user gets Python's usual error.
+        # An import statement calls this finder through the function _find_and_load_unlocked, and a search
+        # does not. If a Python release has another name for it, the user gets Python's usual error.
         asks = sys._getframe(1).f_back if OF_FLA.match(name) else None
         if asks is not None and asks.f_code.co_name == "_find_and_load_unlocked":
             # without name=, because `from flashlin import x` ignores a ModuleNotFoundError with that name
@@ -110,7 +110,7 @@ def stand_in(package: str, paths: Iterable[str]) -> None:
         name = f"{package}.{path}"
         module = ModuleType(name, "Public names of flashlin, under a module path of fla.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__, module.__file__ = [], sys.modules[package].__file__  # tools expect a path that exists
+        module.__path__, module.__file__ = [], sys.modules[package].__file__  # tools need an existing path
         module.__getattr__ = public_of(name)  # type: ignore[method-assign]
         sys.modules[name] = module
         if "." not in path:

@@ -316,9 +316,9 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
     ``Ended.stderr``.
 
     at_once: the largest number of forks at a time.
-    timeout: seconds for each fork. If the CPU time of a fork is then less than half the timeout, other programs
-        keep this machine busy, so the fork gets up to four times the timeout. If it still does not end, it is
-        killed, but ``Ended.timed_out`` is False and ``Ended.why`` gives the reason.
+    timeout: seconds for each fork. If the CPU time of a fork is then less than half the timeout, other
+        programs keep this machine busy, so the fork gets up to four times the timeout. If it still does not
+        end, it is killed, but ``Ended.timed_out`` is False and ``Ended.why`` gives the reason.
     """
     room = Path(tempfile.mkdtemp(prefix="flashlin-forked-"))
     waiting = list(enumerate(works))[::-1]

@@ -36,8 +36,8 @@ USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (
 # The most common AMD GPU of each architecture, with its compute units.
 USUAL_AMD = {"gfx90a": ("MI250", 104), "gfx942": ("MI300X", 304), "gfx950": ("MI355X", 256),
              "gfx1100": ("RX 7900", 96), "gfx1201": ("RX 9070", 64)}
-# Two limits that we use for all AMD architectures: the shared memory of a thread block in bytes, and the stages of
-# a loop. CDNA 4 (gfx950) has more shared memory. With more stages, compilers fail (amd-stages-36).
+# Two limits that we use for all AMD architectures: the shared memory of a thread block in bytes, and the
+# stages of a loop. CDNA 4 (gfx950) has more shared memory. With more stages, compilers fail (amd-stages-36).
 SHARED_ON_AMD, STAGES_ON_AMD = 65536, 2
 
 

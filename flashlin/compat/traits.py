@@ -20,7 +20,7 @@ SOURCE = "source"
 CALL = "call"
 # OPERANDS: a rule derives it from the other traits, the dtypes of the operands and the tile.
 OPERANDS = "operands"
-# TILE: a rule derives it from BT, BK and BV. Recipes also offer tiles without the trait, so planning can avoid it.
+# TILE: a rule derives it from BT, BK and BV. Recipes also offer tiles without the trait.
 TILE = "tile"
 # DECLARED: the code that makes the launch declares it.
 DECLARED = "declared"

@@ -20,7 +20,8 @@ from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
-# The most trials for one call. After a failed trial the call is planned again, and the new plan is tried.
+# The most trials for one call. If a kernel fails its trial, the call is planned again: with another tile,
+# with fewer warps, or on the torch path. The new plan is then tried.
 ROUNDS = 3
 PLANS = 4096  # most plans in ``settled``, with which a repeated call costs one dict lookup
 _log = logging.getLogger("flashlin")
