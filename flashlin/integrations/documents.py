@@ -74,8 +74,8 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
     by_seq_idx: True if its layers keep documents apart by seq_idx. They then get a seq_idx, even if the model
         around them has dropped the keyword.
     said: names of the models that have been warned about.
-    mixes: the reason why the model mixes documents, whatever their marks are; ``""`` if it does not. It is
-        the text of one warning.
+    mixes: the reason why the model mixes documents, whatever marks them; ``""`` if it does not. One warning
+        states this reason.
     but_flash: True if ``mixes`` does not apply when the model uses flash attention.
     """
     parameters = inspect.signature(forward).parameters.values()

@@ -147,7 +147,7 @@ class FlaPatch(Patch):
     def _fill(self, module: ModuleType) -> None:
         """Bind flashlin's functions in a module whose own import of them from another package failed.
 
-        If all of them are then bound, the module's flag ``is_fast_path_available`` is set to True.
+        If none of these names is then None, a flag ``is_fast_path_available`` of the module is set to True.
         """
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]
