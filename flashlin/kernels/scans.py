@@ -83,8 +83,9 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
 
     It counts the tiles once per stage, and the state and the scores as operands of dots. With chunks of 16
     tokens, Triton 3.8 changes the layout of the narrower of the K and V tiles through shared memory. So this
-    tile counts twice if it has more than 16 columns. On AMD the last stage is not counted, because it loads into
-    registers. The exception is fp32 on RDNA, which has no fp32 matrix instructions: there all stages count.
+    tile counts twice if it has more than 16 columns. On AMD the last stage is not counted, because it loads
+    into registers. The exception is fp32 on RDNA, which has no fp32 matrix instructions: there all stages
+    count.
     """
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV

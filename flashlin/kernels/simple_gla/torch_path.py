@@ -5,8 +5,8 @@ then the state is carried through them. Nothing depends on the value of T. So to
 for all lengths from 65 to 8,192 tokens, and another graph for a single chunk. Longer sequences are walked in
 segments of 8,192 tokens.
 
-Chunks are never combined by a matrix with zeros for unrelated chunks, because 0 times NaN is NaN. So a value
-that is not finite does not affect earlier chunks.
+The state is carried by a loop. A matrix that combines all chunks would contain zeros, and 0 times NaN is NaN.
+With the loop, a value that is not finite does not affect earlier chunks.
 """
 from __future__ import annotations
 
