@@ -18,7 +18,8 @@ from flashlin.guards import local_results
 
 PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
 # ran: results were correct on such a GPU. compiled: every use of the configuration compiled to machine code.
-# failed: one use did not compile, or a trial on this machine failed. The best comes first.
+# failed: one use did not compile, or a trial on this machine failed. Levels are listed
+# from best to worst.
 Trust = Literal["ran", "compiled", "unknown", "failed"]
 TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
 Record = dict[str, Any]  # level -> GPUs, such as ``sm80 sm90``; and ``slow`` -> GPU -> the fields of a Slow

@@ -92,7 +92,7 @@ def local(target: Target) -> Table:
     """Return the results of trials on this machine for a target; cached until ``read_again``."""
     folder, _ = place()
     written = NOTHING
-    if folder is not None and folder.is_dir():  # without a folder, spare _file its hash of all sources
+    if folder is not None and folder.is_dir():  # _file hashes all kernel sources, which takes time
         with suppress(OSError):
             written = _read(_file(folder, target))
     return written.updated(_unwritten.get(target, NOTHING))

@@ -170,7 +170,7 @@ def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -
 
 
 def shareable(heads: int, groups: int) -> bool:
-    """Return True if every group can have the same number of heads. If one number is 0, both must be 0.
+    """Return True if every group can have the same number of heads. If heads or groups is 0, both must be.
 
     Each comparison has its own statement, because torch.compile cannot compare two conditions on symbolic
     sizes.
@@ -214,8 +214,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         check_values("cu_seqlens" if readable is cu_seqlens else "cu_seqlens_cpu", readable)
         check_bounds(numbers(readable), T)
         if readable is cu_seqlens:
-            return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
-    return cu_seqlens.clamp(0, T).cummax(0).values  # also with cu_seqlens_cpu, which may differ
+            return cu_seqlens.contiguous()  # kernels assume a stride of 1
+    return cu_seqlens.clamp(0, T).cummax(0).values  # cu_seqlens_cpu may have other values than cu_seqlens
 
 
 def without_values(x: torch.Tensor) -> str:

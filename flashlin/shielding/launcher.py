@@ -124,7 +124,7 @@ class Launcher:
         self._wide = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "kernel":  # an object without attributes, while copy creates it
+        if name == "kernel":  # copy first creates an object without attributes
             raise AttributeError(name)
         return getattr(self.kernel, name)
 
