@@ -42,7 +42,7 @@ AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
 # Up to this number of tokens, without gradients, a token-by-token kernel is faster than a chunked kernel. It
-# is one short launch, and a chunk would be mostly padding.
+# needs one short launch, while the chunk of the chunked kernel would be mostly padding.
 FEW_TOKENS = 16
 # Forces ranks to divide "heads" (where possible) or "tokens"; "" lets the checks choose. For tests and
 # benchmarks only. They clear the cache of dispatch.plan when they change it.

@@ -86,10 +86,9 @@ def poll() -> None:
 def settle() -> None:
     """Raise ValueError if a deferred check that all ranks share has found an error.
 
-    The answers of the last ``BEHIND`` checks are not read yet.
-
-    The function waits for answers that the GPU has not written yet. Every rank calls it once in each call
-    that several ranks make together.
+    The function waits for all shared answers except those of the last ``BEHIND`` checks, which a later call
+    reads. Every rank calls it once in each call that several ranks make together. During a graph capture it
+    does nothing.
     """
     if len(_shared) > BEHIND and not capturing():
         _raise(_waited(_shared, BEHIND))

@@ -186,7 +186,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
 
     Values are read if that does not wait for a GPU (``cu_seqlens_cpu`` or CPU tensors), or in debug mode.
     They must start at 0, never fall and end at T; otherwise a ValueError is raised. Values that are not
-    read are clamped and made to rise on the device, so that kernels never access memory outside the tensors.
+    read are clamped to 0 .. T on the device, and a value that falls is replaced by the largest value before
+    it. Kernels then never access memory outside the tensors.
     Tokens that they do not cover are zeros in outputs and gradients.
     rows: the shape of the packed tensor, which begins with [1, T].
     packed: the name of the packed tensor, for the error.

@@ -125,7 +125,8 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
             if flag is not None:
                 keep_first(flag, tokens, bad)
             return False
-        # A capture may follow. A kernel's first launch in a process must not happen during a capture.
+        # A capture may follow, and a kernel's first launch in a process must not happen during a capture.
+        # Therefore launch the kernels that write a flag once now.
         if deferred_checks.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
         if shared or mode() == "async":

@@ -23,7 +23,7 @@ from flashlin.kernels.batch import row_stride
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
     """Locate the rows start .. start + BT in their sequences; return (n, behind, left), each [BT].
 
-    n: number of the row's sequence.
+    n: index of the row's sequence.
     behind: number of the sequence's rows before this row.
     left: number of the sequence's rows from this row to its end, or 0 for a row of no sequence.
 
@@ -52,7 +52,7 @@ def tap(
     x,  # [R, D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: number of the row's sequence
+    n,  # [BT]: index of the row's sequence
     behind,  # [BT]: number of the sequence's rows before the row
     left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns
@@ -102,7 +102,7 @@ def convolved(
     bias,  # [D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: number of the row's sequence
+    n,  # [BT]: index of the row's sequence
     behind,  # [BT]: number of the sequence's rows before the row
     left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns

@@ -23,8 +23,8 @@ class Config(NamedTuple):
 
     D: largest number of elements of a row; 0 if rows may have any length. For ``norm_backward_columns``, the
         number of columns of a strip.
-    elements: elements of a tile [BT, BD]. BD is D rounded up to a power of two, and BT the largest number of
-        rows that fit. Rows that are longer than a tile are read in blocks.
+    elements: elements of a tile [BT, BD]. BD is the row length, rounded up to a power of two, and BT is the
+        largest number of rows that fit. Rows that are longer than a tile are read in blocks.
     num_warps: warps of a program.
     per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
     num_stages: largest number of blocks of rows in flight in such a program. The program computes one of them

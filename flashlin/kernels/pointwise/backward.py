@@ -56,7 +56,7 @@ from flashlin.kernels.recurrent.forward import softplus
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
     """Store a program's partial sum of the gradient of a parameter: ``total`` [BT, BD], summed over its rows.
 
-    parameter: index of the parameter. share: number of the program among the ``count`` programs of its strip.
+    parameter: index of the parameter. share: index of the program among the ``count`` programs of its strip.
     """
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 

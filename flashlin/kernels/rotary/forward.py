@@ -29,7 +29,7 @@ def sequences_of(bounds, token, inside, N, steps):
 
     token: indices of the tokens. inside: mask of tokens that exist. steps: number of steps of the search.
 
-    Returns, for each token: the number of its sequence, the index of the sequence's first token, and True if
+    Returns, for each token: the index of its sequence, the index of the sequence's first token, and True if
     the token belongs to a sequence.
     """
     low = tl.zeros_like(token)  # the result is the last sequence that begins at or before the token

@@ -63,7 +63,7 @@ def heads_of(G, H, S, shares):
     """Return the sequence, group, first chunk, slice of heads, first head and end head of this program.
 
     The H / G heads of a group are divided into ``shares`` slices. The heads of a slice run from the first
-    head to the end head, which is excluded. S programs share the chunks of a sequence, group and slice.
+    head to the end head, which is excluded. S programs divide the chunks of a sequence, group and slice.
     Program i of them computes the chunks i, i + S, i + 2 S and so on.
     """
     program = tl.program_id(0)

@@ -282,7 +282,7 @@ def turn(
     alike: the product q . k of each token.
     angle: the angle of each channel pair.
 
-    The first 2 BR channels are rotated; pairs from number R have the angle 0. The other BX channels are not
+    The first 2 BR channels are rotated; pairs from index R on have the angle 0. The other BX channels are not
     rotated.
     """
     program = tl.program_id(0)

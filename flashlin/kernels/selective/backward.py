@@ -5,8 +5,8 @@ each segment it recomputes the states from the state that the forward kept. It w
 scratch memory, because writing all of them would take as long as the arithmetic. Then it walks backwards over
 the tokens.
 
-Let p = dy silu(z) and w = dh e^{step A} h_{t-1}. Here dh is the gradient of h_t. It comes from the later
-tokens, and the step of token t adds C p to it:
+Let p = dy silu(z) and w = dh e^{step A} h_{t-1}. Here dh is the gradient of h_t. It begins as the gradient
+from the later tokens, and the third line adds the gradient from y_t before the other lines use it:
 
     dz = dy (h . C + D u) silu'(z)
     dC = h p
@@ -206,9 +206,9 @@ def selective_backward(
             h = advanced(h, rates, s7, x7, B7)
         tl.debug_barrier()  # other threads may read the scratch memory that this thread wrote
         # The walk backwards takes 4 tokens at a time, because more would not fit into registers. States are
-        # loaded before values per channel. An operation on two layouts gets the layout of the later load. The
-        # layout of the states would be worse, because it spreads each row over four threads. The next tile is
-        # loaded at the point where most registers are free.
+        # loaded before values per channel, because an operation on two layouts gets the layout of the later
+        # load. In the layout of the states, each row is in four threads, which would all compute the same
+        # values. The next tile is loaded at the point where most registers are free.
         final = (tokens - 1) // 4 * 4
         latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
         next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)

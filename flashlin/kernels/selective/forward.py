@@ -31,7 +31,7 @@ from flashlin.kernels.tile_ops import LOG2_E
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Return the position of this program and the channels and states of its strip.
 
-    The results are the number of the strip, the group, the row of the batch, the channels [BD] and their
+    The results are the index of the strip, the group, the row of the batch, the channels [BD] and their
     mask, and the states [BN] and their mask. The masks are True for channels and states that exist.
     """
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD

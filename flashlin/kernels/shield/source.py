@@ -125,9 +125,10 @@ def _carries_state(loop: ast.For | ast.While) -> bool:
 
 
 def _sums(loop: ast.AST) -> Iterator[set[str]]:
-    """Yield the names in the other operand, for each sum or difference in a loop with a matrix product.
+    """Yield sets of names to which a loop adds a matrix product.
 
-    The accumulator that is passed to a dot (``acc``) also counts as an operand.
+    For each sum or difference with a matrix product on one side, the set contains the names on the other
+    side. For each dot with an accumulator (``acc``), it contains the names in that argument.
     """
     for node in ast.walk(loop):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
