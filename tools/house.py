@@ -53,7 +53,8 @@ FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
 TARGET = "H100,triton=3.6.0"
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
-# Of prose. Files that a program writes say so in their first lines.
+# For the metrics of prose. Documents with the word "generated" in their first lines are not counted, because
+# a program writes them.
 QUESTION = re.compile(r"(What|Whether|Who|Whose|Which|How|Where|Why|Those|Of|So)\b")
 PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves alone)\b|, too\b")
 DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "matrix/*.md")
@@ -218,7 +219,7 @@ class House:
         return [f"{name}: {text}" for name, text in self.sentences() if len(text.split()) > LONG]
 
     def private_share(self) -> float:
-        """Percentage of the docstrings of flashlin/ with such words."""
+        """Percentage of the docstrings of flashlin/ with words that readers do not expect."""
         return round(100 * len(self.private()) / max(1, len([*self.docstrings()])), 1)
 
     def words(self) -> float:
