@@ -36,7 +36,9 @@ class Facts(BaseModel):
 class Card(Facts):
     """A GPU of the matrix.
 
-    name: ``sm90``, or AMD's ``gfx942``. example: its usual name.
+    name: ``sm90``, or AMD's ``gfx942``.
+    example: the usual name of such a GPU.
+    kind: gate or report, see cells.py.
     """
     name: str
     example: str
@@ -60,8 +62,10 @@ class Card(Facts):
 class Cell(Facts):
     """One Triton release of the matrix.
 
-    python: the supported versions, such as ``3.9 to 3.13``. torch: a torch release to use instead of the
-    installed one. layers: the layers to run under it.
+    python: the supported versions, such as ``3.9 to 3.13``.
+    torch: a torch release to use instead of the installed one.
+    kind: gate or report, see cells.py.
+    layers: the layers to run under the release.
     """
     triton: str
     python: str = ""
@@ -151,7 +155,8 @@ class Compiled(Facts):
 class Tried(Facts):
     """A launch that was compiled.
 
-    config: ``Launch.config``. cards: the result for each GPU.
+    config: ``Launch.config``.
+    cards: the result for each GPU.
     """
     config: str
     cards: dict[str, Compiled] = {}
@@ -168,8 +173,9 @@ class Verdict(Facts):
 class CellResult(Facts):
     """All results of a cell.
 
-    layers: seconds of each layer. kernels: the ``source_hash`` of each kernel when it was compiled.
-    launches: results by id. An id is the name of the kernel and a hash (``matrix.identity``).
+    layers: duration of each layer in seconds.
+    kernels: the ``source_hash`` of each kernel when it was compiled.
+    launches: results by id. An id is the name of the kernel and a hash (``matrix.run.identity``).
     """
     cell: Cell
     date: str = ""
@@ -181,7 +187,7 @@ class CellResult(Facts):
     launches: dict[str, Tried] = {}
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
-        """Return the result of a launch; None if it was not compiled, or with another source."""
+        """Return the result of a launch, or None if the current source of its kernel was not compiled."""
         return self.launches[launch].cards.get(card) if launch in self.launches else None
 
     def enter(self, launch: Recorded, name: str, card: str, verdict: Compiled) -> None:

@@ -32,7 +32,7 @@ _make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others
 
 
 def of_first_part(function: Callable[..., Any], x: Tensor, weight: Tensor, **given: Any) -> Any:
-    """Call a function on the first columns of x, as many as the filter has channels, `len(weight)`."""
+    """Call a function on the first `len(weight)` columns of x, one for each channel of the filter."""
     return function(x[..., :len(weight)], weight, **given)
 
 
