@@ -145,7 +145,7 @@ class House:
                 and (node.end_lineno or node.lineno) - node.lineno + 1 > LINES_OF_A_KERNEL]
 
     def fp32(self) -> list[str]:
-        """Files of flashlin/ that compare a call's `dot` with "fp32" and so depend on a remedy."""
+        """Files of flashlin/ that compare a call's `dot` with "fp32" and so depend on a remedy's effect."""
         return sorted({source.name for source, node in self.nodes("flashlin")
                        if isinstance(node, ast.Compare) and last_name(node.left) == "dot"
                        and any(value(side) == "fp32" for side in node.comparators)})
