@@ -472,7 +472,7 @@ def test_what_another_package_needs_is_not_broken() -> None:
 
 
 def test_an_advice_that_another_pair_would_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An earlier advice: only the next Triton, which does not match torch 2.6.
+    # This command installs only the next Triton, which does not match torch 2.6. Doctor must advise again.
     world, *_ = MACHINES["a T4 with 3.2.0"]
     after = world.after('pip install "triton==3.3.1"').doctor(monkeypatch)
     assert after.advice is not None and after.advice.command

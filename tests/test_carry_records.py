@@ -56,7 +56,9 @@ Make = Callable[..., tuple[dict[str, kernel_facts.Function], str]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return made(module, *changes), which writes a module and returns its kernel's functions and full name.
+    """Return made(module, *changes), which writes and imports a module with a kernel.
+
+    It returns the kernel with all jitted functions that it calls, by name, and the kernel's full name.
 
     changes: pairs (old text, new text) that are replaced in the module's source.
     """

@@ -60,7 +60,8 @@ def test_every_child_of_ours_is_started_so() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
-    # first_aid.py cleans the child's path itself. A script has its own folder on its path instead.
+    # The child of first_aid.py removes the current directory from its path. Two tools start their own file,
+    # and Python then puts the folder of that file on the path.
     assert sorted(found) == ["first_aid.py: '-u' '-c'", "house.py: __file__ '--watch'",
                              "kernel_facts.py: __file__ '--answer'",
                              "subprocesses.py: '-c' _BEGIN"]

@@ -106,7 +106,7 @@ COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_ga
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_what_is_composed_says_of_what(name: str) -> None:
-    """The docstring of a composed function says what it is composed of, because help() prints only that."""
+    """The docstring of an op that is built from another op names that op, because help() prints only it."""
     words = " ".join((getattr(flashlin, name).__doc__ or "").split())
     assert re.search(rf"Composed: [^.]*{COMPOSED[name]}", words), words[:300]
 

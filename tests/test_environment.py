@@ -1,7 +1,7 @@
 """Tests of doctor's checks of Triton's requirements, such as a C compiler, libcuda and a writable cache.
 
-Each check passes on a machine that meets the requirement, fails on one that does not, and reports if it
-cannot be made.
+Each check passes on a machine that meets the requirement and fails on one that does not. If it cannot find
+out, it says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Tests of the matrix runner with a fake compiler: its jobs, its use of the results, and complete tables.
+"""Tests of the matrix runner with a fake compiler: its jobs, its stored results, and the support tables.
 
-tests/matrix uses the real compiler.
+Each run must use the results of earlier runs, and each table must be complete. tests/matrix uses the real
+compiler.
 """
 from __future__ import annotations
 

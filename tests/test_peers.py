@@ -113,7 +113,7 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     assert peers.joined(record(("gone", "right")), record(("chunk_kda", "right"))) == record(
         ("chunk_kda", "right"))["rows"], "rows of an op that is no longer compared are dropped"
     begun = record(("selective_scan_fn", "right"))
-    del begun["rows"][0]  # only the second of the two sides has been recorded yet
+    del begun["rows"][0]  # fla's new row is still missing, as in a record of an unfinished run
     assert [row["side"] for row in peers.joined(before, begun)] == 2 * ["fla", "flashlin"]
 
 

@@ -38,7 +38,7 @@ def test_transforms_equal_backward(name: str) -> None:
 
     def loss(x: Tensor) -> Tensor:
         y: Tensor = CALLS[name](x).flatten()
-        return y.square() @ torch.linspace(0, 1, y.numel(), device=y.device)  # because a norm changes this sum
+        return y.square() @ torch.linspace(0, 1, y.numel(), device=y.device)  # weighted: the plain sum is constant for rms_norm
     wanted = []
     for x in samples:
         leaf = x.clone().requires_grad_()
