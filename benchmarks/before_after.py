@@ -27,7 +27,7 @@ from benchmarks.calls import OPS, Op, Shape, cases, runs
 
 HERE = Path(__file__).resolve().parents[1]
 NOISE = 1.05  # two runs of the same checkout may differ by this factor
-# Only the metrics with this ending are judged. All others depend on the host, whose cores may be shared.
+# The summary counts only metrics with this ending. All others depend on the host, whose cores may be shared.
 OF_THE_CARD = "device_ms"
 ROUNDS = 5
 Rows = dict[str, dict[str, float]]  # call -> metric -> milliseconds or microseconds

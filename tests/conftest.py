@@ -44,8 +44,8 @@ def pytest_collection_finish() -> None:
 def modules_read() -> None:
     """Let Hypothesis scan the checkout for constants before a test draws its first example.
 
-    Hypothesis scans once per process, at an early draw, and takes two seconds. Its health check would
-    otherwise report these seconds as slow input generation in the test that runs first.
+    Hypothesis scans once, at an early draw, and takes two seconds. Its health check would otherwise report
+    these seconds as slow input generation in a test.
     """
     @settings(max_examples=5, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.integers())
@@ -70,7 +70,7 @@ def forget() -> None:
                  replay.calls, replay._recipes, door._kernels, compile_ahead._compiling,
                  compile_ahead._foreseen):
         kept.clear()
-    if "torch._dynamo" in sys.modules:  # if nothing has imported it, there is nothing to reset
+    if "torch._dynamo" in sys.modules:  # otherwise nothing needs a reset, and the import takes seconds
         torch._dynamo.reset()
 
 

@@ -173,7 +173,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
 
     The result has these keys:
 
-        planned       the first run was planned without the overlapping kernel, and all later runs with it
+        planned       all runs but the first were planned with the overlapping kernel
         same          all runs of the overlapping kernel give bitwise the same results
         from_plain    relative differences from the results of the plain kernel
         from_float64  relative errors of the overlapping and of the plain kernel; delta rules only
@@ -181,7 +181,8 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
     call = {**ALL, **LONG}[name]
     since, found, kernels = scans.OVERLAPS, [], []
     scans.forced_parts = parts
-    for never in (True, *[False] * 4):  # plain kernels once, then overlapping ones: started by Triton, directly, replayed
+    # First the plain kernels. Then the overlapping ones: started by Triton, started directly, and replayed.
+    for never in (True, *[False] * 4):
         scans.OVERLAPS = (99, 0) if never else since
         if len(found) < 2:  # later runs keep the plan, so that they are replays
             dispatch.plan.cache_clear()

@@ -427,8 +427,8 @@ def test_one_advice_that_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert (found.grade, said.command) == (grade, command) and words in said.why
     after = world.after(command).doctor(monkeypatch) if command else found
     assert after.grade == then and GRADES.index(then) <= GRADES.index(grade)
-    assert after.advice is None or not after.advice.command, "a second advice"
-    assert cost(after) <= cost(found), "worse than before"
+    assert after.advice is None or not after.advice.command, "the advice leads to more advice"
+    assert cost(after) <= cost(found), "the machine is worse after the advice than before"
 
 
 GRADES = ("ok", "degraded", "broken")

@@ -180,7 +180,7 @@ def test_output_without_end_is_read_and_its_end_is_kept(monkeypatch: pytest.Monk
 def test_a_child_that_does_not_read_what_it_is_given_ends_in_time() -> None:
     assert ran("time.sleep(60)", given="x" * 10**6, limit=1.0).timed_out
     assert ran("print(len(sys.stdin.read()))", given="x" * 10**6).stdout == "1000000\n"
-    assert ran("print(sys.stdin.read())").stdout == "\n", "nothing is typed in"
+    assert ran("print(sys.stdin.read())").stdout == "\n", "the child must find an empty stdin"
 
 
 def test_lines_come_one_by_one_and_silence_is_a_timeout() -> None:

@@ -83,10 +83,10 @@ def test_the_record_is_what_the_installed_fla_says() -> None:
 def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
     known = {package: {one.name for one in names} for package, (_, names) in peers.recorded().items()}
     assert set(flashlin.mamba.__all__) - known["mamba_ssm"] - known["causal_conv1d"] == {
-        "RMSNormGated"}, "mamba_ssm's layers call it so; it is mamba_ssm's RMSNorm"
+        "RMSNormGated"}, "mamba_ssm's layers import RMSNorm under this name"
     ops = {name for name, op in PUBLIC.items() if name.startswith(("chunk_", "fused_", "parallel_"))}
     assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn",  # in fla they are also only aliases
-                                  "fused_recurrent_gated_delta_product"}, "fla has it only inside its layer"
+                                  "fused_recurrent_gated_delta_product"}, "only aliases or inside a layer of fla"
 
 
 def test_every_name_of_others_is_here_or_has_a_reason() -> None:

@@ -115,11 +115,11 @@ def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., La
     assert how(states) == how(scan) == (64, 4, 2)
     eight = states._replace(num_warps=8).config
     after = launches_where({states.config: (1200,)})(AMPERE)
-    assert how(after["simple_gla_states"]) == (64, 8, 2) and after["simple_gla_scan"] == scan, "the others as before"
+    assert how(after["simple_gla_states"]) == (64, 8, 2) and after["simple_gla_scan"] == scan, "the scan must stay"
     after = launches_where({states.config: (1200,), eight: (1100,)})(AMPERE)
     assert how(after["simple_gla_states"]) == (64, 8, 1)
     after = launches_where({states.config: (1200,)}, failed=(eight,))(AMPERE)
-    assert how(after["simple_gla_states"]) == (64, 8, 1), "what failed is no way"
+    assert how(after["simple_gla_states"]) == (64, 8, 1), "a configuration that failed must not be planned"
 
 
 def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:

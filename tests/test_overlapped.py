@@ -58,8 +58,8 @@ def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
     fresh()
     assert planned(op, policy=Policy()) == config
-    assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host would take longer"
-    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "no record of a run there"
+    assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host takes longer"
+    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "no recorded run there"
 
 
 @pytest.mark.parametrize("machine, facts", [

@@ -116,7 +116,7 @@ def test_more_than_32_bits_count(together: str) -> None:
     for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole,
                                 scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
         assert judge(name, got[..., T - 100:].float(), alone[..., tail - 100:].float(), 1e-4).ok
-        # The first of the 2,048 tokens depend on earlier ones, except in du, which depends on later tokens only.
+        # The first of the 2,048 tokens depend on earlier ones. Only du depends on later tokens instead.
         assert name == "du" or not torch.equal(got[..., T - tail:], alone)
     del whole
 

@@ -92,7 +92,8 @@ def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
         named = {arch for arch in USUAL_AMD if issue.here(on._replace(arch=arch))}
         assert named and named == {arch for arch in USUAL_AMD if arch.startswith(issue.amd)}
         assert (named == set(USUAL_AMD)) == (issue.id in OF_ALL_AMD)
-        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # unlike gfx90a, gfx11, gfx12
+        # NVIDIA GPUs whose capability resembles gfx90a, gfx11 and gfx12 do not have the issue.
+        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))
         return
     assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
     assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
@@ -216,7 +217,8 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
     draft = checks.Draft(asked, family, (trigger(issue),), on, AUTO)
-    assert next(checks.check_known_issues(draft)).remedies  # this launch is made by hand, so it need not occur in a plan
+    # The launch is made by hand, because no recipe may plan one that triggers the issue.
+    assert next(checks.check_known_issues(draft)).remedies
 
 
 def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:
