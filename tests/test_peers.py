@@ -108,7 +108,7 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"),
                                                                                   ("selective_scan_fn",
                                                                                    "right"))["rows"]
-    assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "must follow OPS"
+    assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "order as in OPS"
     assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 2
     assert peers.joined(record(("gone", "right")), record(("chunk_kda", "right"))) == record(
         ("chunk_kda", "right"))["rows"], "rows of an op that is no longer compared are dropped"

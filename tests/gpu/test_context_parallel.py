@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "chunk_rwkv7", "chunk_rwkv6",
        "mamba_chunk_scan_combined", "causal_conv1d", "token_shift")
 MODELS = ("gdn", "kda", "mamba2")
-EDGES = [0, 70, 1000, 1000, 3000, 3072]  # the third is empty; the fourth has tokens on each of three ranks
+EDGES = [0, 70, 1000, 1000, 3000, 3072]  # the fourth sequence, 1000 to 3000, is on all three ranks
 
 
 def exact(op: str, H: int, dtype: torch.dtype, edges: list[int] | None, way: str, group: Any) -> None:

@@ -281,7 +281,7 @@ def test_compiled(unchecked, mode):
         ids = on_gpu([1, 2, 3])
         for _ in range(4):      # reduce-overhead: warm-up, capture, replays
             assert torch.equal(step(ids), F.embedding(ids, table.weight) * 2)
-        assert bool(deferred_checks._flags[GPU].calls) == (mode == "reduce-overhead"), "captured"
+        assert bool(deferred_checks._flags[GPU].calls) == (mode == "reduce-overhead"), "wrong capture state"
         synchronize()
         out = step(on_gpu([1, 99, 3])).clone()
     with pytest.raises(ValueError,
