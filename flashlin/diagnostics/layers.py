@@ -284,7 +284,7 @@ def op_of(layer: nn.Module, kernel: str) -> str | None:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return the name of the model author's class; FSDP puts a class of its own in front of it."""
+    """Return the name of a layer's class, without a subclass that torch's FSDP puts in its place."""
     return next((kind.__name__ for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")),
                 type(layer).__name__)
 

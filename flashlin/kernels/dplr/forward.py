@@ -113,7 +113,7 @@ def prepare_chunk(
             put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
             put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        for level in range(LEVELS):  # not unrolled, so that registers have the tiles of one level at a time
+        for level in range(LEVELS):  # not unrolled, so that registers hold the tiles of one level only
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
             partner = (half ^ 1)[:, None] == half[None, :]
@@ -192,7 +192,8 @@ def dplr_prepare(
 ):
     """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
-    S programs share a packed sequence. The operands are, with decays relative to a chunk:
+    The chunks of a packed sequence are divided among S programs. All decays are those within one chunk. The
+    operands are:
 
     q_in: q times its decay since the chunk's start, times scale; it reads the entering state.
     a_in: a times its decay from the chunk's start until it reads the entering state.
@@ -331,8 +332,8 @@ def dplr_scan(
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         b_x = x.to(b_W.dtype)
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
-        # The weighted v is rounded before this kernel. If keys are similar, this product is a small
-        # difference of large terms, so the rounding error of X is added.
+        # The weighted v is rounded before this kernel. If keys are similar, the update of h is a small
+        # difference of large terms. So the product with the rounding error of X is also added to h.
         if ERASE_RATE and b_x.dtype != tl.float32:
             h += tl.dot(tl.trans(b_b), (x - b_x).to(b_W.dtype))
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
@@ -348,7 +349,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     ``dplr_prepare`` describes the operands; those that the call lacks are None. The backward calls this again
     instead of keeping the results.
 
-    x: the values that the launches for a group of sequences share, by parameter name.
+    x: the arguments that all launches for one slice of the batch have in common, by parameter name.
     backward: whether the operands of the reverse scan are needed.
     """
     q, launch = x["q"], plan.launch("dplr_prepare_one", "dplr_prepare")
