@@ -24,16 +24,17 @@ The families differ as follows:
 1. DPLR (TWO_WRITES) has two writing vectors, b and k, as above.
 2. KDA has a_i = -beta_i k_i, which reads the state after its decay (G_i instead of G_{i-1}), b = k and N =
    Diag(beta). There is no second writing vector, so no R and no k'.
-3. Gated DeltaNet 2 (ERASE_RATE) is KDA with a rate per channel, a_i = -rate_i k_i. Its v is already weighted,
-   so N is the identity.
+3. Gated DeltaNet 2 (ERASE_RATE) is KDA with a rate per channel, a_i = -rate_i k_i. Its v is already
+   multiplied by the write rates, so N is the identity.
 
 Scores are computed by halving (``kernels/gla``) or with one decay reference (``one_reference.py``). In a
-level of halving, each row either reads (q, a) or is written (k, b). Let X1 have the rows q or k, and X2 the
+level of halving, each row either reads (q, a) or writes (k, b). Let X1 have the rows q or k, and X2 the
 rows a or b. Then X1 X2^T has P below and N^T above the diagonal, X1 X1^T has R, and X2 X2^T has L. If b = k,
 the first product has P and L^T, and is the only one needed.
 
 The scan gets W = T a' and M = T N instead of T, so each step has a chain of only two products. Both are
-computed from the inverse in float32. In bf16, rows that cancel because keys are similar would be lost.
+computed from the inverse in float32. If keys are similar, rows of W and M are small differences of large
+terms, which an inverse in bf16 would lose.
 
 The chunked delta rule is from Yang et al. 2024 (arXiv 2406.06484), DPLR from Peng et al. 2025 (arXiv
 2503.14456) and KDA from Kimi 2025 (arXiv 2510.26692). Halving and W are our own.

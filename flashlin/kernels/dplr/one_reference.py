@@ -358,7 +358,7 @@ def grads_from_reference(
                     b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
                 b_da *= -rate_of(
                     a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
-            # Gradients of the rows that are written: b and k.
+            # Gradients of the rows that write: b and k.
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
             for v0 in range(0, V, BV):

@@ -4,7 +4,7 @@ The results of a sequence are bitwise independent of the other sequences and of 
 A prompt gives the same bits in one call, in pieces, packed with others, and token by token. A product or
 reduction of a library may use another algorithm for another batch size, so sums over K are made of
 elementwise additions. On a CPU, torch's sigmoid, softplus and log1p round differently at the end of a tensor.
-So this module computes them from exp and log, whose rounding does not depend on the position.
+So this module computes them from exp and log, which round in the same way at every position.
 """
 from __future__ import annotations
 

@@ -191,8 +191,8 @@ class _Order(Mode):
 class _Shadows(Mode):
     """Dispatch mode that computes nothing and returns tensors without memory.
 
-    It makes such tensors itself, because torch would import its compiler and sympy for them. Raises
-    NotImplementedError for an operation whose result it cannot derive.
+    For operations on tensors without memory, torch would import its compiler and sympy. So this mode
+    derives the shape and the dtype of a result itself. It raises NotImplementedError if it cannot do so.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -270,7 +270,7 @@ class _Chain:
                                  how._replace(state_v_first=False))
 
     def _state_after(self, x: Any, how: Scalars) -> Tensor:
-        """Return the final states of a separate call on these tokens, which is planned separately."""
+        """Return the final states of a separate call on these tokens, with its own plan."""
         how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
         return self.family.trimmed(self.family.operator.run_planned(x, how), x, how)[1]
 

@@ -325,7 +325,8 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, wai
     """Raise ValueError unless all ranks pass the same sizes.
 
     sizes: B, T, the number of values in cu_seqlens (0 without it), the index of the dtype in FLOATS, and
-        further numbers. Each call sends them, so that data of one call is never read as data of another.
+        further numbers. Every call exchanges its sizes. If only some calls did, a rank could take
+        the sizes that another rank sends for other data.
 
     Reading the sizes of other ranks waits for the GPU. A rank waits if its own sizes are new to it, in debug
     mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares the

@@ -55,8 +55,8 @@ class Stage(NamedTuple):
     gone: places of tensors to free before this stage.
     made: templates for ``torch.empty_like``, one for each buffer to make; this takes half the time of
         ``torch.empty``. A template itself has one element of memory. First come the tensors that torch
-        operations use. Then comes the scratch: one buffer for what the second stage also uses, and one for
-        what is freed before it.
+        operations use. Then comes the scratch of this stage: one buffer for scratch that is freed before the
+        second stage, and one buffer for all other scratch.
     inside: the addresses inside buffers, other than their starts, that kernels get as arguments. Each is
         (index of the argument with the start of the buffer, offset in bytes).
     steps: the launches and torch operations of the stage, in order.
