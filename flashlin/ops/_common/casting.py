@@ -11,7 +11,7 @@ from flashlin.guards.plan_types import Plan
 
 X = TypeVar("X", bound=tuple[Any, ...])
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# Strictest first: the dtypes that a machine is most likely not to support. A Problem with several dtypes is
+# Strictest first: the dtypes that a machine is most likely not to support. A call with several dtypes is
 # planned for the strictest one.
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16  # bytes

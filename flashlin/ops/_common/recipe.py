@@ -54,9 +54,9 @@ class Stage(NamedTuple):
 
     gone: places of tensors to free before this stage.
     made: templates for ``torch.empty_like``, one for each buffer to make; this takes half the time of
-        ``torch.empty``. A template itself has one element of memory. First come the tensors that torch
-        operations use. Then comes the scratch of this stage: one buffer for scratch that is freed before the
-        second stage, and one buffer for all other scratch.
+        ``torch.empty``. A template itself has one element of memory. First come the tensors that the run
+        returns or that torch operations use. Then come the scratch buffers: one that stays until the end of
+        the run, and one that is freed before the second stage.
     inside: the addresses inside buffers, other than their starts, that kernels get as arguments. Each is
         (index of the argument with the start of the buffer, offset in bytes).
     steps: the launches and torch operations of the stage, in order.

@@ -11,7 +11,7 @@ watched: its buffers, its launches, its torch operations and the origin of each 
 this can be repeated with other tensors, later runs are replays. A replay allocates one buffer for each result
 and one for all scratch. It launches the compiled kernels with the same numbers and the new addresses.
 
-Some runs stay ordinary: a run with operations that cannot be repeated, a run while Triton has launch hooks,
+Some runs stay ordinary: a run with operations that cannot be repeated, a run while hooks of Triton are set,
 and a run for which Triton would compile again.
 """
 from __future__ import annotations
