@@ -54,7 +54,7 @@ def chunk_gated_delta_rule(
         g: [B, T, HV], natural-log decays, normally <= 0, of any strength (-inf forgets everything). With
             use_gate_in_kernel it is the raw gate.
         beta: [B, T, HV], or its logits with use_beta_sigmoid_in_kernel.
-        scale: factor on the scores; None means K ** -0.5.
+        scale: factor on the output; None means K ** -0.5.
         initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
             is [N, HV, V, K].
         output_final_state: also return the state after each sequence.
@@ -78,9 +78,9 @@ def chunk_gated_delta_rule(
         process_group: a torch.distributed group whose ranks share the sequences. Each rank has one segment of
             T; all segments have the same length and follow the order of the ranks. All ranks make the same
             calls. cu_seqlens and initial_state describe the whole sequences and are the same on every rank.
-            cu_seqlens is read on the host, and cu_seqlens_cpu saves that wait. Each rank returns its own
-            contribution to the final states and to the gradients of shared tensors; the sum over all ranks
-            is the total. ``flashlin.explain(op, ranks=4)`` shows how such a call runs.
+            The host reads cu_seqlens, which waits for the GPU; cu_seqlens_cpu avoids the wait. Each rank
+            returns its own contribution to the final states and to the gradients of shared tensors; the sum
+            over all ranks is the total. ``flashlin.explain(op, ranks=4)`` shows how such a call runs.
         **unknown: raises an error that names the unknown keyword.
 
     Returns:
@@ -94,8 +94,9 @@ def chunk_gated_delta_rule(
         UnsupportedError: this machine cannot run the call.
 
     These cases work here and fail in fla: training on Hopper with any Triton release
-    (fla-org/flash-linear-attention#640), K above 256, any B * H, checked cu_seqlens and CPU tensors. The
-    inverse within a chunk is exact for keys that resemble each other. An unknown keyword is an error.
+    (fla-org/flash-linear-attention#640), K above 256, any B * H, checked cu_seqlens and CPU tensors.
+    Each chunk needs the inverse of a triangular matrix, which stays accurate even if its keys are nearly
+    equal. An unknown keyword is an error.
     """
     op = "chunk_gated_delta_rule"
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -183,7 +184,7 @@ def fused_recurrent_gated_delta_rule(
         TypeError, ValueError: an argument is invalid; the message names it.
         UnsupportedError: this machine cannot run the call.
 
-    A backward exists here and not in fla: q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get
+    Unlike in fla, there is a backward. q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get
     gradients, through o and through the final state. Arguments are checked, and an unknown keyword is an
     error.
     """
