@@ -292,14 +292,14 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:  # None if a shell closed it by >&-
                 sys.stdout.flush()
-    except OSError as error:  # an error of writing to stdout; ``report`` catches all errors of a command
+    except OSError as error:  # from writing to stdout; ``report`` catches every OSError of a command
         # text that is still in the buffer must not raise again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader closed the pipe, which is no error
             return 141
         print(f"flashlin: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 2
-    return run_program(**arguments) if code is None else code  # broken pipes of the program are not handled
+    return run_program(**arguments) if code is None else code  # outside try: not our error
 
 
 def report(command: str, arguments: dict[str, Any]) -> int:

@@ -35,8 +35,8 @@ _registered = False
 def register() -> tuple[str, ...]:
     """Register flashlin as a backend of fla. A second call has no effect.
 
-    A call runs on flashlin if flashlin supports every argument, and if its plan launches kernels. On a
-    machine without a GPU, a plan of plain torch is accepted as well. Otherwise fla runs the call itself, and
+    A call runs on flashlin if flashlin supports every argument, and if its plan launches kernels. For tensors
+    that are not on a GPU, a plan of plain torch is accepted as well. Otherwise fla runs the call itself, and
     its log contains the reason.
 
     Returns the names of the covered functions. Raises ImportError if fla is not installed or has no backends

@@ -51,8 +51,8 @@ def chunk_gated_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct chunk by chunk.
 
-    Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: it
-    calls the gated delta rule with n rows for each token. The recurrence is
+    Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: it calls the gated delta
+    rule with n rows for each token. The recurrence is
 
         S_{t,0} = e^{g_t} S_{t-1}
         S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
@@ -74,8 +74,8 @@ def chunk_gated_delta_product(
         cu_seqlens: [N + 1] int32 or int64 on the device of q, in tokens. Sequence i has the rows
             cu_seqlens[i] to cu_seqlens[i + 1] (exclusive) of q. Empty sequences are allowed.
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
-        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. All n
-            rows of a token are on the same rank.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. All n rows of
+            a token are on the same rank.
         process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
         **unknown: raises an error that names the unknown keyword.
 
@@ -122,10 +122,9 @@ def fused_recurrent_gated_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct token by token, for decoding and short inputs.
 
-    Composed: it calls the gated delta rule with n rows for each token. fla has no function of this name; its
-        layer spreads the rows in the same manner and calls ``fused_recurrent_gated_delta_rule``. The
-        arguments, results and errors are the same as in ``chunk_gated_delta_product``. Every float tensor
-        gets a gradient.
+    It has the arguments, results and errors of ``chunk_gated_delta_product``. Composed: it calls the gated
+    delta rule with n rows for each token. fla has no function of this name; its layer spreads the rows in the
+    same manner and calls ``fused_recurrent_gated_delta_rule``. Every float tensor gets a gradient.
     """
     op = "fused_recurrent_gated_delta_product"
     n = _checked(q, k, v, g, beta, num_householder)

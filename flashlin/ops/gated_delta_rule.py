@@ -67,8 +67,9 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
         chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
         cp_context: the result of ``fla.ops.cp.build_cp_context``, an alternative to process_group. It
-            contains the bounds of this rank's sequences, so cu_seqlens is not read, and the call has no
-            states. With its layout ``zigzag`` the ranks exchange the tokens before and after the computation.
+            contains the bounds of this rank's sequences, so cu_seqlens is not read. initial_state and
+            output_final_state are errors with it. With its layout ``zigzag`` the ranks exchange the tokens
+            before and after the computation.
         use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
         A_log: [HV], required by use_gate_in_kernel; gets a gradient.
         dt_bias: [HV] or None, for use_gate_in_kernel; gets a gradient.
@@ -166,9 +167,10 @@ def fused_recurrent_gated_delta_rule(
         transpose_state_layout: the old name of state_v_first.
         state_indices: [N] int32 or int64 on the device of q. With it, initial_state is a pool of P states,
             [P, HV, K, V] or [P, HV, V, K]. Sequence n reads and overwrites the state at state_indices[n]. A
-            negative index skips its sequence: the outputs are zero and no state changes. If the values are
-            not read, an index outside the pool also skips its sequence. Two sequences must not share a state.
-            Only without gradients.
+            negative index skips its sequence: the outputs are zero and no state changes. An index past the
+            end is an error on the CPU and in debug mode. On a GPU or in compiled code, without debug mode, it
+            skips its sequence like a negative one. Two sequences must not use the same state. Only without
+            gradients.
         inplace_state: write the final states to initial_state instead of a new tensor. Each state must be
             contiguous. Only without gradients.
         **unknown: raises an error that names the unknown keyword.

@@ -198,8 +198,8 @@ def mamba_split_conv1d_scan_combined(
 
     Returns:
         [b, T, M + H P], or [b, T, out] with outproj_weight. With return_final_states also the final states
-        [b, H, P, N] in float32 (float64 for float64 tensors). If the projection has columns of an
-        MLP, the result begins with its M columns: silu of their first half times their second half.
+        [b, H, P, N] in float32 (float64 for float64 tensors). If zxbcdt has 2 M columns of an MLP, M columns
+        come before those of the scan: silu(first M columns of zxbcdt) * its next M columns.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
