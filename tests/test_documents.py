@@ -65,7 +65,7 @@ def test_what_markdown_would_eat_is_shown() -> None:
 
 def test_links_between_documents_lead_somewhere() -> None:
     root = documents.ROOT
-    for page in [*DOCS.glob("*.md"), *root.glob("*.md"), *(root / ".github").rglob("*.md")]:
+    for page in [*DOCS.rglob("*.md"), *root.glob("*.md"), *(root / ".github").rglob("*.md")]:
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     assert Path(DOCS / "TROUBLESHOOTING.md").exists()
@@ -155,7 +155,7 @@ def test_the_form_for_failures_asks_for_doctor_and_has_fields_that_exist() -> No
 
 
 def test_what_contributors_are_told_to_edit_is_there() -> None:
-    text = (documents.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (DOCS / "contributing.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:flashlin|matrix|tests|tools)/[\w./]+)`", text)
     assert len(paths) > 5 and not [path for path in paths if not (documents.ROOT / path).exists()]
     assert f"## {flashlin.__version__}" in (documents.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
