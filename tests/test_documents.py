@@ -71,6 +71,14 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert Path(DOCS / "TROUBLESHOOTING.md").exists()
 
 
+def test_the_lists_of_pages_on_how_flashlin_is_built_are_complete() -> None:
+    pages = {path.name for path in (DOCS / "how").glob("*.md")}
+    pointer = (documents.ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"docs/how/([\w-]+\.md)", pointer)) == pages
+    table = sections((DOCS / "how" / "index.md").read_text(encoding="utf-8"))["Pages"]
+    assert set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", table, re.MULTILINE)) == pages - {"index.md"}
+
+
 # --- public names of other packages ---
 
 def test_the_record_is_what_the_installed_fla_says() -> None:
