@@ -71,6 +71,14 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert Path(DOCS / "TROUBLESHOOTING.md").exists()
 
 
+def test_the_lists_of_pages_on_how_flashlin_is_built_are_complete() -> None:
+    pages = {path.name for path in (DOCS / "how").glob("*.md")}
+    pointer = (documents.ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"docs/how/([\w-]+\.md)", pointer)) == pages
+    table = sections((DOCS / "how" / "index.md").read_text(encoding="utf-8"))["Pages"]
+    assert set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", table, re.MULTILINE)) == pages - {"index.md"}
+
+
 # --- public names of other packages ---
 
 def test_the_record_is_what_the_installed_fla_says() -> None:
@@ -155,7 +163,7 @@ def test_the_form_for_failures_asks_for_doctor_and_has_fields_that_exist() -> No
 
 
 def test_what_contributors_are_told_to_edit_is_there() -> None:
-    text = (documents.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (DOCS / "contributing.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:flashlin|matrix|tests|tools)/[\w./]+)`", text)
     assert len(paths) > 5 and not [path for path in paths if not (documents.ROOT / path).exists()]
     assert f"## {flashlin.__version__}" in (documents.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
