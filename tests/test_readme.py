@@ -5,6 +5,7 @@ change of plans or records, run ``python -m tools.documents`` and review the dif
 """
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -16,8 +17,10 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
 from flashlin.__main__ import parser
+from flashlin.diagnostics import report
 from flashlin.diagnostics.why import matches
 from flashlin.policy import CHOICES, ELSEWHERE, Policy
+from flashlin.trial.run import Trial, Tried
 from matrix.__main__ import command_line
 from tools import documents
 from tools.sections import SECTIONS, between_markers
@@ -82,6 +85,46 @@ def test_every_setting_and_choice_is_described() -> None:
     for field, choices in CHOICES.items():
         missing = [choice for choice in choices if f"`{choice}`" not in rows[f"FLASHLIN_{field.upper()}"]]
         assert not missing, f"FLASHLIN_{field.upper()}: {SETTINGS.name} does not mention {missing}"
+
+
+# --- the command line ---
+
+CLI = ROOT / "docs" / "reference" / "cli.md"
+[SUBCOMMANDS] = [one.choices for one in parser()._actions if isinstance(one, argparse._SubParsersAction)]
+
+
+def of_command(name: str) -> str:
+    """Return the section of cli.md on a command."""
+    return read(CLI).partition(f"\n## flashlin {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_a_command_is_described_with_its_options_examples_and_exit_codes(name: str) -> None:
+    section = of_command(name)
+    options = {option for action in SUBCOMMANDS[name]._actions for option in action.option_strings
+               if option not in ("-h", "--help")}
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")]
+    assert {option for row in rows for option in re.findall(r"`(-+[\w-]+)", row)} == options
+    assert len([line for line in commands(section) if line.startswith("flashlin ") or "| flashlin" in line]) >= 2
+    codes = section.partition("**Exit codes.**")[2].partition("**JSON.**")
+    assert codes[1] and re.search(r"\b2: ", codes[0])
+    assert ("This command" not in codes[2]) == ("--json" in options)
+    assert f"[`flashlin {name}`](#flashlin-{name})" in read(CLI)
+
+
+def test_the_json_of_doctor_and_warmup_is_described() -> None:
+    listed = {}
+    for line in of_command("doctor").splitlines():
+        if names := re.findall(r"`(\w+)`", line.split(" | ")[0]) if line.startswith("| `") else []:
+            listed.update(dict.fromkeys(names, re.findall(r"`(\w+)`", line.split(" | ")[1])))
+    fields, computed = report.Report.model_fields, report.Report.model_computed_fields
+    assert {name for name in listed if not name.startswith("-")} == {*fields, *computed}
+    for name, kind in {"devices": report.Device, "checks": report.Check, "plans": report.OpPlan,
+                       "issues": report.Issue, "ran": report.Ran, "packages": report.Package,
+                       "bindings": report.Binding, "flaws": report.Flaw, "advice": report.Advice}.items():
+        assert listed[name] == list(kind.model_fields), name
+    said = of_command("warmup").partition("**JSON.**")[2].partition("verdict is")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == {*Tried._fields, *Trial._fields}
 
 
 # --- Python ---
@@ -257,10 +300,9 @@ def test_commands_work_as_they_are_printed(page: Path) -> None:
 
 
 def test_there_are_commands_and_wrong_ones_are_noticed() -> None:
-    assert 'pip install -e ".[test,dev]"' in commands(read(README))
-    found = [line for page in PAGES for line in commands(read(page))]
-    assert len(found) > 50 and 'pip install -e ".[matrix]"' in found
-    assert "python -m matrix report" in " ".join(found)
+    assert 'pip install -e ".[test,dev]"' in commands(read(README)), "of a code block"
+    assert "TEST_WHOLE=1 make test" in commands(read(README)), "of inline code"
+    assert len([line for page in PAGES for line in commands(read(page))]) > 50
     for line, why in {"pip install -e .[test,dev]": "quote it", "pip install -e '.[tests]'": "no extra",
                       "pip install torch --extra-index-url $TORCH_INDEX": "takes $", "make tests": "make has",
                       "flashlin doctr": "SystemExit", "python -m matrix run --cel 3.6.0 --frd": "SystemExit",
