@@ -108,7 +108,8 @@ def support_table() -> str:
 
 def error_example() -> str:
     """Return the error of a call in strict mode on a T4, as a code block."""
-    plan = flashlin.plan(TRAINING, parse("triton=3.2.0,sm=75", torch_version="2.6.0"),
+    old = next(one for one in releases.RELEASES if one.version.startswith("3.2."))
+    plan = flashlin.plan(TRAINING, parse(f"triton={old.version},sm=75", torch_version=old.torch[0]),
                          Policy(policy="strict"))
     return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
 
