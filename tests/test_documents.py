@@ -63,15 +63,6 @@ def test_what_markdown_would_eat_is_shown() -> None:
     assert documents.code("Assertion `x`") == "`` Assertion `x` ``" and documents.code("a|b") == "`a|b`"
 
 
-def test_links_of_other_documents_lead_somewhere() -> None:
-    """tests/test_readme.py checks the links of README.md and docs/."""
-    root = documents.ROOT
-    for page in [*root.glob("*.md"), *(root / ".github").rglob("*.md")]:
-        for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
-    assert Path(DOCS / "troubleshooting.md").exists()
-
-
 # --- public names of other packages ---
 
 def test_the_record_is_what_the_installed_fla_says() -> None:
