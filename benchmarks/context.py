@@ -5,8 +5,8 @@
 
 Each rank is a process. The recorded time is the slowest rank's, and the memory is the highest peak of a rank.
 "heads": each rank computes some heads (an all-to-all). "tokens": each rank has some tokens and passes states
-on. `flashlin.explain(op, ranks=)` says which method a call uses. README's table is made from the records
-(benchmarks/report.py).
+on. `flashlin.explain(op, ranks=)` says which method a call uses. benchmarks/report.py makes the tables of
+docs/benchmarks from the records.
 """
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Tables in markdown and plots in SVG of the recorded benchmarks, for the README.
+"""Tables in markdown and plots in SVG of the recorded benchmarks, for docs/benchmarks.
 
-``python -m tests.test_readme --write`` inserts them.
+``python -m tools.documents`` inserts them.
 """
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ from matrix import markdown
 RESULTS = Path(__file__).parent / "results"
 PLOT = Path(__file__).parents[1] / "docs" / "speed.svg"
 CURVES = PLOT.with_name("training.svg")
+PAGE = PLOT.parent / "benchmarks" / "index.md"
 PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
 NONE = "-"
 Record = dict[str, Any]
@@ -199,6 +201,60 @@ def _host(figures: dict[str, Any]) -> str:
 def _memory(figures: dict[str, Any]) -> str:
     return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
 
+
+# --- speed ---
+
+def speed() -> str:
+    """Return the section on speed: the plots, the tables of speed-*.json, then older records.
+
+    Older records come from an earlier script, for calls that benchmarks/compare.py has not measured yet.
+    """
+    def picture(words: str, path: Path) -> str:
+        return f"![{words}]({os.path.relpath(path, PAGE.parent)})"
+    pictures = picture("the time of flashlin over that of others", PLOT)
+    if CURVES.exists():
+        pictures += f"\n\n{picture('losses of a small model', CURVES)}"
+    return f"{pictures}\n\n{table(records())}\n\nMeasured earlier:\n\n{earlier_speed()}"
+
+
+def earlier() -> list[tuple[Record, Record, str]]:
+    """Return (record, row, name of the compared package) for each older row that is not measured again yet.
+
+    The rows come from benchmarks/results/compare-fla-*.json.
+    """
+    files = sorted(RESULTS.glob("compare-fla-*.json"))
+    again = {named(row) for record in records() for row in record["rows"]}
+    return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
+            (json.loads(file.read_text()) for file in files) for row in record["rows"]
+            if named(row) not in again]
+
+
+def named(row: Record) -> tuple[str, str]:
+    """Return (op, note on the layout of its tensors), the key by which rows of records are compared."""
+    return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
+
+
+def earlier_speed() -> str:
+    """Return a table of benchmarks/results/compare-fla-*.json with one row for each op and shape."""
+    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
+             "|---" * 8 + "|"]
+    said = set()
+    for record, row, peer in earlier():
+        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
+                 f"{record[peer]}, {record['date']}, B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
+        ours, theirs, (op, layout) = row["flashlin"], row[peer], named(row)
+        mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
+        lines.append(f"| `{op}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
+                     f"{row['ratio_forward']:.2f} | {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
+                     f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
+    shape = ("bfloat16. Both packages ran in one process: mamba_ssm for Mamba's scans, fla for the others. First "
+             "call: chunk_simple_gla from empty caches.")
+    return "\n".join([*lines, "",
+                      f"{shape} *: fla refuses this backward here; its refusal was switched off for the "
+                      "timing.", *(f"- {one}" for one in sorted(said))])
+
+
+# --- plots ---
 
 # Sizes in pixels. UNIT: width of the other package's time. LETTER: width of a wide letter.
 UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6

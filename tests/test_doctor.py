@@ -28,8 +28,9 @@ from flashlin.dispatch import OPS
 from flashlin.guards.family import USES
 from flashlin.kernels.families import PUBLIC
 from flashlin.policy import Policy
-from tests import hostile, test_readme
+from tests import hostile
 from tests.machines import BROKEN, H200, NO_TORCH, check, installed, made, package, read, run
+from tools import sections
 
 pytestmark = pytest.mark.usefixtures("default_settings", "gpu_surroundings")
 
@@ -308,13 +309,13 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
                                     "V100,triton=3.3.1"])
-def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
-    # The README's table covers only these training calls. Doctor also covers heads of 256, packed rows and
+def test_doctor_and_the_table_of_plans_agree_where_they_count_the_same_calls(target: str) -> None:
+    # The table of tools/sections.py covers only these training calls. Doctor also covers heads of 256, packed rows and
     # decoding, and its line shows the worst plan of all these calls.
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
-    for dtype in test_readme.DTYPES:
-        told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))
-        assert test_readme.outcome(planned[typical_plans.Kind(dtype, "training", True)]) == told
+    for dtype in sections.DTYPES:
+        told = sections.outcome(flashlin.plan(sections.TRAINING._replace(dtype=dtype), target))
+        assert sections.outcome(planned[typical_plans.Kind(dtype, "training", True)]) == told
     assert ", ".join(USES) in flashlin.doctor(target=target).text()
 
 

@@ -95,7 +95,7 @@ def test_what_only_fla_has_says_so_and_what_to_do(line: str, what: str) -> None:
     code, text = said(line)
     kind = "AttributeError" if ";" in line else "ModuleNotFoundError"
     assert code == 1 and text.splitlines()[-1].startswith(
-        f"{kind}: flashlin has no {what}: if fla has it, keep fla.{what} (docs/MIGRATION.md lists the "
+        f"{kind}: flashlin has no {what}: if fla has it, keep fla.{what} (docs/migration.md lists the "
         "names that flashlin has)")
 
 

@@ -1,4 +1,4 @@
-"""Tests of the README's compatibility promise: public names and signatures stay as in tests/promise.txt.
+"""Tests of the promise in docs/compatibility.md: public names and signatures stay as in tests/promise.txt.
 
 After a deliberate change, update that file and review the diff:
 
@@ -70,7 +70,7 @@ def grown(before: str, after: str) -> bool:
 
 def test_what_users_import_stays() -> None:
     before, after = PROMISE.read_text().splitlines(), list(public())
-    assert not broken(before, after), "README, 'What stays compatible': a minor release warns first"
+    assert not broken(before, after), "docs/compatibility.md: a minor release warns first"
     assert after == before, "all changes keep the promise; run: python -m tests.test_promise --write"
 
 

@@ -1,223 +1,220 @@
-"""Tests that the README is true: its generated sections are current, its Python runs, its settings exist.
+"""Tests that README.md and the pages of docs/ are true.
 
-After a change of the plans, run ``python -m tests.test_readme --write`` and review the diff.
+Generated sections are current, Python blocks run, commands work as printed, files and settings exist. After a
+change of plans or records, run ``python -m tools.documents`` and review the diff.
 """
 from __future__ import annotations
 
-import json
-import os
+import argparse
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
-import flashlin
-from benchmarks import report
 from flashlin.__main__ import parser
-from flashlin.compat import releases
-from flashlin.compat.target import USUAL_CARD, Target, parse
+from flashlin.diagnostics import report
 from flashlin.diagnostics.why import matches
-from flashlin.guards.plan_types import Plan, Problem
 from flashlin.policy import CHOICES, ELSEWHERE, Policy
+from flashlin.trial.run import Trial, Tried
 from matrix.__main__ import command_line
+from tools import documents
+from tools.sections import SECTIONS, between_markers
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-TRAINING = Problem("chunk_simple_gla", "simple_gla", "chunk", 8, 2048, 8, 128, 128, 8, "bfloat16",
-                   needs_grad=True)
-
-
-def outcome(plan: Plan) -> str:
-    """Return the outcome of a plan in the words of the README's table."""
-    if plan.refused:
-        return "refused"
-    if plan.path == "torch":
-        return "torch path"
-    details = [words for words, on in (("fp32 copies", plan.problem.dot == "fp32"),
-                                       (f"{plan.problem.max_warps} warps",
-                                        plan.problem.max_warps < plan.asked.max_warps),
-                                       ("batch in parts", plan.problem.batch_part > 0)) if on]
-    return "kernels" + (f" ({', '.join(details)})" if details else "")
+ROOT = documents.ROOT
+README, SETTINGS = ROOT / "README.md", ROOT / "docs" / "reference" / "settings.md"
+PAGES = [README, *sorted(ROOT.glob("docs/**/*.md"))]
 
 
-def cell(target: Target) -> str:
-    """Return the outcome on one machine; it is listed by dtype only if the dtypes differ."""
-    found: dict[str, list[str]] = {}
-    for dtype, short in DTYPES.items():
-        found.setdefault(outcome(flashlin.plan(TRAINING._replace(dtype=dtype), target, Policy())),
-                         []).append(short)
-    if len(found) == 1:
-        return next(iter(found))
-    return ", ".join(f"{' '.join(dtypes)}: {words}" for words, dtypes in found.items())
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
-def ranges() -> dict[str, list[str]]:
-    """Return the columns of the README's table, each with its releases.
-
-    Consecutive releases with the same outcome on every GPU share one column.
-    """
-    def column(version: str) -> tuple[str, ...]:
-        return tuple(cell(parse(f"triton={version},sm={major}{minor}")) for major, minor in USUAL_CARD)
-
-    columns = {}
-    for _, group in groupby((one.version for one in releases.RELEASES), key=column):
-        members = list(group)
-        ends = [minor(version) if set(releases_of(minor(version))) <= set(members) else version
-                for version in (members[0], members[-1])]
-        columns[" to ".join(dict.fromkeys(ends))] = members
-    return columns
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-def minor(version: str) -> str:
-    return version.rpartition(".")[0]
+# --- generated sections and pictures ---
 
-
-def releases_of(name: str) -> list[str]:
-    return [one.version for one in releases.RELEASES if minor(one.version) == name]
-
-
-def support_table() -> str:
-    columns = ranges()
-    rows: list[tuple[str, tuple[str, ...]]] = []
-    for (major, minor), (card, _) in USUAL_CARD.items():
-        rows.append((f"{card} (sm{major}{minor})",
-                     tuple(cell(parse(f"triton={group[0]},sm={major}{minor}"))
-                           for group in columns.values())))
-    lines = ["| card | " + " | ".join(f"Triton {name}" for name in columns) + " |",
-             "|---" * (len(columns) + 1) + "|"]
-    for cells, group in groupby(rows, key=lambda row: row[1]):
-        lines.append("| " + " | ".join([", ".join(name for name, _ in group), *cells]) + " |")
-    elsewhere = {"An AMD GPU": "triton=3.7.1,backend=hip",
-                 "a GPU with Triton missing, broken or older than 3.0": "triton=2.3.1,sm=90",
-                 "a CPU": "triton=3.7.1,backend=cpu"}
-    return "\n".join([*lines, "",
-                      "; ".join(f"{name}: {cell(parse(target))}"
-                                for name, target in elsewhere.items()) + "."])
-
-
-def error_example() -> str:
-    plan = flashlin.plan(TRAINING, parse("triton=3.2.0,sm=75", torch_version="2.6.0"),
-                         Policy(policy="strict"))
-    return f"```\nUnsupportedError: {flashlin.UnsupportedError(plan)}\n```"
-
-
-def speed() -> str:
-    """Return the README's section on speed: tables and plots of benchmarks/report.py, then older records.
-
-    Older records come from an earlier script, for calls that benchmarks/compare.py has not measured yet.
-    """
-    name = report.PLOT.relative_to(README.parent)
-    picture = f"![the time of flashlin over that of others]({name})"
-    if report.CURVES.exists():
-        picture += f"\n\n![losses of a small model]({report.CURVES.relative_to(README.parent)})"
-    return f"{picture}\n\n{report.table(report.records())}\n\nMeasured earlier:\n\n{earlier_speed()}"
-
-
-def earlier() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
-    """Return (record, row, name of the compared package) for each older row that is not measured again yet.
-
-    The rows come from benchmarks/results/compare-fla-*.json.
-    """
-    files = sorted(report.RESULTS.glob("compare-fla-*.json"))
-    again = {named(row) for record in report.records() for row in record["rows"]}
-    return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
-            (json.loads(file.read_text()) for file in files) for row in record["rows"]
-            if named(row) not in again]
-
-
-def named(row: dict[str, Any]) -> tuple[str, str]:
-    """Return (op, note on the layout of its tensors), the key by which rows of records are compared."""
-    return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
-
-
-def drawn() -> str:
-    return report.plot(report.records())
-
-
-def earlier_speed() -> str:
-    """Return a table of benchmarks/results/compare-fla-*.json with one row for each op and shape."""
-    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
-             "|---" * 8 + "|"]
-    said = set()
-    for record, row, peer in earlier():
-        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
-                 f"{record[peer]}, {record['date']}, B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
-        ours, theirs, (op, layout) = row["flashlin"], row[peer], named(row)
-        mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
-        lines.append(f"| `{op}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
-                     f"{row['ratio_forward']:.2f} | {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
-                     f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = ("bfloat16. Both packages ran in one process: mamba_ssm for Mamba's scans, fla for the others. First "
-             "call: chunk_simple_gla from empty caches.")
-    return "\n".join([*lines, "",
-                      f"{shape} *: fla refuses this backward here; its refusal was switched off for the "
-                      "timing.", *(f"- {one}" for one in sorted(said))])
-
-
-GENERATED: dict[str, Callable[[], str]] = {"support table": support_table, "error": error_example,
-                                           "speed": speed, "ranks": report.over_ranks,
-                                           "invariance": report.of_invariance}
-
-
-def between_markers(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}: generated[^>]*-->\n)(.*?)(\n<!-- end of {name} -->)", re.DOTALL)
-
-
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", SECTIONS)
 def test_generated_part_is_current(name: str) -> None:
-    found = between_markers(name).search(README.read_text())
-    assert found, f"README.md has lost the markers of {name!r}"
-    assert found[2] == GENERATED[name](), "run: python -m tests.test_readme --write"
+    page = SECTIONS[name].page
+    found = between_markers(name).search(read(ROOT / page))
+    assert found, f"{page} has lost the markers of {name!r}"
+    assert found[2] == SECTIONS[name].make(), "run: python -m tools.documents"
 
 
-PICTURES = {report.PLOT: drawn, report.CURVES: report.curves}
+def test_a_marked_section_of_a_page_has_a_function() -> None:
+    """A section that is not in SECTIONS, or is on another page, would never be compared."""
+    marked = [(name, name_of(page)) for page in PAGES
+              for name in re.findall(r"^<!-- end of (.+) -->$", read(page), re.MULTILINE)]
+    assert sorted(marked) == sorted((name, one.page) for name, one in SECTIONS.items())
 
 
-@pytest.mark.parametrize("place", PICTURES)
+@pytest.mark.parametrize("place", documents.PICTURES, ids=name_of)
 def test_a_picture_is_current(place: Path) -> None:
-    assert (place.read_text() if place.exists() else "") == PICTURES[place](), (
-        "run: python -m tests.test_readme --write")
+    assert (place.read_text() if place.exists() else "") == documents.PICTURES[place](), (
+        "run: python -m tools.documents")
 
+
+# --- size ---
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= 14 * 1024
+    tables = re.findall(r"(?:^\|.*\n)+", read(README), re.MULTILINE)
+    assert max(table.count("\n") - 2 for table in tables) <= 12  # without the header and the line below it
+    assert len(re.findall(r"!\[", read(README))) <= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_that_people_write_is_at_most_20_kb(page: Path) -> None:
+    text = read(page)
+    written = re.sub(r"<!-- (.+): generated.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    assert len(written.encode()) <= 20 * 1024 or "generated" in text[:400].lower()
+
+
+# --- settings ---
 
 def test_every_setting_and_choice_is_described() -> None:
-    rows = {line.split("`")[1]: line
-            for line in README.read_text().splitlines() if line.startswith("| `FLASHLIN_")}
+    rows = {line.split("`")[1]: line for line in read(SETTINGS).splitlines() if line.startswith("| `FLASHLIN_")}
     assert set(rows) == {f"FLASHLIN_{name.upper()}" for name in (*Policy._fields, *ELSEWHERE)}
     for field, choices in CHOICES.items():
         missing = [choice for choice in choices if f"`{choice}`" not in rows[f"FLASHLIN_{field.upper()}"]]
-        assert not missing, f"FLASHLIN_{field.upper()}: README does not mention {missing}"
+        assert not missing, f"FLASHLIN_{field.upper()}: {SETTINGS.name} does not mention {missing}"
 
 
-def test_python_in_the_readme_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert blocks
-    script = tmp_path / "readme.py"  # Triton reads a kernel's source from its file
-    script.write_text("\n".join(blocks))
-    search = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300,
-                          check=False, env={**os.environ, "PYTHONPATH": search})
-    assert done.returncode == 0, done.stderr
+# --- the command line ---
+
+CLI = ROOT / "docs" / "reference" / "cli.md"
+[SUBCOMMANDS] = [one.choices for one in parser()._actions if isinstance(one, argparse._SubParsersAction)]
 
 
-def test_files_the_readme_names_exist() -> None:
-    named = re.findall(r"\]\(([\w./-]+)\)", README.read_text())
-    assert named
-    assert not [name for name in named if not (README.parent / name).exists()]
+def of_command(name: str) -> str:
+    """Return the section of cli.md on a command."""
+    return read(CLI).partition(f"\n## flashlin {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_a_command_is_described_with_its_options_examples_and_exit_codes(name: str) -> None:
+    section = of_command(name)
+    options = {option for action in SUBCOMMANDS[name]._actions for option in action.option_strings
+               if option not in ("-h", "--help")}
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `-")]
+    assert {option for row in rows for option in re.findall(r"`(-+[\w-]+)", row)} == options
+    examples = "".join(re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    assert len(re.findall(rf"^.*\bflashlin {name}\b", examples, re.MULTILINE)) >= 2
+    codes = section.partition("**Exit codes.**")[2].partition("**JSON.**")
+    assert codes[1] and re.search(r"\b2: ", codes[0])
+    assert ("This command" not in codes[2]) == ("--json" in options)
+    assert f"[`flashlin {name}`](#flashlin-{name})" in read(CLI)
+
+
+def test_the_json_of_doctor_and_warmup_is_described() -> None:
+    listed = {}
+    for line in of_command("doctor").splitlines():
+        if names := re.findall(r"`(\w+)`", line.split(" | ")[0]) if line.startswith("| `") else []:
+            listed.update(dict.fromkeys(names, re.findall(r"`(\w+)`", line.split(" | ")[1])))
+    fields, computed = report.Report.model_fields, report.Report.model_computed_fields
+    assert {name for name in listed if not name.startswith("-")} == {*fields, *computed}
+    for name, kind in {"devices": report.Device, "checks": report.Check, "plans": report.OpPlan,
+                       "issues": report.Issue, "ran": report.Ran, "packages": report.Package,
+                       "bindings": report.Binding, "flaws": report.Flaw, "advice": report.Advice}.items():
+        assert listed[name] == list(kind.model_fields), name
+    said = of_command("warmup").partition("**JSON.**")[2].partition("verdict is")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == {*Tried._fields, *Trial._fields}
+
+
+# --- Python ---
+
+# One process imports torch and flashlin, and then forks a child for each page: the imports take longer than most
+# pages. It reads lines "script<tab>log" and answers with the exit code of the child.
+RUNNER = """
+import os, runpy, signal, sys, traceback
+import flashlin, torch, triton
+for line in sys.stdin:
+    script, log = line.rstrip("\\n").split("\\t")
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    signal.alarm(300)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(output, 1), os.dup2(output, 2)
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+"""
+Run = Callable[[str], tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Return a function that runs a script in a fresh process, and returns its exit code and output."""
+    folder = tmp_path_factory.mktemp("pages")
+    with subprocess.Popen([sys.executable, "-c", RUNNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          cwd=ROOT) as runner:
+        assert runner.stdin and runner.stdout
+        stdin, stdout = runner.stdin, runner.stdout
+
+        def run(text: str) -> tuple[int, str]:
+            script, log = folder / "page.py", folder / "log"  # Triton reads a kernel's source from its file
+            script.write_text(text, encoding="utf-8")
+            log.unlink(missing_ok=True)
+            stdin.write(f"{script}\t{log}\n")
+            stdin.flush()
+            return int(stdout.readline()), log.read_text(encoding="utf-8")
+        yield run
+        stdin.close()
+
+
+def python_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
+def test_python_of_a_page_runs(page: Path, run_script: Run) -> None:
+    code, output = run_script("\n".join(python_of(page)))
+    assert code == 0, output
+
+
+def test_python_that_fails_is_noticed(run_script: Run) -> None:
+    code, output = run_script("import flashlin\nflashlin.chunk_gla(1)")
+    assert code == 1 and "TypeError" in output
+    assert run_script("import sys\nprint(__name__)") == (0, "__main__\n")
+    assert python_of(README) and python_of(ROOT / "docs" / "quickstart.md")
+
+
+# --- links ---
+
+def headings(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md")}), ids=name_of)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]*))?\)", text)
+    for file, anchor in links:
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not anchor or anchor in headings(read(target)), f"{file}#{anchor}"
+    assert links or page != README
 
 
 # --- commands ---
 
-ROOT = README.parent
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")),
-         *sorted(ROOT.glob(".github/*/*.yml"))]
+WITH_COMMANDS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob(".github/*/*.yml"))]
 PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip install|python |flashlin |make |ruff |mypy|pytest |git )"
 QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 USERS = ("train.py", "program.py")  # names that stand for files of the reader
@@ -297,16 +294,16 @@ JUDGES: dict[str, Callable[[list[str]], str]] = {
     "ruff": of_files, "mypy": of_files, "git": lambda words: ""}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_commands_work_as_they_are_printed(page: Path) -> None:
-    wrong = {line: why for line in commands(page.read_text(encoding="utf-8")) if (why := complaint(line))}
+    wrong = {line: why for line in commands(read(page)) if (why := complaint(line))}
     assert not wrong
 
 
 def test_there_are_commands_and_wrong_ones_are_noticed() -> None:
-    found = commands(README.read_text(encoding="utf-8"))
-    assert len(found) > 20 and 'pip install -e ".[matrix]"' in found
-    assert "python -m matrix report" in " ".join(found)
+    assert 'pip install -e ".[test,dev]"' in commands(read(README)), "of a code block"
+    assert "TEST_WHOLE=1 make test" in commands(read(README)), "of inline code"
+    assert len([line for page in PAGES for line in commands(read(page))]) > 50
     for line, why in {"pip install -e .[test,dev]": "quote it", "pip install -e '.[tests]'": "no extra",
                       "pip install torch --extra-index-url $TORCH_INDEX": "takes $", "make tests": "make has",
                       "flashlin doctr": "SystemExit", "python -m matrix run --cel 3.6.0 --frd": "SystemExit",
@@ -321,29 +318,13 @@ def test_users_are_told_an_install_in_which_type_checkers_find_the_stubs() -> No
 
     The editable install by setuptools is an import hook, which type checkers do not run.
     """
-    first = next(line for line in commands(README.read_text(encoding="utf-8")) if line.startswith("pip install"))
+    first = next(line for line in commands(read(README)) if line.startswith("pip install"))
     assert shlex.split(first, comments=True) == ["pip", "install", "."]
 
 
 def test_the_symptoms_at_the_top_are_those_of_known_failures() -> None:
-    table = README.read_text(encoding="utf-8").partition("| on the screen |")[2].partition("\n\n")[0]
+    table = read(README).partition("| on the screen |")[2].partition("\n\n")[0]
     shown = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     assert len(shown) == 5
     for symptom in shown:
         assert [match for match in matches(symptom) if "by the words" not in match.because], symptom
-
-
-def write() -> None:
-    text = README.read_text()
-    for name, made in GENERATED.items():
-        text = between_markers(name).sub(lambda found, made=made: found[1] + made() + found[3], text)  # type: ignore[misc]
-    README.write_text(text)
-    for place, made in PICTURES.items():
-        if picture := made():
-            place.write_text(picture)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    write()

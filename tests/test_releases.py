@@ -24,8 +24,8 @@ from flashlin.diagnostics import checks, machine
 from flashlin.guards import launch_table
 from flashlin.testing import environments
 from matrix import cells, workflow
-from tests import test_readme
 from tests.machines import ROOT, made
+from tools import sections
 
 VERSION = re.compile(r"[23]\.\d+(\.\d+)?")
 PRETENDED = Release(
@@ -153,8 +153,8 @@ def test_a_release_that_is_no_gate_has_no_cell(monkeypatch: pytest.MonkeyPatch) 
     assert bundled_ptxas("3.98.0", (8, 9)) == "13.6.1"
 
 
-def test_the_readme_has_a_column_for_a_new_release(one_more: Release) -> None:
-    assert list(test_readme.ranges())[-1].endswith(" to 3.98")
+def test_the_table_of_plans_has_a_column_for_a_new_release(one_more: Release) -> None:
+    assert list(sections.ranges())[-1].endswith(" to 3.98")
 
 
 # --- the workflow ---

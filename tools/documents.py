@@ -1,8 +1,9 @@
-"""Write docs/TROUBLESHOOTING.md and docs/MIGRATION.md from the project's own tables.
+"""Write the generated pages, the marked sections of other pages, and the plots in docs/.
 
     python -m tools.documents
 
-Run it after a change of a known failure or of a public name.
+Run it after a change of a plan, a known failure, a public name or a record of a benchmark, and review the
+diff. ``python -m matrix report`` writes the pages on support.
 """
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import report
 from flashlin.compat.known import Known
 from flashlin.diagnostics.why import failures, rows
 from matrix.markdown import table
 from tools import peers
+from tools.sections import SECTIONS, filled
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -52,7 +55,7 @@ before the exception.
 
 
 def troubleshooting() -> str:
-    """Return the text of docs/TROUBLESHOOTING.md.
+    """Return the text of docs/troubleshooting.md.
 
     It has a section for each group of messages that the same failures print. The failures that
     print no message come after these sections.
@@ -81,7 +84,7 @@ COMING = """# Coming from fla, mamba_ssm or causal_conv1d
 You can keep your program unchanged. Run `flashlin run train.py` instead of `python train.py`, or call
 `flashlin.patch("fla", "mamba_ssm", "causal_conv1d")` in the program. Both replace the functions of these
 packages by flashlin's, also in their layers and models
-([README](../README.md#programs-that-one-does-not-edit)).
+([Patch a program](guides/patch.md)).
 
 You can also import from flashlin. Replace `fla.ops` by `flashlin.ops`, and `fla.modules` by
 `flashlin.modules`. Submodules work as well: `from flashlin.ops.simple_gla.chunk import chunk_simple_gla`,
@@ -95,8 +98,7 @@ mamba_ssm and causal_conv1d are in `flashlin.mamba`. flashlin has no layers and 
 - An unknown keyword raises an error. Functions of fla with `**kwargs` ignore it.
 - An invalid argument raises a ValueError or TypeError that names it, before a kernel starts.
 - CPU tensors, float32, heads of up to 512, empty sequences in `cu_seqlens` and a batch times heads above
-  65,535 are supported. A table of [SUPPORT.md](../SUPPORT.md#beside-fla-and-mamba_ssm) shows how each package
-  handles them.
+  65,535 are supported. [What runs where](support/index.md) shows how each package handles them.
 - A function marked *(composed)* has no kernels of its own. It calls other functions of the table, which its
   docstring names.
 - The first call tunes nothing, and equal calls return bitwise equal results.
@@ -110,7 +112,7 @@ class Absent(NamedTuple):
 
     names: regular expression that finds the names of the group.
     when: LATER or OUT.
-    why: the reason, for docs/MIGRATION.md.
+    why: the reason, for docs/migration.md.
     """
     names: str
     when: str
@@ -150,7 +152,7 @@ THERE = {"fla": "flashlin", "mamba_ssm": "flashlin.mamba", "causal_conv1d": "fla
 
 
 def migration() -> str:
-    """Return the text of docs/MIGRATION.md.
+    """Return the text of docs/migration.md.
 
     It lists each public name of the other packages, flashlin's name, and the differences of the signatures.
     """
@@ -213,11 +215,28 @@ def plain(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\`*_<>[]" else letter for letter in text)
 
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"TROUBLESHOOTING.md": troubleshooting,
-                                           "MIGRATION.md": migration}
+DOCUMENTS: dict[str, Callable[[], str]] = {"troubleshooting.md": troubleshooting, "migration.md": migration}
+PICTURES: dict[Path, Callable[[], str]] = {report.PLOT: lambda: report.plot(report.records()),
+                                           report.CURVES: report.curves}
+
+
+def page(name: str) -> str:
+    """Return the text of a page, given by its path in the checkout, with its marked sections as of now."""
+    return filled((ROOT / name).read_text(encoding="utf-8"),
+                  [section for section, one in SECTIONS.items() if one.page == name])
+
+
+def written() -> dict[Path, str]:
+    """Return the text of every file that this program writes.
+
+    A plot without records is not written.
+    """
+    texts = {DOCS / name: make() for name, make in DOCUMENTS.items()}
+    texts.update({ROOT / name: page(name) for name in dict.fromkeys(one.page for one in SECTIONS.values())})
+    return {**texts, **{place: text for place, make in PICTURES.items() if (text := make())}}
+
 
 if __name__ == "__main__":
-    DOCS.mkdir(exist_ok=True)
-    for name, make in DOCUMENTS.items():
-        (DOCS / name).write_text(make(), encoding="utf-8")
-        print(f"wrote docs/{name}")
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")

@@ -2,7 +2,7 @@
 
 Three tables contain their instances: ``known_issues`` (failures of Triton, ptxas and kernels),
 ``known_flaws`` (of other packages) and ``known_failures`` (all others). ``flashlin why``, doctor, dispatch,
-docs/TROUBLESHOOTING.md and the tests read these tables.
+docs/troubleshooting.md and the tests read these tables.
 """
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It contains limits of CUDA, tokens and offsets that are out of range, and missing requirements of Triton.
 Failures of compilers are in known_issues.py, and those of single packages in known_flaws.py. Add a failure as
-one ``Known(...)`` literal. ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read the table.
+one ``Known(...)`` literal. ``flashlin why``, docs/troubleshooting.md and the tests read the table.
 """
 from __future__ import annotations
 

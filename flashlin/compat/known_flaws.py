@@ -1,7 +1,7 @@
 """The table of known flaws, KNOWN_FLAWS: slowdowns, wrong results and failures of other packages.
 
 Add a flaw as one ``Flaw(...)`` literal, or in a shorter form such as ``_Patched(...)``. Doctor, ``flashlin
-why``, docs/TROUBLESHOOTING.md and the tests read the table.
+why``, docs/troubleshooting.md and the tests read the table.
 
 A flaw is matched with the installed packages, the GPU and the functions to which the loaded models are bound.
 It is never matched with the calls of a program, because flashlin cannot see them.

@@ -1,7 +1,7 @@
 """The table of known issues, KNOWN_ISSUES: failures of Triton, ptxas and kernels.
 
 Add an issue as one ``KnownIssue(...)`` literal, or as ``_Compiled(...)`` if a test compiles its proof.
-Dispatch, doctor, ``flashlin why``, docs/TROUBLESHOOTING.md and the tests read the table.
+Dispatch, doctor, ``flashlin why``, docs/troubleshooting.md and the tests read the table.
 
 An issue is matched with the traits, warps and stages of a launch, and with the GPU, Triton and ptxas of its
 target. It is never matched with the name of an op. An issue without ``remedies`` is reported by doctor and

@@ -22,7 +22,7 @@ OF_FLA = re.compile(rf"flashlin\.((ops|modules)\.[^_]|({'|'.join(ABSENT)})\b)")
 def lacking(name: str) -> str:
     """Return the advice for a name of fla that flashlin does not have."""
     name = name.removeprefix("flashlin.")
-    return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/MIGRATION.md lists the names "
+    return (f"flashlin has no {name}: if fla has it, keep fla.{name} (docs/migration.md lists the names "
             "that flashlin has)")
 
 

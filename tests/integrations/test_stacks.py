@@ -89,15 +89,17 @@ def test_records_have_nothing_wrong(stack: Any) -> None:
 
 
 def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
-    """README and the advice of an error name the same models."""
+    """The documentation and the advice of an error name the same models."""
     stack = run.by_name(["fla 0.6.0, transformers 5.24.0"])[0]
     rows = [row for row in records.read(RESULTS / f"{stack.file}.json")["rows"]
             if "(layer)" not in row["model"]]
     found = [row["model"] for row in rows
              if all(verdicts.verdict_of(row["patched"][name]) in ("alone", "agrees")
                     for name in ("logits", "gradients", "greedy"))]
-    readme = Path(RESULTS.parent.parent, "README.md").read_text(encoding="utf-8")
-    said = re.search(r"(\d+) of fla's (\d+) models \(fla 0\.6\.0\) train and generate: (.+?)\.", readme)
+    pages = " ".join(word for page in Path(RESULTS.parent.parent, "docs").rglob("*.md")
+                     for word in page.read_text(encoding="utf-8").split())
+    said = re.search(r"(\d+) of fla's (\d+) models \(fla 0\.6\.0\) train and generate[^:.]*: (.+?)\.",
+                     pages)
     assert said and (int(said[1]), int(said[2])) == (len(found), len(rows))
     assert sorted(found) == sorted(RUNNING) == sorted(re.split(", | and ", said[3]))
     missing = {row["model"]: row["patched"]["logits"] for row in rows if row["model"] not in found}
