@@ -27,14 +27,14 @@ from benchmarks.calls import OPS, Op, Shape, cases, runs
 
 HERE = Path(__file__).resolve().parents[1]
 NOISE = 1.05  # two runs of the same checkout may differ by this factor
-# The other metrics mostly measure the host, whose cores may be shared.
+# The summary counts only metrics with this ending. All others depend on the host, whose cores may be shared.
 OF_THE_CARD = "device_ms"
 ROUNDS = 5
 Rows = dict[str, dict[str, float]]  # call -> metric -> milliseconds or microseconds
 
 
 def figures(op: Op, shape: Shape) -> dict[str, float]:
-    """Return the medians of a call's metrics, by name. Runs in a process of the checkout."""
+    """Return the medians of a call's metrics, by name. Call this in a process that imports the checkout."""
     import flashlin
     calls = runs(getattr(flashlin, op.name), op, shape, "cuda")
     found: dict[str, float] = {}

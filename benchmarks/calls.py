@@ -15,7 +15,8 @@ class Shape(NamedTuple):
 
     B, T: batch and tokens.
     H: heads of q and k.
-    D: size of a head. For ops without heads, H or D is the size of a token.
+    D: size of a head. For norms and convolutions, D is the size of a token. For Mamba's scan, H is the number
+        of channels and D the number of state columns.
     HV: heads of v; 0 for H.
     packed: number of sequences that share the row of tokens; 0 if not packed.
     """

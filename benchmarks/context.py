@@ -97,8 +97,9 @@ def of_op(name: str, given: Namespace, device: str) -> dict[str, dict[str, Any]]
 def taken(call: Callable[[], Any] | None, device: str, alone: bool) -> dict[str, Any]:
     """Return milliseconds of the slowest rank and MiB of the fullest rank.
 
-    A rank without a call only waits at the barriers. A single device may run out of memory; then the result
-    says so.
+    A rank without a call only waits at the barriers.
+
+    alone: the call runs on one device. If it runs out of memory, the result has only ``failed``, the error.
     """
     times, failed = [], ""
     if device != "cpu":

@@ -5,9 +5,9 @@
 The time includes the import of flashlin, and a forward or a forward with backward. It excludes the import of
 torch, the CUDA context and torch's own imports at a first gradient.
 
-``benchmarks/compare.py --first`` runs this twice: with an empty Triton cache and FLASHLIN_HOME, and again.
---alone: each kernel compiles when it is launched, as on a machine with one core
-(ops/_common/compile_ahead.py).
+``benchmarks/compare.py --first`` runs this twice. In the first run, Triton's cache and FLASHLIN_HOME are
+empty. The second run finds the files of the first. --alone: each kernel compiles when it is launched, as on
+a machine with one core (ops/_common/compile_ahead.py).
 """
 from __future__ import annotations
 

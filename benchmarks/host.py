@@ -5,9 +5,9 @@
 Times are in microseconds and in *bare launches*: one Triton launch of a kernel with eight tensors, timed in
 turn with the calls. With a GPU the launches are real, and the GPU is kept busy. Without one, the benchmark
 simulates an H200 (benchmarks/pretended.py), where launching a compiled kernel takes no time, for calls and
-for bare launches. So without a GPU the ratio is not that of a real one. ``ordinary``: without the shortcuts
-of repeated calls (ops/_common/replay.py, compat/launch_cache.py). --profile N: print the N functions in which
-a call spends most time.
+for bare launches. So the ratio of a call to a bare launch differs from the ratio on a real GPU. ``ordinary``:
+without the shortcuts of repeated calls (ops/_common/replay.py, compat/launch_cache.py). --profile N: print
+the N functions in which a call spends most time.
 """
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ ROUNDS, CALLS = 15, 100
 def calls(op: str, device: str) -> dict[str, Callable[[], Any]]:
     """Return the calls of an op to time, by name.
 
-    For an op with gradients, one entry is torch alone with as many tensors, which is a lower bound of the
-    op's time.
+    For an op with gradients, the entry "both, torch alone" calls an autograd function with the same tensors
+    that computes nothing. Its time is a lower bound of the op's time.
     """
     shape = DECODED if "recurrent" in op else CHUNKED
     timed = {f"{op} {what}": call

@@ -3,9 +3,9 @@
     python -m benchmarks.invariant [--op gla] --out benchmarks/results
     python -m benchmarks.invariant --device cpu --small        try the script itself
 
-It times the chunk ops of benchmarks/calls.py. One shape fills a GPU; there the setting changes only the tiles
-of vector decays. The other shapes have few heads, so their sequences are split into segments without the
-setting.
+It times the chunk ops of benchmarks/calls.py. One shape fills a GPU. There, on Hopper, the setting turns off
+the overlapping kernels and the kernels with one decay reference. The other shapes have few heads, so their
+sequences are split into segments without the setting.
 """
 from __future__ import annotations
 

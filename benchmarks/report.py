@@ -64,7 +64,10 @@ def pairs(record: Record) -> list[Pair]:
 
 
 def over_ranks(folder: Path = RESULTS) -> str:
-    """Return one table per record of benchmarks/context.py: one GPU with the whole sequence, and several."""
+    """Return one table per record of benchmarks/context.py.
+
+    It compares one GPU that has the whole sequence with several GPUs that divide it.
+    """
     lines: list[str] = []
     for path in sorted(folder.glob("context-*.json")):
         of = json.loads(path.read_text(encoding="utf-8"))
@@ -178,8 +181,8 @@ def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str
 def _card(figures: dict[str, Any]) -> float:
     """Return milliseconds of GPU time.
 
-    Between events the GPU may have waited for a host that waits for it. So the wall time is also an upper
-    bound.
+    A time between events can be too long: if a call waits for the GPU, the GPU then idles until the host
+    continues. The wall time is another upper bound of the GPU time, so the smaller of the two counts.
     """
     device, wall = (float(figures[clock]["median"]) for clock in ("device_ms", "wall_ms"))
     return device if figures["how"] == "graph" else min(device, wall)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.shield [--out benchmarks/results/shield.json]
 
-Each row is the best of many runs (the machine may be shared), in microseconds. It is the difference between a
-shielded call and the same call of the same kernel without shield, whose launch is also empty. It excludes the
-query of CUDA's current device, because there is no CUDA here.
+Each row is in microseconds: the time of a shielded call, minus the time of the same call without shield,
+whose launch is also empty. Each time is the best of many runs, because the machine may be shared. The row
+excludes the query of CUDA's current device, because there is no CUDA here.
 """
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Start(NamedTuple):
 
 
 def captured(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Start]:
-    """Return the kernels of a forward with backward, by name; of repeated launches, the first."""
+    """Return the first launch of each kernel in a forward with backward, by the kernel's name."""
     found: dict[str, Start] = {}
     before = door._starter
 

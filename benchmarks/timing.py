@@ -31,8 +31,9 @@ def compared(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Any]]:
     """Return medians and quartiles of the times of each call, by name. The calls take turns in each round.
 
     ``device_ms``: GPU time, without the host.
-    ``how``: how the GPU time was measured: ``graph`` for a replayed CUDA graph. If the call cannot be
-        captured: events around calls that wait in a full queue.
+    ``how``: how the GPU time was measured. ``graph`` means that a CUDA graph was replayed. If the call cannot
+        be captured, it is timed between events while its launches wait in a full queue. The text is then
+        ``events:`` and the error of the capture.
     ``wall_ms``: time of calls from Python, one after another.
     ``host_us``: time of Python alone, while the GPU is busy with other work.
     ``launches``: `host_us` divided by the time of a bare launch (``bare``) in the same rounds. Both are

@@ -174,7 +174,7 @@ class Engine:
     def __init__(self, model: Model, slots: int, piece: int, device: torch.device) -> None:
         self.model, self.piece, self.device = model, piece, device
         self.free, self.running = [*range(slots)], list[Request]()
-        self.slots, self.used = slots, dict[int, int]()  # number of requests by slot
+        self.slots, self.used = slots, dict[int, int]()  # slot -> how many requests have used it
 
     def admit(self, waiting: list[Request]) -> None:
         while waiting and self.free:

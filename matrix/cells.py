@@ -35,7 +35,8 @@ def whole() -> Matrix:
     cells = [
         # This release is too old for the kernels, so every op must run on the torch path.
         Cell(triton="2.3.1", python="3.7 to 3.12", kind="report", layers=("import", "plan", "torch")),
-        # The oldest supported torch pins this Triton. The launches are the same as for the release itself.
+        # The oldest supported torch pins this Triton. Its launches are not compiled again, because they are
+        # the same as in the cell of this release with the installed torch.
         Cell(triton=oldest.version, python=oldest.python, torch=oldest.torch[-1], kind="gate",
              layers=("import", "interpret", "torch")),
         *(Cell(triton=one.version, python=one.python, kind="gate") for one in releases.RELEASES if one.gate),

@@ -56,7 +56,7 @@ def everything() -> list[Tried]:
     tried = []
     for stages, warps, strip in itertools.product((1, 2), (4, 8), (16, 32)):
         tried += [Tried(op, kernel, {"BV": strip}, warps, stages) for op, kernel in columns]
-        # An op without a gate, because the scratch memory of the gate fits only the planned tile.
+        # Use an op without a gate, because the scratch memory for a gate fits only the planned tile.
         tried += [Tried("linear_attn", kernel, {"BK": strip}, warps, stages)
                   for kernel in ("simple_gla_dq", "simple_gla_dk")]
     for strip, warps in itertools.product((16, 32, 64), (1, 2, 4, 8)):

@@ -60,7 +60,8 @@ class Op(NamedTuple):
     initial: name of the argument with the initial state, or empty. For mamba3: the names of the tensors in
         ``Input_States``, in the order of the returned final states.
     last: name of the argument that requests the final state, or empty.
-    packed: ``both`` or ``flashlin``, the packages whose op accepts cu_seqlens. Any other text is the answer.
+    packed: ``both`` or ``flashlin``, the packages whose op accepts cu_seqlens. Any other text is recorded as
+        the answer to the aspect ``packed``.
     steps: rows of k, v and beta for each token.
     """
     name: str
@@ -167,7 +168,7 @@ def made(op: Op, sizes: Sizes, dtype: Any, generator: Any) -> dict[str, Any]:
                  "A": -torch.rand(H, generator=generator) - 0.5, "B": randn(B, T, H, K).to(dtype),
                  "C": randn(B, T, H, K).to(dtype)}
         state = (B, H, V, K)
-    elif op.name == "selective_scan_fn":  # V channels with separate states for each head
+    elif op.name == "selective_scan_fn":  # H * V channels, each with a state of K columns
         given = {"u": randn(B, H * V, T).to(dtype), "delta": F.softplus(randn(B, H * V, T) - 2).to(dtype),
                  "A": -torch.rand(H * V, K, generator=generator) - 0.5, "B": randn(B, K, T).to(dtype),
                  "C": randn(B, K, T).to(dtype)}

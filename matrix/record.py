@@ -1,7 +1,7 @@
 """Shared helpers of the scripts that run experiments on the local GPU and record the results.
 
 They describe the GPU and the versions of a record, choose its file name, and run each experiment in a child
-process. A failure may end that process or corrupt its CUDA context, so the script itself stays intact.
+process. A failure may end that process or corrupt its CUDA context, but the script itself continues.
 """
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Layer = Literal["import", "plan", "compile", "interpret", "torch"]
 LAUNCHES = "launches.json"
 # JSON without spaces, because a checkout has to stay small
 compact = json.JSONEncoder(separators=(",", ":")).encode
-# (configuration, launch without the kernel's name) -> release -> cards, ``together`` -> ``Compiled.brief``
+# (configuration, hash of the launch) -> release -> names of GPUs as in ``together`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
@@ -36,7 +36,9 @@ class Facts(BaseModel):
 class Card(Facts):
     """A GPU of the matrix.
 
-    name: ``sm90``, or AMD's ``gfx942``. example: its usual name.
+    name: ``sm90``, or AMD's ``gfx942``.
+    example: the usual name of such a GPU.
+    kind: gate or report, see cells.py.
     """
     name: str
     example: str
@@ -60,8 +62,10 @@ class Card(Facts):
 class Cell(Facts):
     """One Triton release of the matrix.
 
-    python: the supported versions, such as ``3.9 to 3.13``. torch: a torch release to use instead of the
-    installed one. layers: the layers to run under it.
+    python: the supported versions, such as ``3.9 to 3.13``.
+    torch: a torch release to use instead of the installed one.
+    kind: gate or report, see cells.py.
+    layers: the layers to run under the release.
     """
     triton: str
     python: str = ""
@@ -84,7 +88,7 @@ class Matrix(Facts):
 
     @property
     def tritons(self) -> tuple[Cell, ...]:
-        """The cells whose launches are compiled for the GPUs. Another torch makes no other launches."""
+        """The cells whose launches are compiled. A cell with another torch has the same launches."""
         return tuple(cell for cell in self.cell if not cell.torch)
 
 
@@ -99,8 +103,8 @@ class Figures(NamedTuple):
 class Compiled(Facts):
     """The result of compiling a launch for a GPU, see ``testing.compile.Result``.
 
-    slow: the metrics if the launch is slow (``launch_table.slow_of``), only the spilled bytes if it is not
-    very slow. Other metrics are not stored, because a checkout has to stay small.
+    slow: None if the launch is not slow (``launch_table.slow_of``). Only the spilled bytes if it is slow, and
+    all metrics if it is very slow. Other metrics are not stored, because a checkout has to stay small.
     """
     status: str = "ok"
     message: str = ""
@@ -121,8 +125,8 @@ class Compiled(Facts):
     def brief(self) -> Any:
         """Return the form that is stored.
 
-        It is the bytes of shared memory. For a slow launch, the metrics follow. After a failure it is all
-        fields.
+        The form is the bytes of shared memory; for a slow launch, a list of these bytes and the metrics that
+        are not 0; and for a failed launch, a dict of the fields that are not defaults.
         """
         if self.status == "ok":
             return [self.shared, *filter(None, self.slow)] if self.slow else self.shared
@@ -130,14 +134,17 @@ class Compiled(Facts):
 
     @classmethod
     def of(cls, brief: Any) -> Compiled:
-        """Return the result that ``brief`` has shortened."""
+        """Return the result whose stored form is ``brief``."""
         if isinstance(brief, dict):
             return cls(**brief)
         shared, *figures = brief if isinstance(brief, list) else [brief]
         return cls(shared=shared, slow=Figures(*figures) if figures else None)
 
     def why(self, planned_shared: int) -> str:
-        """Return why the launch cannot run if the plan assumes so many bytes of shared memory; ``""`` if it can."""
+        """Return the reason why the launch cannot run, or ``""`` if it can.
+
+        planned_shared: bytes of shared memory that the plan assumes.
+        """
         if self.status != "ok":
             return f"{self.status}: {self.message} {self.cause}".strip()
         if self.shared > planned_shared:
@@ -148,7 +155,8 @@ class Compiled(Facts):
 class Tried(Facts):
     """A launch that was compiled.
 
-    config: ``Launch.config``. cards: the result for each GPU.
+    config: ``Launch.config``.
+    cards: the result for each GPU.
     """
     config: str
     cards: dict[str, Compiled] = {}
@@ -165,8 +173,9 @@ class Verdict(Facts):
 class CellResult(Facts):
     """All results of a cell.
 
-    layers: seconds of each layer. kernels: the ``source_hash`` of each kernel when it was compiled.
-    launches: results by id. An id is the name of the kernel and a hash (``matrix.identity``).
+    layers: duration of each layer in seconds.
+    kernels: the ``source_hash`` of each kernel when it was compiled.
+    launches: results by id. An id is the name of the kernel and a hash (``matrix.run.identity``).
     """
     cell: Cell
     date: str = ""
@@ -178,7 +187,7 @@ class CellResult(Facts):
     launches: dict[str, Tried] = {}
 
     def verdict(self, launch: str, card: str) -> Compiled | None:
-        """Return the result of a launch; None if it was not compiled, or with another source."""
+        """Return the result of a launch, or None if the current source of its kernel was not compiled."""
         return self.launches[launch].cards.get(card) if launch in self.launches else None
 
     def enter(self, launch: Recorded, name: str, card: str, verdict: Compiled) -> None:
@@ -215,7 +224,7 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
 
 
 def together(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries with one key for all names with equal values, separated by spaces."""
+    """Merge the names with equal values into one key, separated by spaces, and return the entries."""
     alike: dict[str, list[str]] = {}
     for name, one in known.items():
         alike.setdefault(json.dumps(one), []).append(name)
@@ -223,7 +232,7 @@ def together(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apart(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``together`` with one key for each name."""
+    """Undo ``together``: return one entry for each name."""
     return {name: one for names, one in known.items() for name in names.split()}
 
 

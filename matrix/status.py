@@ -121,7 +121,7 @@ class Square(NamedTuple):
 def squares(every: Iterable[CellState], ran: dict[tuple[str, str, str], str]) -> list[Square]:
     """Return one square for each op, GPU and Triton release.
 
-    ran: (op, GPU, Triton release) -> a note on the GPU record with only correct cases of the op.
+    ran: (op, GPU, Triton release) -> a text about a run on a GPU, as ``gpu_records`` returns it.
     """
     squared = []
     for state in every:
@@ -181,10 +181,11 @@ def gpu_files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def gpu_records(folder: Path) -> dict[tuple[str, str, str], str]:
-    """Return (op, GPU, Triton release) -> a note on the GPU record in ``gpu-*.json``.
+    """Return (op, GPU, Triton release) -> a text about the record of a run on that GPU.
 
-    Only ops with no failed case are included. If several records match, the note is about the record with
-    the most cases.
+    The text says how many cases of the op were right, on which GPU and when. The records are ``gpu-*.json``.
+    Only ops with no failed case are included. If several records match, the text is about the record with the
+    most cases.
     """
     wrong, most = set[tuple[str, str, str]](), dict[tuple[str, str, str], tuple[int, str]]()
     for name, card, record in gpu_files(folder):

@@ -160,7 +160,7 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
         for config, cards in slow_by_config(state.result).items():
             table.setdefault(config, {}).setdefault(state.result.cell.triton, {})["slow"] = cards
     return "{\n" + ",\n".join(f"{compact(config)}:{compact(together(table[config]))}"
-                              for config in sorted(table)) + "\n}\n"  # a line each: a change is one of lines
+                              for config in sorted(table)) + "\n}\n"  # separate lines give short diffs
 
 
 def support_table(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> str:

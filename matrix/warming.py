@@ -142,7 +142,7 @@ def claiming(share: Share) -> Iterator[None]:
     def once(call: Callable[[], Any], **options: Any) -> list[float]:
         try:
             call()
-        except Exception:  # The process that measures meets it again.
+        except Exception:  # The process that measures meets this error again.
             return [float("inf")] * 3
         return [0.0] * 3
 

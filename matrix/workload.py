@@ -107,7 +107,8 @@ def edges(*tokens: int) -> torch.Tensor:
 def made(op: str, dtype: torch.dtype, arguments: Arguments) -> None:
     """Call an op with the given arguments, and run backward unless the op works in place.
 
-    arguments: returns the keyword arguments of the call, from a function that makes zeros in ``dtype``.
+    arguments: a function that returns the keyword arguments of the call. It gets a function that makes zeros
+        in ``dtype``.
     """
     with torch.set_grad_enabled(not PUBLIC[op].in_place):
         outputs = getattr(flashlin, op)(**arguments(partial(zeros, dtype=dtype)))

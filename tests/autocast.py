@@ -210,5 +210,5 @@ def misread(call: Call, device: str = "cpu") -> list[str]:
         def changed(**given: Any) -> Any:
             return call.function(**{name: x if name in WRITTEN else change(x) for name, x in given.items()})
         return results(call, device, function=changed, cotangent=change)
-    # The tolerance on a GPU: a case may expand tensors, and a kernel may round a contiguous copy differently.
+    # ``negated`` makes an expanded tensor contiguous, and on a GPU the kernels may then round differently.
     return differences(of(lambda x: x), of(negated), allowed=1e-5 if device == "cuda" else 0.0)

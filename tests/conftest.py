@@ -42,10 +42,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def modules_read() -> None:
-    """Let Hypothesis scan the checkout for constants before the tests that use it.
+    """Let Hypothesis scan the checkout for constants before a test draws its first example.
 
-    The scan happens once, at an early draw, and takes two seconds. Hypothesis' health check would otherwise
-    report that time as slow input generation.
+    Hypothesis scans once, at an early draw, and takes two seconds. Its health check would otherwise report
+    these seconds as slow input generation in a test.
     """
     @settings(max_examples=5, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.integers())
@@ -70,7 +70,7 @@ def forget() -> None:
                  replay.calls, replay._recipes, door._kernels, compile_ahead._compiling,
                  compile_ahead._foreseen):
         kept.clear()
-    if "torch._dynamo" in sys.modules:  # not imported here only for the reset: that takes seconds
+    if "torch._dynamo" in sys.modules:  # otherwise nothing needs a reset, and the import takes seconds
         torch._dynamo.reset()
 
 

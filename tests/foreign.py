@@ -20,7 +20,7 @@ def scaled(x, o, T, B, H: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def running(x, o, T, N: tl.constexpr):
-    """Store the running total of row sums of T tiles [N, N], as it is before each tile."""
+    """Add up the row sums of T tiles [N, N], and store the total [N] of all earlier tiles for each tile."""
     n = tl.arange(0, N)
     total = tl.zeros([N], dtype=tl.float32)
     for t in range(T):

@@ -115,7 +115,7 @@ def _special(op: str, given: dict[str, Any]) -> dict[str, Any]:
     return calls.get(op, {})
 
 
-# Arguments that exist only for compatibility and are ignored, by all ops or by these ops.
+# Arguments that exist only for compatibility. All ops ignore those of UNREAD; UNREAD_BY has (op, argument).
 UNREAD = {"chunk_indices", "disable_recompute", "use_graph", "max_num_seqs"}
 UNREAD_BY = {("chunk_dplr_delta_rule", "safe_gate"), ("chunk_rwkv7", "safe_gate"),
              ("fused_k_rwkv7", "cu_seqlens"),

@@ -1,6 +1,6 @@
 """Check for every op that NaN or inf in one token of one head and sequence does not reach unrelated results.
 
-Finite numbers tell which results are unrelated. First, a region of the inputs is replaced by other finite
+A run with finite numbers finds the unrelated results. It replaces a region of the inputs by other finite
 numbers. Outputs and gradients that stay bitwise the same do not depend on the region. They must also stay
 the same when a token of the region becomes NaN or inf. The region is
 
@@ -166,7 +166,7 @@ def leaks(call: Call, briefly: bool = False) -> Iterator[str]:
     far_outputs, far_grads = call.run(with_(tokens + states, "all", others), cotangents)
     states_free = [kept(x, y) for x, y in zip(outputs, far_outputs, strict=True)]
     grads_free = {name: kept(grads[name], x) for name, x in far_grads.items()}
-    # Check the check itself: most outputs must be independent of the region, but no output of the token.
+    # Check the check itself: most outputs must not depend on the region, but every output of its token must.
     assert outputs_free[0].float().mean() > 0.6 and not outputs_free[0][call.place(out_layouts[0],
                                                                                    "token")].any()
 
@@ -256,7 +256,7 @@ def _letters(shape: str) -> str:
 def _declared(op: str) -> list[Call]:
     """Return the calls of an op with the tensors and outputs that its cases declare.
 
-    NaN must stay in its row (one token at a time) for an op without sequences.
+    For an op without sequences, a region is a single token, so NaN must not reach any other token.
     """
     case = case_of(op)
     declared, facts = op_of(case), {**facts_of(case), **FACTS.get(op, {})}

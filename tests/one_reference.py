@@ -32,7 +32,7 @@ def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, l
 
     The sequences of one name are judged together, because the error of a single sequence varies by chance.
     positions: positions of a single token with a strong decay.
-    repeats: number of sequences for each kind that has no positions.
+    repeats: number of sequences for each distribution of the decay that ``positions`` does not set.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -61,7 +61,8 @@ def make(dtype: torch.dtype, generator: torch.Generator, of: Case, decays: list[
          V: int) -> Tensors:
     """Return the inputs of a case with one sequence for each list of decays and one head for each of SIZES.
 
-    Three of four channels have the given decays. The others, and five more tokens, have a weak decay.
+    Three of four channels have the given decays. The fourth has a weak decay. So have all channels in five
+    tokens that follow the given ones.
     """
     T = len(decays[0]) + 5
     made = of.make(dtype, generator, B=len(decays), T=T, H=len(SIZES), K=K, V=V)
@@ -81,7 +82,7 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
            V: int) -> tuple[dict[tuple[str, int, int], float], list[str]]:
     """Return RMS error ratios by (tensor, sequence, head), and descriptions of errors above the op's bounds.
 
-    Tensors without sequences have sequence 0.
+    A tensor without a dimension for sequences, such as du, counts as sequence 0.
     """
     case = next(case for case in CASES if case.op == op and case.id == "random")
     case = case._replace(make=partial(make, of=case, decays=decays, K=K, V=V))

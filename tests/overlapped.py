@@ -74,8 +74,9 @@ def delta(device: torch.device, *, T: int = 256, D: int = 128, V: int = 0, HV: i
     """Call a delta rule; return o and any final state, or the gradients of the inputs.
 
     shift: as in ``sequences``.
-    long_keys: the keys of the first head multiply the state along them by -2.2 per token. The values are zero
-        until the last 8 tokens, so the head's sequence cannot be split into segments.
+    long_keys: the first head has longer keys, all in the same direction. Each token multiplies the state in
+        that direction by -2.2, so the head's sequence cannot be split into segments. Its values are zero
+        except for the last 8 tokens.
     oracle: computes the results in float64 with the reference recurrence instead.
     """
     draw, V = torch.Generator().manual_seed(0), V or D
@@ -172,7 +173,7 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
 
     The result has these keys:
 
-        planned       the plans name the overlapping kernel in all runs but the first, plain one
+        planned       all runs but the first were planned with the overlapping kernel
         same          all runs of the overlapping kernel give bitwise the same results
         from_plain    relative differences from the results of the plain kernel
         from_float64  relative errors of the overlapping and of the plain kernel; delta rules only
@@ -180,7 +181,8 @@ def verdict(name: str, parts: int) -> dict[str, Any]:
     call = {**ALL, **LONG}[name]
     since, found, kernels = scans.OVERLAPS, [], []
     scans.forced_parts = parts
-    for never in (True, *[False] * 4):  # plain; then overlapping: Triton's launch, direct, replayed
+    # First the plain kernels. Then the overlapping ones: started by Triton, started directly, and replayed.
+    for never in (True, *[False] * 4):
         scans.OVERLAPS = (99, 0) if never else since
         if len(found) < 2:  # later runs keep the plan, so that they are replays
             dispatch.plan.cache_clear()

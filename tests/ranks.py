@@ -282,7 +282,8 @@ def run_jobs(jobs: dict[str, tuple[int, Job]], folder: Path, backend: str = "glo
              seconds: float = 300, patience: float = SECONDS) -> dict[str, list[str]]:
     """Run jobs on several ranks, and return for each job the traceback of every rank; '' for success.
 
-    jobs: by name, the number of ranks and a function at the top level of a module, or a partial of one.
+    jobs: (number of ranks, function) of each job, by its name. The function, or the function in a partial,
+        must be at the top level of a module.
     folder: folder for files that the ranks exchange.
     seconds: time after which a process that still runs is killed.
     patience: timeout of communication between ranks in seconds.

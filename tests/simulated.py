@@ -36,7 +36,7 @@ class World(NamedTuple):
     torch_error, triton_error: error that the import raises; ``""`` for none.
     beside: names of other Triton distributions in the same folder.
     driver: version; ``""`` if there is no driver.
-    others: further packages that require a torch or a Triton.
+    others: further packages that require some version of torch or Triton.
     installer: program that installed torch: pip, uv or conda.
     variables: environment variables of the shell.
     python: major and minor version.

@@ -427,8 +427,8 @@ def test_one_advice_that_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert (found.grade, said.command) == (grade, command) and words in said.why
     after = world.after(command).doctor(monkeypatch) if command else found
     assert after.grade == then and GRADES.index(then) <= GRADES.index(grade)
-    assert after.advice is None or not after.advice.command, "a second advice"
-    assert cost(after) <= cost(found), "worse than before"
+    assert after.advice is None or not after.advice.command, "the advice leads to more advice"
+    assert cost(after) <= cost(found), "the machine is worse after the advice than before"
 
 
 GRADES = ("ok", "degraded", "broken")
@@ -472,7 +472,7 @@ def test_what_another_package_needs_is_not_broken() -> None:
 
 
 def test_an_advice_that_another_pair_would_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An earlier advice: only the next Triton, which does not match torch 2.6.
+    # This command installs only the next Triton, which does not match torch 2.6. Doctor must advise again.
     world, *_ = MACHINES["a T4 with 3.2.0"]
     after = world.after('pip install "triton==3.3.1"').doctor(monkeypatch)
     assert after.advice is not None and after.advice.command

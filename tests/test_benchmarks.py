@@ -178,7 +178,7 @@ def test_the_card_the_host_and_the_wall_are_told_apart(card: Card, host: float, 
 
 def test_a_call_that_waits_for_the_card_is_timed_by_events_and_says_so(card: Card) -> None:
     def call() -> None:
-        assert card.captured is None, "what it caches would never be computed"
+        assert card.captured is None, "a call that waits must not run in a capture"
         card.run(10e-6, 100e-6)
         card.wait()
     found = timing.compared({"call": call, "other": partial(card.run, 1e-5, 1e-3)}, rounds=3)

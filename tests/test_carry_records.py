@@ -56,7 +56,9 @@ Make = Callable[..., tuple[dict[str, kernel_facts.Function], str]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return made(module, *changes), which writes a module and returns its kernel's functions and full name.
+    """Return made(module, *changes), which writes and imports a module with a kernel.
+
+    It returns the kernel with all jitted functions that it calls, by name, and the kernel's full name.
 
     changes: pairs (old text, new text) that are replaced in the module's source.
     """
@@ -160,7 +162,7 @@ def test_kernels_are_found_by_their_source(make: Make) -> None:
     assert "Sub" in decided(other)[1] and decided(other)[0] == ""
     assert decided(moved, {"one.main": "two.gone"}) == ("", "this checkout has no two.gone")
     here = facts(make, "one:2", "one", change)
-    assert decided({**here, **moved})[0] == "", "the kernel that has the name now is meant"
+    assert decided({**here, **moved})[0] == "", "the record belongs to the kernel that has its name now"
     [stale] = carry_records.kernels([("main", "one:0")], old, moved, {})
     assert (stale.new, stale.reason) == ("", carry_records.STALE)
 

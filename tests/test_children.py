@@ -60,7 +60,8 @@ def test_every_child_of_ours_is_started_so() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found.append(f"{path.name}: {' '.join(ast.unparse(part) for part in node.elts[1:3])}")
-    # first_aid.py cleans the child's path itself. A script has its own folder on its path instead.
+    # The child of first_aid.py removes the current directory from its path. Two tools start their own file,
+    # and Python then puts the folder of that file on the path.
     assert sorted(found) == ["first_aid.py: '-u' '-c'", "house.py: __file__ '--watch'",
                              "kernel_facts.py: __file__ '--answer'",
                              "subprocesses.py: '-c' _BEGIN"]
@@ -179,7 +180,7 @@ def test_output_without_end_is_read_and_its_end_is_kept(monkeypatch: pytest.Monk
 def test_a_child_that_does_not_read_what_it_is_given_ends_in_time() -> None:
     assert ran("time.sleep(60)", given="x" * 10**6, limit=1.0).timed_out
     assert ran("print(len(sys.stdin.read()))", given="x" * 10**6).stdout == "1000000\n"
-    assert ran("print(sys.stdin.read())").stdout == "\n", "nothing is typed in"
+    assert ran("print(sys.stdin.read())").stdout == "\n", "the child must find an empty stdin"
 
 
 def test_lines_come_one_by_one_and_silence_is_a_timeout() -> None:

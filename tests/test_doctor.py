@@ -74,7 +74,7 @@ def test_help_needs_nothing_but_python() -> None:
         assert done.returncode == 0 and "examples" in done.stdout and not done.stderr
 
 
-# Makes the call that the report is about when the process exits, after the report.
+# A script that makes a call of an op when the process exits, after doctor has reported on such calls.
 CALL = """
     import atexit, contextlib, sys
     def call():
@@ -309,8 +309,8 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
                                     "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_the_readme_agree_where_they_count_the_same_calls(target: str) -> None:
-    # The README counts only these training calls. Doctor also counts heads of 256, packed rows and decoding,
-    # and its line shows the worst of them.
+    # The README's table covers only these training calls. Doctor also covers heads of 256, packed rows and
+    # decoding, and its line shows the worst plan of all these calls.
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
     for dtype in test_readme.DTYPES:
         told = test_readme.outcome(flashlin.plan(test_readme.TRAINING._replace(dtype=dtype), target))

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("default_settings")
 NO_GPU = "triton=3.7.1,backend=cpu"
 T4 = "triton=3.7.1,sm=75"
 
-# Imitates the wrapper of transformers around a model's own function; flashlin reads these variable names.
+# An imitation of the wrapper of transformers around a model's own function. The names of its variables are
+# those of transformers, because flashlin reads them.
 DECORATED = """
     def decorated(own, implementation, func_name):
         applicable_params = ("x",)
@@ -46,7 +47,10 @@ DECORATED = """
 
 
 class World:
-    """A simulated machine with a chosen set of installed packages, of which only models are imported."""
+    """A simulated machine with a chosen set of installed packages.
+
+    No package is imported. Only the modeling files of transformers that a test chooses count as imported.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.broken = folder, dict[str, Tried]()

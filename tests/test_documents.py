@@ -83,10 +83,10 @@ def test_the_record_is_what_the_installed_fla_says() -> None:
 def test_the_record_has_all_that_flashlin_says_it_has_of_others() -> None:
     known = {package: {one.name for one in names} for package, (_, names) in peers.recorded().items()}
     assert set(flashlin.mamba.__all__) - known["mamba_ssm"] - known["causal_conv1d"] == {
-        "RMSNormGated"}, "mamba_ssm's layers call it so; it is mamba_ssm's RMSNorm"
+        "RMSNormGated"}, "mamba_ssm's layers import RMSNorm under this name"
     ops = {name for name, op in PUBLIC.items() if name.startswith(("chunk_", "fused_", "parallel_"))}
     assert ops - known["fla"] == {"chunk_gdn", "fused_recurrent_gdn",  # in fla they are also only aliases
-                                  "fused_recurrent_gated_delta_product"}, "fla has it only inside its layer"
+                                  "fused_recurrent_gated_delta_product"}, "only aliases or inside a layer of fla"
 
 
 def test_every_name_of_others_is_here_or_has_a_reason() -> None:
@@ -106,7 +106,7 @@ COMPOSED = {"chunk_gated_delta_product": "gated delta rule", "fused_recurrent_ga
 
 @pytest.mark.parametrize("name", COMPOSED)
 def test_what_is_composed_says_of_what(name: str) -> None:
-    """The docstring of a composed function says what it is composed of, because help() prints only that."""
+    """The docstring of an op that is built from another op names that op, because help() prints only it."""
     words = " ".join((getattr(flashlin, name).__doc__ or "").split())
     assert re.search(rf"Composed: [^.]*{COMPOSED[name]}", words), words[:300]
 

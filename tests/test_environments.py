@@ -33,7 +33,7 @@ if {code}:
 def pip_is(monkeypatch: pytest.MonkeyPatch, code: int = 0, told: Path | None = None) -> None:
     """Replace pip by a script that ends with ``code``.
 
-    told: file for which the script waits after its download; None for no wait.
+    told: after its download, the script waits until this file exists; None for no wait.
     """
     text = PIP.format(code=code, told=told and str(told))
     monkeypatch.setattr(environments, "python", lambda *words: [sys.executable, "-c", text, *words])

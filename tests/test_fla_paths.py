@@ -1,6 +1,7 @@
 """Tests of a program written for fla in which ``fla.`` is replaced by ``flashlin.``.
 
-Its imports must find everything that flashlin has. Other imports must raise an error that says what to do.
+An import from any module of fla must find the name if flashlin has it. Otherwise it must raise an error that
+says what to do.
 """
 from __future__ import annotations
 

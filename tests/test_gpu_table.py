@@ -43,7 +43,7 @@ def row(case: str, ok: bool, **configs: str) -> dict[str, Any]:
 def test_later_cases_take_the_place_of_earlier_ones_in_a_record() -> None:
     first = gpu.merged({}, [row("random", True, scan="1", sums="1"), row("wide", False, wide="1", sums="1"),
                             row("gone", True, gone="1")])
-    # The kernel sums also ran in a case with a wrong result, so its configuration is not recorded.
+    # The configuration of the kernel ``sums`` is not recorded, because it also ran in a case that failed.
     assert (first["passed"], first["failed"], first["configs"]) == (1, 1, {"gone": "1", "scan": "1"})
     second = gpu.merged(first, [row("wide", True, wide="2", sums="2")])
     assert (second["passed"], second["failed"]) == (2, 0) and second["configs"] == {"gone": "1", "scan": "1",

@@ -23,7 +23,8 @@ PACKAGE = ROOT / "flashlin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The order of the subpackages of flashlin: each may import itself and earlier ones only. PUBLIC stands for
-# flashlin itself, whose names are lazy, and for its top-level modules. Later subpackages use the public ops.
+# flashlin itself, whose names load on first use, and for its top-level modules. Later subpackages use the
+# public ops.
 PUBLIC = "(public names)"
 ROOMS = ("compat", "guards", "kernels", "dispatch", "trial", "ops", "modules", "serving", PUBLIC, "testing",
          "shielding", "integrations", "backends", "diagnostics", "__main__")

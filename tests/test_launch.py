@@ -127,7 +127,7 @@ def test_kernels_call_each_other_by_name(path: Path) -> None:
         known = compile_time(function)
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             assert len(call.args) < 10, f"line {call.lineno}: name the arguments of {ast.unparse(call.func)}"
-            # Triton evaluates keyword arguments before positional ones.
+            # Triton evaluates keyword arguments before positional ones, so a keyword must not generate code.
             if len(call.args) > 1 and isinstance(call.func, ast.Name):
                 for keyword in call.keywords:
                     assert plain(keyword.value, known), (

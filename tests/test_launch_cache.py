@@ -238,7 +238,7 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
         thread.join()
     assert loading.loads == 16 and loading.overlaps == 0
     kernel.compile((X,), 4, 2, load=False)
-    assert loading.loads == 16, "a thread that outlives its call loads nothing"
+    assert loading.loads == 16, "load=False must load no launcher"
 
 
 class Building:
@@ -282,7 +282,7 @@ def test_launchers_are_built_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.join()
     assert failures == [] and building.overlaps == 0
-    assert not launch_cache.LOADING.free(), "the lock is free afterwards"
+    assert not launch_cache.LOADING.free(), "a thread has left the lock in a wrong state"
     launch_cache._build_without_lock.cache_clear()
 
 

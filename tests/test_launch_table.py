@@ -84,8 +84,8 @@ Launches = Callable[[str], dict[str, Launch]]
 def launches_where(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Callable[..., Launches]:
     """Return a function of (slow, failed) that installs a launch table with these configurations.
 
-    Its result is a function that plans for a target and returns the launches by kernel name. The plans must
-    not announce the table's influence.
+    Its result is a function that plans for a target and returns the launches by kernel name. The table may
+    change only launches: it must not add a step to the plan, because users would see the step.
     slow: metrics of slow configurations, as in ``launch_table.Slow``.
     failed: configurations that failed.
     """
@@ -115,15 +115,18 @@ def test_what_is_slow_has_other_warps_or_stages(launches_where: Callable[..., La
     assert how(states) == how(scan) == (64, 4, 2)
     eight = states._replace(num_warps=8).config
     after = launches_where({states.config: (1200,)})(AMPERE)
-    assert how(after["simple_gla_states"]) == (64, 8, 2) and after["simple_gla_scan"] == scan, "the others as before"
+    assert how(after["simple_gla_states"]) == (64, 8, 2) and after["simple_gla_scan"] == scan, "the scan must stay"
     after = launches_where({states.config: (1200,), eight: (1100,)})(AMPERE)
     assert how(after["simple_gla_states"]) == (64, 8, 1)
     after = launches_where({states.config: (1200,)}, failed=(eight,))(AMPERE)
-    assert how(after["simple_gla_states"]) == (64, 8, 1), "what failed is no way"
+    assert how(after["simple_gla_states"]) == (64, 8, 1), "a configuration that failed must not be planned"
 
 
 def every_way(launch: Launch, spills: int) -> dict[str, tuple[int, ...]]:
-    """Return spill metrics for a launch with 4 or 8 warps and 1 or 2 stages; fewer of them spill less."""
+    """Return spill metrics for a launch with 4 or 8 warps and 1 or 2 stages.
+
+    Fewer warps spill less, and so do fewer stages.
+    """
     return {launch._replace(num_warps=warps, num_stages=stages).config:
             (spills + 100 * warps + stages,) for warps in (4, 8) for stages in (1, 2)}
 

@@ -201,7 +201,7 @@ def test_what_is_kept_comes_back_in_one_order_with_cards_by_verdict(tmp_path: Pa
         "gate_cumsum BT=64 warps=4 stages=1": {"b": {"3.6.0": {"sm90": 512}}}}
     before = lines(tmp_path)
     kept(tmp_path, **dict(reversed(verdicts.items())))
-    assert lines(tmp_path) == before, "in whatever order it was found"
+    assert lines(tmp_path) == before, "the lines must not depend on the order of the results"
 
 
 def test_a_kernel_that_changes_touches_its_own_lines(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_releases_of_which_the_same_is_known_stand_together(tmp_path: Path) -> N
     assert known(tmp_path)[config] == {"a": {"3.5.1 3.6.0": {"sm80 sm90": 1}, "3.10.0": {
         "sm80": 1, "sm90": REFUSED.model_dump(exclude_defaults=True)}}}
     CellResult(cell=CELL).save(tmp_path)
-    assert list(known(tmp_path)[config]["a"]) == ["3.5.1", "3.10.0"], "one is forgotten, the others stay"
+    assert list(known(tmp_path)[config]["a"]) == ["3.5.1", "3.10.0"], "only the results of one cell must go"
     assert not load_result(tmp_path, CELL).launches
     assert load_result(tmp_path, Cell(triton="3.5.1", kind="gate")).launches["conv_backward_x-a"].cards == {
         "sm80": verdicts["sm80"], "sm90": verdicts["sm80"]}
@@ -299,7 +299,7 @@ def test_a_row_of_a_gpu_says_what_is_worth_knowing(tmp_path: Path) -> None:
 
 
 def test_a_checkout_is_small() -> None:
-    """A checkout has at most 9.8 MB, so that it can be copied to a GPU machine together with a Triton."""
+    """A checkout has at most 9.8 MB, so that it can be copied to a GPU machine together with Triton."""
     if shutil.which("git") and subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True,
                                               check=False).returncode == 0:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,

@@ -1,6 +1,7 @@
-"""Tests of the matrix runner with a fake compiler: its jobs, its use of the results, and complete tables.
+"""Tests of the matrix runner with a fake compiler: its jobs, its stored results, and the support tables.
 
-tests/matrix uses the real compiler.
+Each run must use the results of earlier runs, and each table must be complete. tests/matrix uses the real
+compiler.
 """
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(one_call: list[workload.Call]
     matrix.run(CELL, (CARD,), tmp_path)
     assert len(seen) == len(found.result.launches), "a run of what is known compiles nothing"
     assert (tmp_path / "triton-3.6.0.json").read_text().partition(
-        '"kernels"')[2] == before, "and changes nothing"
+        '"kernels"')[2] == before, "such a run must not change the results"
 
 
 def test_a_kernel_that_took_too_long_is_tried_again(one_call: list[workload.Call],
@@ -205,7 +206,7 @@ def test_what_was_refused_is_remembered_though_it_is_planned_no_more(one_call: l
     assert json.loads(support.launch_table([again], tmp_path)) == {config: {"3.6.0": {"failed": "sm90"}}}
     assert "| 0 of 0 | 0 | 1 |" in support.support_table(SMALL, [again], [], tmp_path)
     monkeypatch.setattr(results, "is_current", lambda source, kernel: False)
-    assert not matrix.run(CELL, (CARD,), tmp_path).result.launches, "of another source"
+    assert not matrix.run(CELL, (CARD,), tmp_path).result.launches, "results of an older source"
 
 
 def test_an_estimate_that_is_too_low_fails_a_square_and_blames_no_configuration(one_call: list[workload.Call],
@@ -243,10 +244,10 @@ def test_what_could_not_be_tried_is_told_once_and_not_kept(one_call: list[worklo
     assert not matrix.run(CELL, (card, other),
                           tmp_path).untried and [job.sm
                                                  for job
-                                                 in seen].count(90) == 1 + int(every[1]), "and tried the next time"
+                                                 in seen].count(90) == 1 + int(every[1]), "not tried again"
     matrix.run(CELL, (other,), tmp_path)
     assert {name for one in load_result(tmp_path, CELL).launches.values() for name in one.cards} == {"sm80",
-                                                                                                     "sm90"}, "the other's stay"
+                                                                                                     "sm90"}, "must stay"
 
 
 def test_one_that_could_not_be_tried_holds_no_others_up(one_call: list[workload.Call],
@@ -274,7 +275,7 @@ def test_on_amd_the_torch_path_is_taken_and_the_kernels_are_compiled_nevertheles
     [square] = squares([found], {})
     assert square.status == "compiled only"
     assert square.evidence == f"{len(seen)} of {len(seen)} kernels compiled"
-    assert support.launch_table([found], tmp_path) == "{\n\n}\n", "planning ignores it"
+    assert support.launch_table([found], tmp_path) == "{\n\n}\n", "planning must ignore such results"
 
 
 def test_another_torch_is_a_cell_without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +382,7 @@ def test_ops_of_which_the_same_is_known_share_a_table() -> None:
     headings = re.findall(r"^## (.*)", text, re.MULTILINE)
     assert headings[-5:] == ["a and 1 more", "b", "What spills", "Why", "The runs"]
     assert "Ops: `a`, `c`\n" in text and "Ops: `b`\n" in text
-    assert headings.index("The failures it began with") < headings.index("All ops"), "what it is for, first"
+    assert headings.index("The failures it began with") < headings.index("All ops"), "failures come first"
     said = support.marks_of(text)
     assert {place: mark for place, mark in said.items() if mark != "compiled"} == {("b", "3.6.0", "sm90"): "ran"}
     assert len(said) == len(squared)

@@ -58,8 +58,8 @@ def test_it_is_taken_where_it_has_run(op: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(launch_table, "table", lambda: {config: {"3.6.0": {"ran": "sm90"}}})
     fresh()
     assert planned(op, policy=Policy()) == config
-    assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host would take longer"
-    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "no record of a run there"
+    assert planned(op, policy=Policy(), T=512).startswith(PLAIN[op]), "the host takes longer"
+    assert planned(op, "triton=3.7.1,sm=90", Policy()).startswith(PLAIN[op]), "no recorded run there"
 
 
 @pytest.mark.parametrize("machine, facts", [
@@ -78,14 +78,13 @@ def test_an_invariant_call_takes_one_scan_for_all_lengths(op: str) -> None:
 def test_two_gated_programs_share_a_multiprocessor() -> None:
     """Two programs of an overlapping kernel with gates fit into one multiprocessor at once.
 
-    Both the registers and the shared memory suffice.
-
-    Each program takes 1 KB more shared memory than it requests.
+    Its registers and its shared memory suffice for both. Each program takes 1 KB more shared memory than it
+    requests.
     """
     for name in ("a decay a token", "heads of 64", "groups, in float32", "groups, in float32, gradients"):
         [launch] = starts(name)
         [result] = compile_launches([Job(90, launch)])
-        threads = 32 * 2 * launch.num_warps  # as many warps load as multiply
+        threads = 32 * 2 * launch.num_warps  # num_warps warps multiply, and as many others load
         assert 2 * result.registers * threads <= 65_536 and 2 * (result.shared + 1024) <= 233_472, result
     [alone] = starts("a decay a head")
     assert dict(alone.constants)["REGISTERS"] == 0
@@ -129,7 +128,7 @@ def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
 def test_later_starts_hand_over_what_the_first_one_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later starts pass the same arguments as the first one, apart from addresses.
 
-    Arguments are numbers and tensor descriptors. Triton's launcher builds the same descriptor each time.
+    Numbers must be equal. Descriptors must give equal values to the function of Triton that encodes them.
     """
     from triton.backends.nvidia import driver
     kind = {"swizzle": 3, "elem_size": 2, "elem_type": 9, "block_size": [64, 64], "fp4_padded": False}

@@ -34,7 +34,7 @@ def embedded(html):
 
 
 def by_place(found):
-    """Return the squares of the page's data in words, by (op, triton, card)."""
+    """Return the squares of the page's data by (op, triton, card), with texts instead of their numbers."""
     op, triton, card = ([item["name"] for item in found["axes"][axis]] for axis in ("op", "triton", "card"))
     at = {(o, t, c): found["squares"][(i * len(triton) + j) * len(card) + k]
           for i, o in enumerate(op) for j, t in enumerate(triton) for k, c in enumerate(card)}

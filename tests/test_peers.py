@@ -108,12 +108,12 @@ def test_a_record_keeps_the_ops_that_were_not_asked_again() -> None:
     assert peers.joined(before, record(("selective_scan_fn", "right"))) == record(("chunk_gla", "right"),
                                                                                   ("selective_scan_fn",
                                                                                    "right"))["rows"]
-    assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "in the order of OPS"
+    assert peers.joined(before, record(("chunk_kda", "right")))[0]["op"] == "chunk_kda", "order as in OPS"
     assert len(peers.joined(before, record(("chunk_kda", "right"), torch="2.12.0"))) == 2
     assert peers.joined(record(("gone", "right")), record(("chunk_kda", "right"))) == record(
         ("chunk_kda", "right"))["rows"], "rows of an op that is no longer compared are dropped"
     begun = record(("selective_scan_fn", "right"))
-    del begun["rows"][0]  # only the second of the two sides has been recorded yet
+    del begun["rows"][0]  # fla's new row is still missing, as in a record of an unfinished run
     assert [row["side"] for row in peers.joined(before, begun)] == 2 * ["fla", "flashlin"]
 
 

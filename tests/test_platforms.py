@@ -20,7 +20,7 @@ from flashlin.compat import target as machine
 from flashlin.compat.target import probe
 from tests.machines import CLEAN, ROOT
 
-# Imports torch and the standard library before the simulation, because they depend on the real platform.
+# A script that imports torch and the standard library before the simulation. They need the real platform.
 BEFORE = """
 import faulthandler, importlib, json, os, pathlib, pkgutil, shutil, signal, subprocess, sys, tempfile
 import warnings
@@ -57,7 +57,8 @@ for name in ("sched_getaffinity", "EX_TEMPFAIL"):
 torch.backends.mps.is_available = lambda: True
 torch.mps.device_count = lambda: 1
 """
-# Imports every module, runs ops of each kind with gradients, runs doctor, and stores a local result.
+# A script that imports every module, runs ops of each kind with gradients, runs doctor, and stores a local
+# result.
 WORK = """
 import flashlin
 no_triton = []

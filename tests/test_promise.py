@@ -71,7 +71,7 @@ def grown(before: str, after: str) -> bool:
 def test_what_users_import_stays() -> None:
     before, after = PROMISE.read_text().splitlines(), list(public())
     assert not broken(before, after), "README, 'What stays compatible': a minor release warns first"
-    assert after == before, "grown by addition, as is promised; run: python -m tests.test_promise --write"
+    assert after == before, "all changes keep the promise; run: python -m tests.test_promise --write"
 
 
 def test_what_breaks_the_promise() -> None:

@@ -274,7 +274,7 @@ def of_python(words: list[str]) -> str:
 
 
 def of_flashlin(words: list[str]) -> str:
-    try:  # --help: a command without arguments is only mentioned, so it must not require any
+    try:  # a sub-command without arguments is only its name, so --help replaces the required arguments
         parser().parse_args([*words, "--help"] if len(words) == 1 else words)
     except SystemExit as ended:
         return f"SystemExit: {ended.code}" if ended.code else ""

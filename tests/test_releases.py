@@ -47,7 +47,7 @@ def test_releases_stand_in_order_and_each_once() -> None:
     assert numbers == sorted(set(numbers)) and all(len(parts) == 3 for parts in numbers)
     torches = [release(torch) for one in RELEASES for torch in one.torch]
     assert torches == sorted(set(torches)) and all(len(parts) == 3 for parts in torches)
-    assert RELEASES[0].torch, "the oldest torch that is supported"
+    assert RELEASES[0].torch, "the first entry must give the oldest supported torch"
 
 
 @pytest.mark.parametrize("one", RELEASES, ids=lambda one: one.version)
@@ -200,7 +200,7 @@ def test_all_jobs_have_the_oldest_python_that_serves_every_release(monkeypatch: 
 
     oldest = RELEASES[0]._replace(python="3.8 to 3.12")
     monkeypatch.setattr(releases, "RELEASES", (oldest,))
-    assert pythons_of(text()) == ["3.10", "3.10"], "flashlin's own"
+    assert pythons_of(text()) == ["3.10", "3.10"], "flashlin's own oldest Python is 3.10"
     monkeypatch.setattr(releases, "RELEASES", (oldest, PRETENDED._replace(python="3.12 to 3.17")))
     assert pythons_of(text()) == ["3.12", "3.12"]
     monkeypatch.setattr(releases, "RELEASES", (oldest, PRETENDED._replace(python="3.13 to 3.17")))

@@ -289,7 +289,7 @@ def test_traits_of_operands_follow_from_their_types_and_the_tile() -> None:
     assert with_operands(scan, halves, tile=(("K", 256),)) == scan | {"half_dot", "bf16", "tall_state"}
     assert with_operands(product, frozenset({"float32"}), tile=(("K", 64),)) == product | {"fp32_dot", "tf32_dot"}
     assert with_operands(product, HALVES) == product | {"half_dot", "bf16", "both_halves"}
-    # First on fp32 copies; then for a kernel that itself makes 16-bit operands.
+    # These are the traits on fp32 copies, and then the traits of a kernel that makes its own 16-bit operands.
     copied = with_operands(with_operands(product, HALVES), frozenset({"float32"}))
     assert copied == product | {"fp32_dot", "tf32_dot"}
     assert with_operands(product, frozenset(), half=True) == product | {"half_dot"}

@@ -126,4 +126,4 @@ def test_a_short_name_stands_for_an_op(name: str, op: str, capsys: pytest.Captur
 def test_short_names_stand_for_public_ops_and_hide_none() -> None:
     assert {*SHORT_NAMES.values()} <= {*PUBLIC} and not {*MODELS} & {*PUBLIC}
     derived = {re.sub("_", "", op.removeprefix("chunk_")) for op in PUBLIC}
-    assert not {re.sub("_", "", name) for name in MODELS} & derived, "follows from the name of an op"
+    assert not {re.sub("_", "", name) for name in MODELS} & derived, "already follows from the name of an op"

@@ -408,7 +408,7 @@ def test_what_another_package_has_patched_since_stays(monkeypatch: pytest.Monkey
         later.setattr(Autotuner, "run", lambda *args, **kwargs: ours(*args, **kwargs))
         flashlin.unpatch("triton")
         assert triton.autotune is theirs and triton.runtime.autotune is original and Autotuner.run is not runs
-        # Their wrapper calls Triton's own run, where a failing configuration ends the call.
+        # The other package's wrapper now calls Triton's own run, where a failing configuration ends the call.
         with pytest.raises(RuntimeError, match="not mine"):
             call(original(configs(64, 32), ["n"], do_bench=timer(kernel))(kernel))
         with flashlin.patched("triton"), pytest.warns(UserWarning, match="not mine"):

@@ -1,7 +1,7 @@
 """Tests of several processes that fill Triton's cache together.
 
-One process compiles each kernel. No kernel is launched or timed, and no autotuning result is stored. The
-compiler and the GPU are fakes.
+Each kernel is compiled by exactly one of the processes. No kernel is launched or timed, and no autotuning
+result is stored. The compiler and the GPU are fakes.
 """
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
 
 
 def tuned() -> tuple[Any, Any]:
-    """Return a new autotuner that stores its results on disk, and its kernel, as in another process."""
+    """Return (autotuner, its kernel); both are new, as they would be in another process.
+
+    The autotuner stores its results on disk.
+    """
     @triton.jit
     def copied(x, o, BK: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(o + tl.arange(0, BK), tl.load(x + tl.arange(0, BK)))
@@ -118,7 +121,7 @@ def test_who_has_finished_helps_with_what_nobody_has(tmp_path: Path) -> None:
     items = ["a", "b", "c", "d"]
     first, second = (warming.unfinished(items, share(tmp_path, number)) for number in range(2))
     assert [next(first), next(second)] == ["a", "c"]
-    assert [next(second), next(second)] == ["d", "a"]  # c and d are finished, but a is still in work
+    assert [next(second), next(second)] == ["d", "a"]  # "c" and "d" are finished, but "a" is not
     assert next(first) == "b"
     assert list(second) == ["b"]
     assert not list(first)
@@ -133,7 +136,7 @@ def test_what_lacks_memory_is_tried_again_and_what_fails_is_not(tmp_path: Path,
         tried.append(item)
         if item == "wrong":
             raise ValueError("not to be seen here")
-        if tried.count(item) == 1:  # the error is raised, or caught and returned
+        if tried.count(item) == 1:  # the first try of "raises" raises; that of "tells" returns the error
             error = torch.cuda.OutOfMemoryError("full")
             if item == "raises":
                 raise error

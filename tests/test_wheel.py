@@ -49,7 +49,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     They are built from a copy of the source tree, because setuptools writes into the tree.
     """
-    # Not find_spec("pip"): setuptools treats it as an import of pip, and then cannot be imported itself.
+    # find_spec("pip") is not used here. setuptools would treat it as an import of pip, and after that
+    # setuptools could not be imported.
     present = {found.name.lower() for found in importlib.metadata.distributions() if found.name}
     absent = sorted({"pip", "setuptools"} - present)
     if absent:

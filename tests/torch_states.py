@@ -71,7 +71,8 @@ def old_switch() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        if NEW_INTERFACE:  # "highest" has set "ieee" here, which overrides torch.backends.fp32_precision
+        if NEW_INTERFACE:
+            # The call above has set "ieee", which overrides torch.backends.fp32_precision.
             torch.backends.cuda.matmul.fp32_precision = "none"
 
 

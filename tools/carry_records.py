@@ -228,7 +228,8 @@ class Compile(NamedTuple):
     """A carried launch of launches.json.
 
     config: its new configuration.
-    name: its new hash, or "" if its arguments are unknown. Then only a refusal or slow code is kept.
+    name: its new hash, or "" if its arguments are unknown. Without a new hash, only the refusals and the slow
+        compilations of the launch are kept, under the old hash.
     """
     config: str
     name: str
@@ -305,8 +306,8 @@ def carry_ledger(sources: Mapping[str, str], ledger: Ledger, found: list[Kernel]
                  drop: bool) -> tuple[dict[str, str], Ledger, Counter[tuple[str, str]]]:
     """Return the contents of launches.json with carried kernels under their new names, and counts.
 
-    The counts say how many launches of each kernel were ``carried``, ``kept`` by configuration, or are
-    ``gone``.
+    The counts say how many launches of each kernel were ``carried`` with all results, were ``kept`` with only
+    their refusals and slow compilations, or are ``gone``.
 
     sources: source hash of each kernel.
     found: results of `kernels`.

@@ -54,8 +54,8 @@ before the exception.
 def troubleshooting() -> str:
     """Return the text of docs/TROUBLESHOOTING.md.
 
-    It has a section for each group of messages that the same failures print. The failures that print nothing
-    follow.
+    It has a section for each group of messages that the same failures print. The failures that
+    print no message come after these sections.
     """
     printed: dict[str, list[Known]] = {}
     for known in failures():

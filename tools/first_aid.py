@@ -24,7 +24,7 @@ from importlib import metadata
 
 WHEELS = "https://download.pytorch.org/whl/"  # some builds of torch are only here
 LIMIT = 60  # seconds for an import; other commands have 10
-# Each may need the ones before it. The last ones are flashlin.
+# Each module may need the modules before it. The last three belong to flashlin.
 IMPORTED = ("packaging", "pydantic", "numpy", "torch", "triton", "triton.language", "flashlin",
             "flashlin.diagnostics.doctor", "flashlin.ops.simple_gla")
 INSTALLED = ("flashlin", "torch", "triton", "pytorch-triton", "triton-nightly", "triton-windows", "packaging",

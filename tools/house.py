@@ -53,7 +53,8 @@ FOLDERS = ("flashlin", "matrix", "benchmarks", "examples", "tests", "tools")
 TARGET = "H100,triton=3.6.0"
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")
 WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
-# Of prose. Files that a program writes say so in their first lines.
+# For the metrics of prose. Documents with the word "generated" in their first lines are not counted, because
+# a program writes them.
 QUESTION = re.compile(r"(What|Whether|Who|Whose|Which|How|Where|Why|Those|Of|So)\b")
 PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves alone)\b|, too\b")
 DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "matrix/*.md")
@@ -144,7 +145,7 @@ class House:
                 and (node.end_lineno or node.lineno) - node.lineno + 1 > LINES_OF_A_KERNEL]
 
     def fp32(self) -> list[str]:
-        """Files of flashlin/ that compare a call's field dot with "fp32", so depend on a remedy's effect."""
+        """Files of flashlin/ that compare a call's `dot` with "fp32" and so depend on a remedy's effect."""
         return sorted({source.name for source, node in self.nodes("flashlin")
                        if isinstance(node, ast.Compare) and last_name(node.left) == "dot"
                        and any(value(side) == "fp32" for side in node.comparators)})
@@ -218,7 +219,7 @@ class House:
         return [f"{name}: {text}" for name, text in self.sentences() if len(text.split()) > LONG]
 
     def private_share(self) -> float:
-        """Percentage of the docstrings of flashlin/ with such words."""
+        """Percentage of the docstrings of flashlin/ with words that readers do not expect."""
         return round(100 * len(self.private()) / max(1, len([*self.docstrings()])), 1)
 
     def words(self) -> float:

@@ -60,8 +60,8 @@ def ours(package: str) -> dict[str, Any]:
 def read(package: str, folder: Path) -> Iterator[Theirs]:
     """Yield the public names of a package.
 
-    These are the names in ``__all__`` of its PACKAGES and of fla's families, and definitions with a name of
-    ours.
+    These are the names in ``__all__`` of its PACKAGES and of fla's families, the LAYERS of mamba_ssm, and
+    functions and classes that have the same name as one of ours.
 
     folder: folder that contains the package's sources.
     """
@@ -107,7 +107,7 @@ def parameters(node: ast.FunctionDef | ast.ClassDef) -> Iterator[tuple[str, str]
 # --- comparing ---
 
 def differences(theirs: Theirs, mine: Any) -> list[str]:
-    """Return the differences that a caller of the other function meets with ours, as phrases.
+    """Return how our function differs from the other package's function, as phrases for its callers.
 
     Keywords that the other function collects with ``**`` are ignored.
     """

@@ -32,7 +32,10 @@ WORDS_OF_A_TEXT = 3
 
 
 class Change(NamedTuple):
-    """A string constant of one file that is in one checkout only, or more often there."""
+    """A string constant that occurs in a file more often in one checkout than in the other.
+
+    sign: ``-`` if it occurs more often in the old checkout, ``+`` if in the new one.
+    """
     file: str
     sign: str
     text: str

@@ -5,10 +5,11 @@ This script uses the standard library only.
 With an NVIDIA GPU (nvidia-smi responds) it runs `pip install -e .`, and pip installs the newest torch with
 its Triton.
 
-Without a GPU that would download several gigabytes of unused CUDA libraries. So the script requests the
-version that only the CPU build of torch has (2.13.0+cpu). It tries pip's configured index first, then
-TORCH_INDEX, an environment variable with the address of PyTorch's index of CPU builds (see its installation
-page). If neither has it (macOS, a closed network), it installs the plain release and prints a notice.
+Without a GPU, this command would download several gigabytes of unused CUDA libraries. So the script requests
+the version that only the CPU build of torch has (2.13.0+cpu). It tries pip's configured index first, then
+TORCH_INDEX, an environment variable with the address of PyTorch's index of CPU builds (see PyTorch's
+installation page). If neither index has this version (macOS, a closed network), the script installs the plain
+release and prints a notice.
 
 A note in the environment records what was installed, so that a second run ends at once if nothing has
 changed.

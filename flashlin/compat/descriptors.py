@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-# Describes one tensor, seen as a matrix, for a kernel with these arguments (by name). Returns the columns of
-# the matrix, and the rows and columns of the block that one TMA instruction moves. A fourth number gives the
-# rows of the matrix, if they differ from the kernel's argument ``rows``.
+# A function that describes one tensor of a kernel as a matrix. It gets all arguments of the kernel by name.
+# It returns the columns of the matrix, and the rows and columns of the block that one TMA instruction moves.
+# A fourth number gives the rows of the matrix, if they differ from the kernel's argument ``rows``.
 Block = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
@@ -20,8 +20,8 @@ def described(**blocks: Block) -> Callable[[Any], Described]:
 
     blocks: the ``Block`` function of each such parameter, by the name of the parameter.
 
-    A kernel may have a constexpr REGISTERS. It bounds the registers of a thread, as a mean over the warps. If
-    it is missing or 0, Gluon lets a program use all registers.
+    A kernel may have a constexpr REGISTERS: the largest number of registers per thread, averaged over all
+    warps of a program. If it is missing or 0, Gluon lets a program use all registers.
     """
     return partial(Described, blocks)
 
@@ -37,8 +37,8 @@ class Address(int):
 class Lent(NamedTuple):
     """The fields of a TensorDescriptor that Triton's launcher reads.
 
-    It replaces a TensorDescriptor when a kernel is started again, because the constructor of a
-    TensorDescriptor checks its arguments each time.
+    It replaces a TensorDescriptor in direct starts, because the constructor of a TensorDescriptor checks its
+    arguments each time.
     """
     base: Any
     shape: list[int]
@@ -88,7 +88,7 @@ class Described:
         for at, name in self.places:
             x, (columns, tall, wide, *rows) = values[at], self.blocks[name](given)
             dtype = getattr(gl, str(x.dtype).removeprefix("torch."))
-            columns = max(columns, wide)  # needed when a kernel is compiled for invented sizes
+            columns = max(columns, wide)  # a compilation may have invented sizes, narrower than the block
             layout = gl.NVMMASharedLayout.get_default_for([tall, wide], dtype)
             described[at] = TensorDescriptor(x, [*(rows or [given["rows"]]), columns], [columns, 1],
                                              [tall, wide], layout)

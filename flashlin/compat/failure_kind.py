@@ -1,4 +1,4 @@
-"""Tell failures of a kernel from failures of its surroundings, by the types and texts of errors.
+"""Distinguish failures of a kernel from failures of its surroundings, by the types and texts of errors.
 
 The kind of a failure is "kernel", "memory" (too little memory) or "surroundings" (a full disk, missing
 permissions, a GPU that is busy or lost ...). Only a failure of the kind "kernel" may be recorded against that

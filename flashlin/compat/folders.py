@@ -13,9 +13,10 @@ from pathlib import Path
 def unsafe(folder: Path, what: str = "") -> str:
     """Return why another user could change a folder's contents, and what is needed; ``""`` if none can.
 
-    The folder must belong to this user. No parent folder may be world-writable, unless it is like /tmp
-    (sticky), where only the owner of an entry (this user or root) can rename it. A link is judged by its
-    target. The folder may be missing. Write access of the group is the user's own decision.
+    The folder must belong to this user, and must not be world-writable. The same holds for its parent
+    folders, with one exception. A parent may be a sticky folder such as /tmp, in which only the owner of an
+    entry can rename the entry. This user or root must then own the entry. For a link, the target is checked.
+    The folder may be missing. Write access for the group is allowed, because the user has chosen it.
 
     what: the name of the folder in the result. Raises OSError if the folder cannot be examined.
     """

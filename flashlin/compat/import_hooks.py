@@ -52,7 +52,8 @@ class Watcher:
 class Telling:
     """A wrapper around a loader that calls ``then`` with the module after the module has run.
 
-    The module's own attributes name the wrapped loader, so the module never sees this one.
+    ``__loader__`` and ``__spec__`` of the module refer to the wrapped loader, so the module never sees this
+    wrapper.
     """
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
@@ -76,8 +77,8 @@ class Telling:
 
 
 # Python removes the frames of its import machinery from tracebacks, and recognizes them by their file name.
-# With this file name it also removes our frame, so errors of a watched module look as they do without
-# flashlin.
+# We give ``exec_module`` that file name, so that Python also removes its frame. Errors of a watched module
+# then look as they do without flashlin.
 Telling.exec_module.__code__ = Telling.exec_module.__code__.replace(
     co_filename=importlib.__import__.__code__.co_filename)
 

@@ -29,8 +29,7 @@ def interpreting() -> bool:
 def possible() -> bool:
     """Return True if flashlin may start compiled kernels directly on the installed Triton.
 
-    A direct start calls Triton's compiled launcher without ``JITFunction.run``. ``launch_cache.py`` makes
-    them.
+    A direct start calls Triton's compiled launcher without ``JITFunction.run`` (``launch_cache.py``).
     """
     return _compared(triton_module().__version__)
 
@@ -43,7 +42,10 @@ def _compared(version: str) -> bool:
 
 
 def make_key() -> None:
-    """Compute the key of Triton's cache, for which Triton reads its whole library once in a process."""
+    """Compute the key of Triton's cache, which Triton then keeps for the whole process.
+
+    Triton reads its whole library to compute the key.
+    """
     with _keyed:
         triton_module().runtime.cache.triton_key()
 
@@ -51,5 +53,5 @@ def make_key() -> None:
 def expect_kernels() -> None:
     """Compute the key of Triton's cache in a thread, while this thread plans the first call."""
     if possible():
-        with suppress(RuntimeError):  # no thread can be started: the process ends, or has too many
+        with suppress(RuntimeError):  # the process ends or has too many threads, so no thread can start
             threading.Thread(target=make_key, daemon=True).start()

@@ -152,8 +152,8 @@ class Stack(NamedTuple):
     broken: packages whose import fails.
     gpu: True if the machine has a GPU.
     issues: ids of the known issues that affect this GPU and its Triton.
-    models: by the name of a loaded modeling file of transformers, a pair (kernel, implementation) for each
-        function that the file is bound to; the set may be empty.
+    models: the loaded modeling files of transformers. It maps the name of a file to a set, which may be
+        empty. The set has a pair (kernel, implementation) for each function that the file is bound to.
     patched: packages that ``flashlin.patch`` has patched.
     """
     versions: Mapping[str, str]
@@ -169,7 +169,8 @@ class Flaw(Known):
     """A known flaw: a defect of another package, which doctor looks for in a Stack.
 
     since, fixed_in: releases of the package.
-    always: True if every program is affected. If False, the effect begins with the condition ("if ...").
+    always: True if every program is affected. If False, the text ``effect`` begins with the condition under
+        which a program is affected ("if ...").
     mended_by: packages; ``flashlin.patch`` of one of them removes the defect. ``()`` if no patch can.
     mended_from: the first release of the package for which the patch removes it.
     beside: pairs (package, fixed_in). These packages must also be installed, in a release before ``fixed_in``

@@ -25,8 +25,8 @@ _TF = "https://github.com/huggingface/transformers/"
 _TRIED = "tested with transformers 5.23.0"
 _READ = "found in the source of transformers {}"
 _PATCH = 'flashlin.patch("transformers")'
-# Shared fields: of flaws of one package, of flaws that flashlin's patch of transformers removes, and of flaws
-# of the fused kernel that models use for training.
+# Shared fields of flaws. _OfFla, _OfTransformers: flaws of one package. _Patched: flaws that flashlin's patch
+# of transformers removes. _InSplit: flaws of the fused kernel that models use for training.
 _OfFla = partial(Flaw, package="fla")
 _OfTransformers = partial(Flaw, package="transformers")
 _Patched = partial(_OfTransformers, mended_by=("transformers",))
@@ -44,7 +44,7 @@ def _forgetful(id: str, models: tuple[str, ...], fixed_in: str | None, source: s
 
 
 KNOWN_FLAWS: tuple[Flaw, ...] = (
-    # --- slow, or stopped ---
+    # --- slow, or ends with an error ---
     _OfFla(
         id="fla-without-gpu", always=True, card="no gpu",
         effect="its Triton kernels cannot start without a GPU (RuntimeError: 0 active drivers), and models "

@@ -32,13 +32,14 @@ _PROVEN_HERE_ONLY = _PROVEN + "; no public thread known"
 _NARROW = "an H200 with Triton 3.6.0: matrix/results/narrow-tiles-NVIDIA-H200-triton-3.6.0.json"
 _TUNING = "tests/matrix/test_shield_releases.py"
 _OUR_TUNER = "flashlin.autotune, or flashlin.patched('triton')"
-_TUNED = trait_set("autotuned")  # no launch has this trait, because tuning comes before the launch
+# Tuning comes before the launch, so no launch has this trait, and issues with it change no plan.
+_TUNED = trait_set("autotuned")
 _DOT, _HALF_DOT = trait_set("dot"), trait_set("half_dot")
 # traits of kernels of other packages only
 _FOREIGN, _FOREIGN_DOT = trait_set("foreign"), trait_set("foreign", "half_dot")
 _TUNER = 'triton/runtime/autotuner.py", line ..., in '
-# Shared fields: of issues whose proof a test compiles, of issues of Triton's autotuner, and of issues of
-# tiles that are too narrow on Hopper.
+# Shared fields of issues. _Compiled: issues whose proof a test compiles. _OfTuner: issues of Triton's
+# autotuner. _Narrow: issues of tiles that are too narrow on Hopper.
 _Compiled = partial(KnownIssue, proof=_PROVEN, confidence="compiled")
 _OfTuner = partial(KnownIssue, traits=_TUNED, proof=_TUNING, confidence="ran")
 _Narrow = partial(

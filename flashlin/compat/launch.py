@@ -91,7 +91,8 @@ def begin(known: Kernel, programs: int, values: tuple[Any, ...], num_warps: int,
 def in_order(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the arguments and the launch's tile sizes in the order of the kernel's parameters.
 
-    Raises TypeError unless they name each parameter of the kernel exactly once, and nothing else.
+    Raises TypeError unless ``arguments`` and the tile together name each parameter of the kernel exactly
+    once, and nothing else.
     """
     given = arguments.copy()
     given.update(launch.tile)

@@ -66,7 +66,7 @@ class Compiled(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """All starts of one kernel whose arguments have the same types.
+    """The compiled kernels of one jitted function for one combination of argument types.
 
     tensors: function that picks the tensors from the arguments.
     constants: function that picks the constexprs.
@@ -84,8 +84,9 @@ class Kind(NamedTuple):
 
 
 # A thread holds this lock while Triton may load a launcher. All launchers are extension modules with the same
-# name. When Python loads a launcher for the second time, it fills the module object that had this name last.
-# If two threads load at the same time, a kernel may get the launcher of another kernel, with other arguments.
+# name. When Python loads the same launcher a second time, it makes no new module object, but fills the object
+# that had this name last. If another thread loads a launcher at the same time, that may be the object of
+# another kernel. A kernel may then get the launcher of another kernel, which expects other arguments.
 LOADING = ThreadLock()
 
 
@@ -187,9 +188,9 @@ class Kernel:
     def compile(self, values: Values, num_warps: int, num_stages: int, load: bool) -> None:
         """Compile the kernel that ``start`` would compile, without starting it.
 
-        load: True to also load the kernel onto the GPU, and its launcher into the process. False is required
-            if the program may continue before this returns. Another thread may then load launchers of other
-            kernels without the lock LOADING.
+        load: True to also load the kernel onto the GPU, and its launcher into the process. Pass False if the
+            program does not wait for this call. Another thread may then load launchers of other kernels
+            without the lock LOADING, and two launchers must not be loaded at the same time.
         """
         made = self.kernel.warmup(*values, grid=(1,), num_warps=num_warps, num_stages=num_stages,
                                   **_unchecked())
@@ -252,7 +253,10 @@ def _switches() -> tuple[Any, ...]:
 
 
 def _reads_changing_values(kernel: Any) -> bool:
-    """Return True if a kernel reads global values outside flashlin.kernels, whose own values never change."""
+    """Return True if a kernel reads global values that may change.
+
+    These are all global values, except those of modules of flashlin.kernels, which never change.
+    """
     return any(not home.get("__name__", "").startswith("flashlin.kernels.")
                for _, home in kernel.used_global_vals.values())
 
@@ -274,7 +278,7 @@ def _wide(n: int) -> str:
 def _key(kind: Kind, values: Values, device: int, num_warps: int, num_stages: int) -> Values:
     """Return the cache key of a start, except for the types of the arguments, which select the Kind."""
     tensors = kind.tensors(values)
-    # 0 if all addresses are multiples of 16, the usual case
+    # ``apart`` is 0 if all addresses are multiples of 16, the usual case
     apart = reduce(or_, map(_address_of, tensors), 0) % 16
     return (device, num_warps, num_stages, *map(_dtype_of, tensors), kind.constants(values),
             *[(n == 1, n % 16 == 0, -I32 <= n < I32 or _wide(n)) for n in kind.integers(values)],

@@ -36,8 +36,8 @@ class Lacking:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError with advice if an import statement needs a missing module of fla."""
-        # The caller's caller tells an import from a search. If another Python names that function
-        # differently, its usual error is raised.
+        # An import statement calls this finder through the function _find_and_load_unlocked, and a search
+        # does not. If a Python release has another name for it, the user gets Python's usual error.
         asks = sys._getframe(1).f_back if OF_FLA.match(name) else None
         if asks is not None and asks.f_code.co_name == "_find_and_load_unlocked":
             # without name=, because `from flashlin import x` ignores a ModuleNotFoundError with that name
@@ -79,7 +79,7 @@ def attach(
 def _no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
     asked = f"{module}.{name}"
     said = lacking(asked) if OF_FLA.match(asked) else f"module {module!r} has no attribute {name!r}"
-    if not name.startswith("_") and name not in ABSENT:  # tools look up many names that begin with _
+    if not name.startswith("_") and name not in ABSENT:  # no advice for _names: tools look up many of them
         from flashlin.compat.suggestions import did_you_mean  # here, so that importing flashlin stays fast
         said += did_you_mean(name, known)
     return AttributeError(said, name=name)  # with a name but no object, Python adds no suggestion of its own
@@ -110,7 +110,7 @@ def stand_in(package: str, paths: Iterable[str]) -> None:
         name = f"{package}.{path}"
         module = ModuleType(name, "Public names of flashlin, under a module path of fla.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__, module.__file__ = [], sys.modules[package].__file__  # a file that exists, for tools
+        module.__path__, module.__file__ = [], sys.modules[package].__file__  # tools need an existing path
         module.__getattr__ = public_of(name)  # type: ignore[method-assign]
         sys.modules[name] = module
         if "." not in path:

@@ -16,7 +16,8 @@ class Release(NamedTuple):
 
     ptxas: version of ptxas, the assembler, in its wheel.
     python: the Python versions for which it has wheels.
-    blackwell: version of the second ptxas in its wheel; ``""`` if it has none, or the same version again.
+    blackwell: version of the second ptxas in its wheel; ``""`` if the wheel has only one, or two of the same
+        version.
     blackwell_from: lowest compute capability that uses the second ptxas.
     blackwell_path: environment variable that replaces the second ptxas; ``""`` if none does.
     torch: the torch releases that require it (Requires-Dist of their wheels on PyPI).
@@ -25,7 +26,7 @@ class Release(NamedTuple):
     direct: True if compiled kernels are started directly, without ``JITFunction.run``
         (compat/launch_cache.py). It is True only for releases on which both kinds of starts were compared.
     gate: True if it has a cell of the matrix in which no compilation may fail. A release that was soon
-        followed by a patch release has none. Such a release is listed because people have it installed.
+        followed by a patch release has no such cell. It is in the table because people have it installed.
     """
     version: str
     ptxas: str

@@ -277,7 +277,7 @@ class Process:
                 self._signal("SIGTERM", GENTLE)
             self._signal("SIGKILL", GONE)
             if self._process.stdin:
-                with suppress(OSError):  # text that the child has not read
+                with suppress(OSError):  # closing fails if the child has not read all text
                     self._process.stdin.close()
             running = code is None
             self._ended = Ended(code, self._stdout.text(), self._stderr.text(), why if running else "",
@@ -316,9 +316,9 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
     ``Ended.stderr``.
 
     at_once: the largest number of forks at a time.
-    timeout: seconds for each fork. A fork that has used less than half of that as CPU time gets more time, up
-        to four times the limit, because other programs keep this machine busy. If it still does not end, it
-        is killed, but ``Ended.timed_out`` is False and ``Ended.why`` gives the reason.
+    timeout: seconds for each fork. If the CPU time of a fork is then less than half the timeout, other
+        programs keep this machine busy, so the fork gets up to four times the timeout. If it still does not
+        end, it is killed, but ``Ended.timed_out`` is False and ``Ended.why`` gives the reason.
     """
     room = Path(tempfile.mkdtemp(prefix="flashlin-forked-"))
     waiting = list(enumerate(works))[::-1]
@@ -332,7 +332,7 @@ def forked(works: Sequence[Callable[[Path], str]], at_once: int,
                 child = os.fork()
                 if child == 0:
                     _in_fork(work, folder)
-                with suppress(OSError):  # the child makes the same call; the first of the two succeeds
+                with suppress(OSError):  # the child makes the same call, and one success is enough
                     os.setpgid(child, child)
                 running[child] = (number, folder, time.monotonic(), timeout)
             for child, (number, folder, began, limit) in list(running.items()):
@@ -379,7 +379,7 @@ def _in_fork(work: Callable[[Path], str], folder: Path) -> None:
     """
     try:
         os.setpgid(0, 0)
-        faulthandler.disable()  # it has kept the parent's stderr, and would report an abort there
+        faulthandler.disable()  # faulthandler has kept the parent's stderr, and would report an abort there
         output = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -410,7 +410,7 @@ def _worked(group: int) -> float:
     if not os.path.exists("/proc/self/stat"):
         return math.inf
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) if int(fields[2]) == group else 0
     return total / ticks

@@ -36,8 +36,8 @@ USUAL_CARD = {(7, 0): ("V100", 80), (7, 5): ("T4", 40), (8, 0): ("A100", 108), (
 # The most common AMD GPU of each architecture, with its compute units.
 USUAL_AMD = {"gfx90a": ("MI250", 104), "gfx942": ("MI300X", 304), "gfx950": ("MI355X", 256),
              "gfx1100": ("RX 7900", 96), "gfx1201": ("RX 9070", 64)}
-# The same for all AMD architectures: bytes of shared memory of a thread block (CDNA 4, gfx950, has more), and
-# the most stages of a loop. With more stages compilers fail (amd-stages-36).
+# Two limits that we use for all AMD architectures: the shared memory of a thread block in bytes, and the
+# stages of a loop. CDNA 4 (gfx950) has more shared memory. With more stages, compilers fail (amd-stages-36).
 SHARED_ON_AMD, STAGES_ON_AMD = 65536, 2
 
 
@@ -250,7 +250,10 @@ probe: Callable[[torch.device], Target] = _probed.__getitem__
 
 
 def pretend(target: Target | None) -> None:
-    """Plan every call as if it ran on ``target``; None ends this. It records launches without the GPU."""
+    """Plan every call as if it ran on ``target``; None ends this.
+
+    It serves to record launches on a machine without that GPU.
+    """
     global _pretended
     _probed.clear()
     _pretended = target
@@ -267,7 +270,7 @@ def _ask(device: torch.device) -> Target:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
-            arch = str(getattr(properties, "gcnArchName", "")).partition(":")[0]  # gfx942:sramecc+:xnack-
+            arch = str(getattr(properties, "gcnArchName", "")).partition(":")[0]  # of gfx942:sramecc+:xnack-
             return Target(triton, "", torch.__version__, "hip", (0, 0), properties.name, SHARED_ON_AMD,
                           properties.multi_processor_count, arch)
         capability = (int(properties.major), int(properties.minor))

@@ -19,7 +19,7 @@ def _reader(of: Any) -> Callable[[], str]:
 
     The returned function returns "tf32" if TF32 is allowed.
     """
-    # torch.backends.cuda.matmul.fp32_precision calls this getter; a direct call needs a sixth of the time
+    # torch.backends.cuda.matmul.fp32_precision calls this getter. A direct call takes a sixth of its time.
     getter = getattr(of._C, "_get_fp32_precision_getter", None)
     if getter is not None:
         return partial(getter, "cuda", "matmul")

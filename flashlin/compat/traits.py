@@ -16,18 +16,18 @@ HALVES = frozenset({"float16", "bfloat16"})
 # The sources of a trait.
 # SOURCE: kernels/shield/source.py reads it from a kernel's source; recipes declare it for flashlin's kernels.
 SOURCE = "source"
-# CALL: the kernel calls the function of that name in triton.language, which some Triton release lacks.
+# CALL: the kernel calls the function of triton.language with the trait's name. Some Triton releases lack it.
 CALL = "call"
 # OPERANDS: a rule derives it from the other traits, the dtypes of the operands and the tile.
 OPERANDS = "operands"
-# TILE: a rule derives it from BT, BK and BV; recipes also have candidates with a tile that lacks the trait.
+# TILE: a rule derives it from BT, BK and BV. Recipes also offer tiles without the trait.
 TILE = "tile"
 # DECLARED: the code that makes the launch declares it.
 DECLARED = "declared"
 
 
 class Kernel(NamedTuple):
-    """The properties of a kernel from which the traits of the source OPERANDS are derived.
+    """The properties of a kernel that the rules of the source OPERANDS read.
 
     traits: all other traits of the kernel.
     dtypes: torch names of the tensors' dtypes, such as ``bfloat16``.

@@ -1,10 +1,10 @@
 """The advice of a doctor report: one command that repairs the machine, and the reason for it.
 
-The best pair of torch and Triton is planned, not listed. Each pair of ``compat/releases.py`` that this
-machine can install is planned on its GPUs, and the best pair is named. A torch wheel requires one Triton
-release, so a different Triton means a different torch. The command also sets or unsets the variables that
-checks report, so one step repairs everything. The functions are pure: they read a ``Machine`` and examine
-nothing themselves.
+There is no fixed list of recommended releases. For each pair of torch and Triton in ``compat/releases.py``
+that this machine can install, the typical calls of all ops are planned on its GPUs. The advice names the pair
+with the best plans. A torch wheel requires one Triton release, so a different Triton means a different torch.
+The command also sets or unsets the variables that checks report, so one step repairs everything. The
+functions are pure: they read a ``Machine`` and examine nothing themselves.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def advise(machine: Machine, ops: Sequence[str], checks: Iterable[Check]) -> Adv
 class Judged(NamedTuple):
     """The rating of one pair of torch and Triton on the GPUs of this machine.
 
-    prices: for each op, the sum of its calls' distances from running the kernels unchanged; 0 is best.
+    prices: the price of each op (``typical_plans.price``); 0 if the op's calls can run the kernels unchanged.
     strange: True if torch was built with another Triton release.
     steps: number of releases between this torch and the installed torch.
     """
@@ -78,7 +78,8 @@ def _install(machine: Machine, ops: tuple[str, ...]) -> tuple[list[str], str]:
     against = {pair: _against(pair, machine, cards) for pair in _candidates(here, machine)}
     judge = partial(_judge, here=here, cards=cards, policy=machine.policy, ops=ops)
     reachable = sorted((pair for pair in against if not against[pair]), key=lambda pair: _steps(pair, here))
-    # start from the smallest repair; the same step may install a better pair
+    # If torch or Triton is broken, compare with the nearest pair that can be installed. The repair installs a
+    # pair anyway, so it can also install a better one.
     start = stay if not broken or not reachable else judge(reachable[0])
     best = _best(reachable, judge, start)
     if best is not None and not broken and judge(best).order[:2] >= start.order[:2]:
@@ -248,10 +249,10 @@ def _commands(pair: Pair, here: Pair, machine: Machine) -> list[str]:
     if machine.other_build:
         how["index"], left = _index(pair), broken
     elif machine.torch is None and release(pair.torch) == release(here.torch):
-        # torch cannot load one of its own files, or a file of a package that it installs
+        # the missing file belongs to torch or to a package that is installed with torch
         missing = "cannot open shared object file" in machine.torch_error
         local = here.torch.partition("+")[2]
-        other = local == "cpu" and bool(machine.known_cards)  # another build
+        other = local == "cpu" and bool(machine.known_cards)  # torch is the CPU build, but there is a GPU
         how["index"] = _index(pair) if other else INDEX + local if local else ""
         how["alone"] = not (missing or other)
         left = broken or (not missing and not other and not releases.is_that(installed, wanted)

@@ -1,8 +1,8 @@
 """The checks of ``doctor``: each yields lines of the report about one part of this machine.
 
-The checks work offline and write nothing: they ask the system if a folder can be written. An exception in a
-check becomes a line of the report. A new check is a function listed in ``CHECKS``, or in ``ENVIRONMENT`` of
-``environment.py`` if it concerns what Triton needs to compile.
+The checks work offline and write nothing: they ask the system whether a folder can be written. An exception
+in a check becomes a line of the report. A new check is a function listed in ``CHECKS``, or in ``ENVIRONMENT``
+of ``environment.py`` if it concerns what Triton needs to compile.
 """
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def check_triton(machine: Machine) -> Iterator[Check]:
-    """Report Triton, and if torch was built with the same release."""
+    """Report Triton, and whether torch was built with the same release."""
     if machine.triton_error:
         gpu, missing = bool(machine.known_cards), machine.triton_error == "not installed"
         where = f"no kernels run on your {machine.card_names}: " if gpu else ""
@@ -159,7 +159,7 @@ def check_interpreter(machine: Machine) -> Iterator[Check]:
 
 
 def check_folders(machine: Machine) -> Iterator[Check]:
-    """Report if the folders for flashlin's own files can be written."""
+    """Report whether each folder for flashlin's own files can be written."""
     home, why = local_results.place(warn=False)
     cache, unsafe = environments.place()
     for variable, folder, no_folder, what, without in (

@@ -65,7 +65,7 @@ SHOWN = ("TRITON_", "PYTORCH_", "CUDA_", "NVIDIA_VISIBLE_DEVICES", "DISABLE_PTXA
 
 
 def _gravity(machine: Machine) -> Status:
-    """Return the status for something missing that Triton needs to compile.
+    """Return the status to report if a tool or a file is missing that Triton needs to compile kernels.
 
     Without an NVIDIA GPU it is ``ok``, since nothing is compiled here.
     """
@@ -209,7 +209,7 @@ def check_variables(machine: Machine) -> Iterator[Check]:
 
 
 def check_card(machine: Machine) -> Iterator[Check]:
-    """Check the free memory of each GPU, and if its compute mode lets a second process use it."""
+    """Check the free memory of each GPU, and whether its compute mode lets a second process use it."""
     cards = machine.driver.cards
     for index, card in enumerate(cards):
         if 0 <= card.free < max(1024, card.total // 50):

@@ -144,8 +144,8 @@ class Weights(NamedTuple):
 def weights(layer: nn.Module) -> Weights:
     """Return the device and dtype of a layer's weights.
 
-    A layer has none of them if it has no weights. Its device or dtype cannot be read if its weights are on
-    several devices, not loaded, or quantised.
+    A layer without weights has neither. The device cannot be read if the weights are on several devices or
+    are not loaded. The dtype cannot be read if the weights are quantised. ``Weights.why`` says so.
     """
     tensors = [one for one in layer.parameters() if not isinstance(one, nn.parameter.UninitializedParameter)]
     if not tensors:
@@ -284,7 +284,7 @@ def op_of(layer: nn.Module, kernel: str) -> str | None:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return the name of the model author's class; FSDP puts a class of its own in front of it."""
+    """Return the name of a layer's class, without a subclass that torch's FSDP puts in its place."""
     return next((kind.__name__ for kind in type(layer).__mro__ if not kind.__module__.startswith("torch.")),
                 type(layer).__name__)
 

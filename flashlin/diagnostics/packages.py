@@ -55,7 +55,7 @@ PACKAGES = {
 FILES = re.compile(r"transformers\.models\.\w+\.(modular|modeling)_\w+|unsloth_compiled_module_\w+"
                    r"|transformers_modules\..*\.modeling_\w+")
 
-SHOWN = 6  # most kernels in a line
+SHOWN = 6  # maximum number of kernels that a line names
 NEED_A_GPU = ("fla", "mamba_ssm", "causal_conv1d")
 
 
@@ -75,7 +75,8 @@ def section(machine: Machine, import_all: bool) -> tuple[Section, dict[str, Trie
     versions = {name: version for name in PACKAGES for version in [version_of(name)] if version}
     calls = calls_of(versions)
     gpu = any(target.backend in GPUS for target in machine.targets.values())
-    # before 5.15, transformers imports them only on a machine with a GPU
+    # Before 5.15, transformers imports these packages only on a machine with a GPU. Without a GPU a failed
+    # import is then no reason for plain torch.
     failed = {HOMES.get(one.kernel, "").partition(".")[0] for where, ones in calls.items() for one in ones
               if FILES.fullmatch(where) and one.implementation == TORCH
               and (gpu or affected(versions.get("transformers", ""), "5.15.0", None))}
@@ -109,8 +110,8 @@ def distributions() -> dict[str, str]:
 def version_of(name: str) -> str:
     """Return the version of an installed package; ``unknown`` if it has none, ``""`` if it is not installed.
 
-    The version is taken from the loaded module, or else the one that pip reports, or else the one in its
-    file.
+    The version is the ``__version__`` of the loaded module, or else the version that pip reports, or else the
+    ``__version__`` in the text of the package's main file.
     """
     said = getattr(sys.modules.get(name), "__version__", "")
     pip = [version for known, version in distributions().items() if known in PACKAGES[name].distributions]

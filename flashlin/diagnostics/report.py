@@ -54,7 +54,7 @@ class Facts(BaseModel):
 
 
 class Device(Facts):
-    """A machine that was planned for.
+    """A device for which the calls were planned: one of this machine, or one that the user named.
 
     where: torch's name of the device (``cuda:0``), or ``named`` for a target that the user named.
     shared: shared memory of one block, in bytes.
@@ -323,7 +323,7 @@ class Report(Facts):
             places = {plan.where for plan in slower}
             where = f", all on {places.pop()}" if len(self.devices) > 1 and len(places) == 1 else ""
             return f"every op runs, but {self._prices(slower)}{where}"
-        # the rows of the report say what each of them does
+        # Only names: the rows of the report say what each of these layers, packages, flaws and bindings does.
         others = [*(f"{layer.layers} calls {layer.function}"
                     for layer in self.layers if layer.verdict == "degraded"),
                   *(package.name for package in self.packages if package.status == "degraded"),
@@ -452,16 +452,17 @@ class Report(Facts):
         for number, ((status, way, on, because), plans) in enumerate(ordered):
             ops = list(dict.fromkeys(plan.op for plan in plans))
             why = f": {self._told(because)}" if because and status != "ok" else ""
-            # an op that runs well on one of several GPUs may not on another
+            # With several GPUs, print no number: an op that runs well on one GPU may already be counted above
+            # for another GPU.
             count = "else" if status == "ok" and number and len(self.devices) > 1 else len(ops)
             [line, *more] = _wrapped(f"{count}  {way}{on}{why}", "  ", "    ")
             block = [line.replace(way, _painted(way, status, colour), 1), *more]
             if count != "else" and len(ordered) > 1 and len(ops) <= every_op // 2:
                 block += _wrapped(", ".join(ops), "    ", "    ", lines=1)
-            worst = plans[0].cost.rpartition("; ")[2]  # costs are in the order of the remedies
+            worst = plans[0].cost.rpartition("; ")[2]  # of the last call with another cost
             cost = _wrapped(f"cost: {worst}", "    ", "    ") if worst else []
             block += [] if cost and cost[0] in lines else cost
-            last = number == len(ordered) - 1  # else one line must list the other groups
+            last = number == len(ordered) - 1  # if not, keep a line free that lists the groups left
             if number == SHOWN or (number and len(lines) + len(block) + (not last) > room):
                 left = dict.fromkeys(f"{way}{on}" for (_, way, on, _), _ in ordered[number:])
                 return [*lines, *_wrapped(f"and {', '.join(left)}", "  ", "    ", lines=1)]
@@ -509,7 +510,7 @@ class Report(Facts):
         return self.text()
 
 
-SHOWN = 4  # most groups of ops, and most entries of a list
+SHOWN = 4  # maximum number of groups of ops, and of entries of a list
 
 
 def _few(texts: list[str]) -> list[str]:

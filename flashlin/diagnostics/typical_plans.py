@@ -217,10 +217,11 @@ def unknown(where: str, target: Target) -> Iterator[Check]:
 
 
 def price(planned: Planned) -> int:
-    """Return the sum of the distances of an op's calls from running the kernels unchanged.
+    """Return the price of an op: the sum of the prices of its typical calls.
 
-    A call counts 0 if nothing prevents that. Otherwise it counts more for fewer warps, fp32 copies and plain
-    torch, in this order, and 4 if it cannot run.
+    A call has price 0 if nothing forces another path than the normal one. Otherwise it has the highest
+    ``Remedy.burden`` of its forced remedies: 1 for an exact one such as fewer warps, 2 for fp32 copies and 3
+    for plain torch. A call that cannot run has price 4.
     """
     return sum(4 if plan.refused else max((REMEDIES[remedy].burden for reason, remedy in plan.steps
                                            if reason.forced), default=0) for plan in planned.values())

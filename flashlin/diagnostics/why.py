@@ -48,7 +48,7 @@ VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|de
 # A name from source code that is long enough to identify a failure alone.
 CODE = re.compile(r"(?=\w*([a-z][A-Z]|[a-z]_[a-z]))\w{11,}")
 EXCEPTION = re.compile(r"^\w*error: ", re.IGNORECASE)
-SHORTEST, MOST = 5, 12  # fewest characters of a text to search for; most answers
+SHORTEST, MOST = 5, 12  # minimum number of characters to search for; maximum number of answers
 WIDTH = 80
 ENOUGH = 3  # fewest words in common for a guess
 

@@ -42,7 +42,7 @@ AXIS_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA's maximum grid, by axis
 OFFSET_LIMIT = 2**31 - 1
 MAX_HEAD_DIM = 512
 # Up to this number of tokens, without gradients, a token-by-token kernel is faster than a chunked kernel. It
-# is one short launch, and a chunk would be mostly padding.
+# needs one short launch, while the chunk of the chunked kernel would be mostly padding.
 FEW_TOKENS = 16
 # Forces ranks to divide "heads" (where possible) or "tokens"; "" lets the checks choose. For tests and
 # benchmarks only. They clear the cache of dispatch.plan when they change it.
@@ -50,13 +50,13 @@ forced_over = ""
 # Options of a call that prevent ranks from dividing the heads, for any number of ranks, each with its reason.
 UNSHARED = {"own_edges": "of packed sequences each knows its own edges alone",
             "few_qk_heads": "heads of q and k that they do not divide"}
-# Families whose tokens do more to a state than let it decay. A rank in the middle of a sequence computes a
-# K x K matrix for this, in an additional pass in float32.
+# Families in which a token multiplies the state by a K x K matrix, not only by a decay. A rank in the middle
+# of a sequence computes the product of these matrices, in an additional pass in float32.
 TRANSFERRED = ("delta", "dplr")
 
 
 def check_ranks(draft: Draft) -> Iterator[Reason]:
-    """Choose if the ranks that share each sequence divide its heads or carry states along its tokens."""
+    """Choose whether the ranks that share each sequence divide its heads or carry states along its tokens."""
     problem = draft.problem
     if problem.ranks == 1 or problem.over:
         return
@@ -206,7 +206,7 @@ def check_launch_table(draft: Draft) -> Iterator[Reason]:
         return
     for launch in draft.launches:
         if trust(launch.config, draft.target) == "failed":
-            # If sequences stay whole, the call needs fewer kernels.
+            # Without a split into segments, the call needs fewer kernels and perhaps not this one.
             facts = frozenset({PARTS}) if launch.part else frozenset()
             yield Reason("launch-table", failure(launch.config, draft.target), "a configuration that works",
                          ("other_tile", "limit_num_warps", "torch_path"), avoid=facts)
@@ -222,7 +222,7 @@ def check_has_run(draft: Draft) -> Iterator[Reason]:
     if (target.backend != "hip" or problem.given is not None or draft.policy.policy == "off"
             or draft.policy.canary == "trial"):
         return
-    ops = (problem.op, f"{problem.mode}_{problem.op}")  # second: the name with its mode
+    ops = (problem.op, f"{problem.mode}_{problem.op}")  # a trial of ``chunk_gla`` counts for ``gla``
     if not all(has_run(launch.config, ops, problem.dtype, target) for launch in draft.launches):
         yield Reason("backend", "an AMD GPU on which these kernels have not run (flashlin warmup tries them)",
                      "an NVIDIA GPU, or flashlin warmup: see its --help first", ("torch_path",))

@@ -8,10 +8,10 @@ waits for all answers.
 other ranks waiting in an exchange. All ranks read such an answer in the same later call (``settle``). That
 call waits only if the host is more than ``BEHIND`` such calls ahead of the GPU.
 
-An answer is two int64 values: a position (-1 if nothing is wrong) and the value found there. The ``verdict``
-method of the checked call turns them into a message. A captured CUDA graph can use neither events nor host
-copies. Each captured call therefore has a flag on the device, which keeps the first wrong answer of any
-replay until ``synchronize`` reads it.
+An answer is two int64 values: a position and the value found there. Nothing is wrong if the position is -1,
+or if the value is valid. The ``verdict`` method of the checked call turns the answer into a message. A
+captured CUDA graph can use neither events nor host copies. Each captured call therefore has a flag on the
+device, which keeps the first wrong answer of any replay until ``synchronize`` reads it.
 """
 from __future__ import annotations
 
@@ -86,10 +86,9 @@ def poll() -> None:
 def settle() -> None:
     """Raise ValueError if a deferred check that all ranks share has found an error.
 
-    The answers of the last ``BEHIND`` checks are not read yet.
-
-    The function waits for answers that the GPU has not written yet. Every rank calls it once in each call
-    that several ranks make together.
+    The function waits for all shared answers except those of the last ``BEHIND`` checks, which a later call
+    reads. Every rank calls it once in each call that several ranks make together. During a graph capture it
+    does nothing.
     """
     if len(_shared) > BEHIND and not capturing():
         _raise(_waited(_shared, BEHIND))
@@ -115,9 +114,9 @@ def synchronize() -> None:
 def take(device: torch.device) -> Slot:
     """Return a free slot for an answer on a device that ``prime`` has prepared; pass it to ``send`` later.
 
-    One block of slots is nearly always enough, because CUDA makes a host wait that is about a thousand
-    launches ahead. With many streams the host may be further ahead. Then another block is allocated, so that
-    no call waits for a slot.
+    One block of slots is nearly always enough, because CUDA lets the host run only about a thousand launches
+    ahead of the GPU. With many streams the host may be further ahead. Then another block is allocated, so
+    that no call waits for a slot.
     """
     with _lock:
         if not _free[device]:

@@ -71,7 +71,8 @@ class Op(NamedTuple):
     typical: sizes of typical calls, by use.
     counted: a function that converts the sizes of a call into the sizes of its ``Problem``.
     in_place: for an op that updates a state in place, the words of the error for a call with gradients.
-    planned_as: the op whose plan it uses, if it is an alias, or a norm fused with a linear layer.
+    planned_as: the op whose plan this op uses. It is set if this op is an alias, or a norm fused with a
+        linear layer.
     """
     name: str
     module: str
@@ -101,7 +102,7 @@ class Family(NamedTuple):
     axes: the meaning of T, H, K and V in its problems, where they are not tokens and heads.
     typical: sizes of typical calls, by use; ``USES`` lists the uses.
     counted: a function that converts the sizes of a call into the sizes of its ``Problem``.
-    head_dim: True if K and V are head dimensions; a check limits them and trials choose them.
+    head_dim: True if K and V are head dimensions. Then a check limits them, and each trial runs one of them.
     limits, unsupported: further sizes and options without kernels; such calls run on the torch path.
     """
     name: str

@@ -17,8 +17,8 @@ from flashlin.compat.versions import is_unreleased, release
 from flashlin.guards import local_results
 
 PROVEN = Path(__file__).parents[1] / "kernels" / "proven.json"
-# ran: results were correct on such a GPU. compiled: every use of the configuration compiled to machine code.
-# failed: one use did not compile, or a trial on this machine failed. The best comes first.
+# The levels from best to worst. ran: results were correct on such a GPU. compiled: every use of the
+# configuration compiled to machine code. failed: one use did not compile, or a trial on this machine failed.
 Trust = Literal["ran", "compiled", "unknown", "failed"]
 TRUST: tuple[Trust, ...] = ("ran", "compiled", "unknown", "failed")
 Record = dict[str, Any]  # level -> GPUs, such as ``sm80 sm90``; and ``slow`` -> GPU -> the fields of a Slow
@@ -30,7 +30,7 @@ SPILLS, MANY, GIVEN_UP = 1000, 4000, 32
 
 
 class Slow(NamedTuple):
-    """Spills of a configuration that compiles to slow code, measured on its worst use.
+    """Spills of a configuration that compiles to slow code, for the use of it that compiles worst.
 
     spills: bytes per thread that are stored to memory and loaded again, because registers are missing.
     registers: registers per thread if the register allocator of ptxas failed, else 0.

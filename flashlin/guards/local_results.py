@@ -92,7 +92,7 @@ def local(target: Target) -> Table:
     """Return the results of trials on this machine for a target; cached until ``read_again``."""
     folder, _ = place()
     written = NOTHING
-    if folder is not None and folder.is_dir():  # without a folder, spare _file its hash of all sources
+    if folder is not None and folder.is_dir():  # _file hashes all sources, so skip it without a folder
         with suppress(OSError):
             written = _read(_file(folder, target))
     return written.updated(_unwritten.get(target, NOTHING))
@@ -227,8 +227,8 @@ def _read(file: Path) -> Table:
     """Return the table in a file; a missing or invalid file counts as an empty table.
 
     A file is invalid if it is half written, a link, larger than ``READ`` bytes or nested beyond the recursion
-    limit, or if it contains unknown words or dates. Raise OSError if reading fails for another reason,
-    because a table that is about to be replaced must not be lost then.
+    limit, or if it contains unknown words or dates. Raise OSError if reading fails for another reason.
+    Otherwise ``keep`` would replace a valid file that it could not read.
     """
     try:
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

@@ -1,8 +1,8 @@
 """Checks of arguments that are not tensors: numbers, counts, choices and flags.
 
 A wrong argument raises TypeError or ValueError with the name of the argument, the given value and the
-requirement. The checks reject tensors. To read the value of a tensor would wait for a GPU, and a tensor with
-more than one element has no single value.
+requirement. The checks reject tensors. A call that reads the value of a tensor would wait for the GPU, and a
+tensor with more than one element has no single value.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 INT64, INT32 = 2**63 - 1, 2**31 - 1
 LARGEST = sys.float_info.max
 LONG = 10**30  # integers of this magnitude or more are not printed in full
-ABOVE_ZERO = sys.float_info.min  # a smaller one may count as 0, where denormal numbers are flushed
+ABOVE_ZERO = sys.float_info.min  # smallest normal float; machines may flush smaller ones to 0
 
 
 def number(name: str, value: Any, low: float = -LARGEST, high: float = LARGEST,

@@ -170,7 +170,7 @@ def check_qkv(q: Any, k: Any, v: Any, grouped: bool = False, first: str = "q") -
 
 
 def shareable(heads: int, groups: int) -> bool:
-    """Return True if every group can have the same number of heads. If one number is 0, both must be 0.
+    """Return True if every group can have the same number of heads. If heads or groups is 0, both must be.
 
     Each comparison has its own statement, because torch.compile cannot compare two conditions on symbolic
     sizes.
@@ -186,7 +186,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
 
     Values are read if that does not wait for a GPU (``cu_seqlens_cpu`` or CPU tensors), or in debug mode.
     They must start at 0, never fall and end at T; otherwise a ValueError is raised. Values that are not
-    read are clamped and made to rise on the device, so that kernels never access memory outside the tensors.
+    read are clamped to 0 .. T on the device, and a value that falls is replaced by the largest value before
+    it. Kernels then never access memory outside the tensors.
     Tokens that they do not cover are zeros in outputs and gradients.
     rows: the shape of the packed tensor, which begins with [1, T].
     packed: the name of the packed tensor, for the error.
@@ -214,8 +215,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | No
         check_values("cu_seqlens" if readable is cu_seqlens else "cu_seqlens_cpu", readable)
         check_bounds(numbers(readable), T)
         if readable is cu_seqlens:
-            return cu_seqlens.contiguous()  # kernels walk it with a stride of 1
-    return cu_seqlens.clamp(0, T).cummax(0).values  # also with cu_seqlens_cpu, which may differ
+            return cu_seqlens.contiguous()  # kernels assume a stride of 1
+    return cu_seqlens.clamp(0, T).cummax(0).values  # cu_seqlens_cpu may have other values than cu_seqlens
 
 
 def without_values(x: torch.Tensor) -> str:

@@ -26,7 +26,9 @@ class Call(NamedTuple):
     """A call whose tokens are checked; an error that is raised later names it.
 
     op, argument: the names of the op and of the tokens.
-    where, line: the caller's code object and line; or where is a text. They are formatted only for an error.
+    where: the caller's code object, or a text that names the caller's position. It is formatted only for an
+        error.
+    line: the caller's line, if ``where`` is a code object.
     shape: the shape of the tokens.
     vocab_size: tokens from 0 to ``vocab_size - 1`` are valid.
     ignore_index: one more valid token, or None.
@@ -42,7 +44,7 @@ class Call(NamedTuple):
     def verdict(self, position: int, value: int) -> str:
         """Return the error message for a token, or an empty string if the token is valid.
 
-        position: its index in the flattened tokens, -1 if there is no bad token.
+        position: the token's index in the flattened tokens, or -1 if no token was reported.
         value: the token.
         """
         if position < 0 or 0 <= value < self.vocab_size or value == self.ignore_index:
@@ -114,7 +116,8 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
     Return True if all tokens are known to be valid, and False if the result is not known yet.
     bad: a bool mask of the bad tokens.
     call: the checked call, which makes the error message.
-    shared: all ranks of a group send this result, so that it is always read later (``deferred_checks.send``).
+    shared: all ranks of a group send this result. A GPU result is then always read by a later call, also with
+        the setting ``sync`` (``deferred_checks.send``).
     """
     if tokens.is_cuda:
         if deferred_checks.capturing():
@@ -122,7 +125,8 @@ def report(tokens: Tensor, bad: Tensor, call: deferred_checks.Verdict, shared: b
             if flag is not None:
                 keep_first(flag, tokens, bad)
             return False
-        # A capture may follow. A kernel's first launch in a process must not happen during a capture.
+        # A capture may follow, and a kernel's first launch in a process must not happen during a capture.
+        # Therefore launch the kernels that write a flag once now.
         if deferred_checks.prime(tokens.device):
             keep_first(torch.full((2,), -1, device=tokens.device), tokens, bad)
         if shared or mode() == "async":

@@ -69,8 +69,8 @@ def _of(ours: Callable[..., Any], *marks: str) -> Callable[[Callable[..., Any]],
 def _delta(ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return the adapter of a delta rule.
 
-    cu_seq_lens_q is passed as cu_seqlens. seq_idx, also of several rows, sets the decay to -inf where a
-    document begins.
+    The adapter passes cu_seq_lens_q as cu_seqlens. With a seq_idx of one or more rows, it sets the decay to
+    -inf where a document begins.
     """
     @_of(ours, "cu_seq_lens_q", "seq_idx")
     def delta_rule(own: Own, cu_seq_lens_q: Tensor | None, seq_idx: Tensor | None) -> Any:
@@ -126,9 +126,9 @@ def mamba_chunk_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
 
 
 def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Call mamba_chunk_scan_combined with a float32 result, as the models' torch functions return.
+    """Call mamba_chunk_scan_combined and return float32, as the models' torch functions do.
 
-    The norm that follows rounds the result.
+    The norm that follows in the model rounds the result.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     return mamba_chunk_scan_combined(x, *arguments, **options, out_dtype=wide)
@@ -138,7 +138,7 @@ def unrounded_chunk_scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
 def mamba_split_conv1d_scan_combined(own: Own, cu_seq_lens_q: Tensor | None) -> Any:
     """Call flashlin's mamba_split_conv1d_scan_combined, with cu_seq_lens_q converted to a seq_idx.
 
-    rmsnorm_eps may be None.
+    If rmsnorm_eps is None, flashlin's default is used.
     """
     rows, tokens = own["zxbcdt"].shape[:2]
     own["seq_idx"] = seq_idx_of(rows, tokens, own.get("seq_idx"), cu_seq_lens_q)
@@ -170,7 +170,7 @@ def mamba_inner_fn(own: Own) -> Any:
     """Call flashlin's mamba_inner_fn with the arguments of a call that transformers made.
 
     Warns if documents are packed into a row, because this function mixes them. A call with dt_rms_weight
-    comes from Falcon Mamba, which applies its norms in another order; ``_of_falcon`` computes it.
+    comes from Falcon Mamba, which applies its norms in another order. ``_of_falcon`` computes such a call.
     """
     told("mamba_inner_fn", False)
     of_falcon = own.get("dt_rms_weight") is not None and own.get("B") is None and own.get("C") is None
@@ -180,8 +180,9 @@ def mamba_inner_fn(own: Own) -> Any:
 def _of_falcon(own: Own) -> Tensor:
     """Compute Falcon Mamba's fused function in the order of the model's torch code.
 
-    The model's fused function norms dt after its projection. Its torch code, which decodes, norms dt before
-    the projection, without a weight. The torch order is used, so that training equals generation.
+    The model's fused function applies the norm of dt after the projection of dt. The model decodes with its
+    torch code, which applies this norm before the projection, and without a weight. This function uses the
+    order of the torch code, so that training and generation compute the same.
     """
     x, z = own["xz"].chunk(2, 1)
     u: Any = conv.causal_conv1d_fn(x, own["conv1d_weight"].squeeze(1), own["conv1d_bias"], activation="silu")
@@ -209,10 +210,10 @@ ADAPTERS: dict[str, Callable[..., Any]] = {adapter.__name__: adapter for adapter
     _delta(gdn.chunk_gated_delta_rule), _delta(gdn.fused_recurrent_gated_delta_rule), _delta(kda.chunk_kda),
     _delta(kda.fused_recurrent_kda), causal_conv1d_fn, causal_conv1d_update, mamba_chunk_scan_combined,
     selective_state_update, selective_scan_fn, mamba_split_conv1d_scan_combined, mamba_inner_fn)}
-# Since transformers 5.15, a fused function may return None, and the model then uses its unfused path. flashlin's
-# fused functions return None, because their results differ from the unfused path. They mask padding only before
-# the convolution, and they normalise groups in mamba_ssm's order of norm and gate. The unfused scan also returns
-# float32 to its norm.
+# Since transformers 5.15, a fused function may return None, and the model then uses its unfused path.
+# ``declined`` does so, because flashlin's fused functions differ from the unfused path in three ways. They
+# mask padding only before the convolution. They apply the norm of groups and the gate in mamba_ssm's order.
+# The scan of the unfused path also passes float32 to the norm, as ``unrounded_chunk_scan`` does.
 UNFUSED: dict[str, Callable[..., Any]] = {
     "mamba_split_conv1d_scan_combined": declined, "mamba_inner_fn": declined,
     "mamba_chunk_scan_combined": unrounded_chunk_scan}

@@ -34,9 +34,8 @@ class Replaced(NamedTuple):
 class Undo(NamedTuple):
     """The data to restore one binding.
 
-    owner: returns the owner of the binding, or None if it no longer exists. It is a weak reference, so that a
-        patch
-        does not keep models alive.
+    owner: a function that returns the owner of the binding, or None if the owner no longer exists. For an
+        instance, it is a weak reference, so that a patch does not keep models alive.
     name: the name of the binding.
     before: the value before the patch.
     after: the value that the patch has bound.
@@ -57,10 +56,10 @@ class Bindings:
     def __init__(self) -> None:
         self.replaced: list[Replaced] = []
         self.left: dict[str, str] = {}
-        self._swaps: dict[int, tuple[Any, Any, str]] = {}  # id of the original -> it, its stand-in, its name
+        self._swaps: dict[int, tuple[Any, Any, str]] = {}  # id of an original -> (original, stand-in, ``by``)
         self._undo: list[Undo] = []
 
-    # --- what a package's patch says ---
+    # --- methods for the patch of a package ---
 
     def swap(self, original: Any, stand_in: Any, by: str) -> None:
         """Have every later sweep replace ``original`` by ``stand_in``.
@@ -73,7 +72,7 @@ class Bindings:
     def stands_for(self, stand_in: Any, original: Any) -> None:
         """Record that ``undo`` must replace ``stand_in`` by ``original``.
 
-        This includes copies of the stand-in that programs make while the patch is in force.
+        ``undo`` also replaces it where a program has bound it while the patch was in force.
         """
         _ORIGINALS[stand_in] = original
         _HOME[stand_in] = weakref.ref(self)
@@ -81,7 +80,7 @@ class Bindings:
     def knows(self, value: Any) -> bool:
         """Return True if a value is a stand-in of this patch, or already has one.
 
-        Then nothing is left to do for it.
+        The caller then has nothing to do for this value.
         """
         return id(value) in self._swaps or (is_stand_in(value) and _HOME[value]() is self)
 
@@ -151,7 +150,10 @@ _HOME: weakref.WeakKeyDictionary[Any, weakref.ref[Bindings]] = weakref.WeakKeyDi
 def _as_now(value: Any, ending: Bindings) -> Any:
     """Return a value without the stand-ins of patches that have ended.
 
-    Two patches that end in another order than they began may have each other's stand-ins as originals.
+    Patches need not end in reverse order. So the value that a patch has recorded as the original may be a
+    stand-in of another patch.
+
+    ending: the patch that is being undone, which counts as ended.
     """
     while callable(value) and is_stand_in(value):
         home = _HOME[value]()
@@ -174,7 +176,7 @@ def bound(owner: Any, name: Any) -> Any:
     if isinstance(owner, CellType):
         try:
             return owner.cell_contents
-        except ValueError:  # empty
+        except ValueError:  # the cell is empty
             return MISSING
     return (owner if type(owner) is dict else vars(owner)).get(name, MISSING)
 
@@ -188,7 +190,7 @@ def bind(owner: Any, name: Any, value: Any) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    else:  # also for an instance, use its dict: setting an attribute of a layer may have side effects
+    else:  # for instances too, change the dict: setting an attribute of a layer may have side effects
         names = owner if type(owner) is dict else vars(owner)
         if value is MISSING:
             names.pop(name, None)
@@ -254,7 +256,10 @@ def named_like(function: Callable[..., Any], original: Any, module: str = "", na
                signature: Any = None) -> Any:
     """Return a copy of ``function`` under the name of ``original``.
 
-    pickle finds the copy by that name, and inspect shows the signature that callers expect.
+    pickle finds the copy by that name.
+
+    module, name: the module and the name of the copy; by default those of ``original``.
+    signature: the signature that inspect shows; by default that of ``function``.
     """
     copy = FunctionType(function.__code__, function.__globals__, name or original.__name__,
                         function.__defaults__, function.__closure__)

@@ -8,7 +8,8 @@ from typing import Any
 
 from flashlin.integrations.bindings import named_like
 
-# Parameters that flashlin's functions have only to refuse, by name, any value but None.
+# Parameters that flashlin's functions do not support. They are in the signatures only so that a value other
+# than None raises an error with the name of the parameter.
 REFUSED = frozenset({"process_group"})
 _told: set[tuple[str, str]] = set()
 
@@ -27,7 +28,8 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
     swallows = any(one.kind is one.VAR_KEYWORD for one in theirs.parameters.values())
     served = frozenset(name for name, one in mine.parameters.items()
                        if one.kind is not one.VAR_KEYWORD) - REFUSED
-    # the number of leading arguments that are equal in both: a usual call is passed on unchanged
+    # The number of leading parameters that both functions have in the same order. Most calls have no more
+    # positional arguments, and are passed on unchanged.
     same = next((at for at, (a, b) in enumerate(zip(order, my_order, strict=False))
                  if a != b or a in REFUSED), min(len(order), len(my_order)))
     name = original.__name__
@@ -49,7 +51,7 @@ def by_name(original: Callable[..., Any], ours: Callable[..., Any]) -> Any:
             tell(name, ", ".join(unknown), "which the package's own function also ignores")
         return ours(**{key: value for key, value in given.items() if key in served})
     stand_in = named_like(call, original, signature=theirs)
-    stand_in.__wrapped__ = original  # for registries that contain the original, such as fla.backends.register
+    stand_in.__wrapped__ = original  # fla.backends.register unwraps functions to find their registries
     return stand_in
 
 
@@ -60,7 +62,9 @@ def positional(signature: inspect.Signature) -> list[str]:
 
 
 def unserved(given: Mapping[str, Any], served: frozenset[str], defaults: Mapping[str, Any]) -> str:
-    """Return the arguments that only the original supports and that are not its defaults, as text.
+    """Return the names of arguments that only the original supports, without those with its default value.
+
+    The names are separated by commas.
 
     given: the arguments of the call.
     served: the names that flashlin's function supports.
@@ -72,7 +76,10 @@ def unserved(given: Mapping[str, Any], served: frozenset[str], defaults: Mapping
 
 
 def tell(function: str, arguments: str, what: str) -> None:
-    """Warn about these arguments of a function, once for each function and arguments."""
+    """Warn about these arguments of a function, once for each pair of function and arguments.
+
+    what: the rest of the sentence, after the arguments.
+    """
     if (function, arguments) not in _told:
         _told.add((function, arguments))
         warnings.warn(f"{function}: got {arguments}, {what}", stacklevel=4)

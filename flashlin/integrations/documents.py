@@ -5,11 +5,11 @@ attention) or ``seq_idx`` (the document of each token). Others use ``position_id
 ``attention_mask`` (document numbers [B, T], or a block mask [B, 1, T, T]). Recurrent layers need one of the
 first two, and many models pass neither to them.
 
-``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes that to
-the layers by tensor operations that torch.compile can trace. A call waits for the GPU only if it has an
-integer mask and no positions, or before a warning. ``masking`` wraps the functions that make attention masks,
-so attention layers keep the same documents apart. Functions that mix documents report this, and each model
-gives one warning.
+``watched`` wraps the forward of a model. It turns the marks into one ``seq_idx`` [B, T] and passes this to
+the layers. It uses only tensor operations that torch.compile can trace. A call waits for the GPU only if it
+has an integer mask and no positions, or before a warning. ``masking`` wraps the functions that make attention
+masks, so attention layers keep the same documents apart. Functions that mix documents report this, and each
+model gives one warning.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashlin.ops._common.pipeline import constant_while_tracing
 
 MARKS = ("cu_seq_lens_q", "seq_idx")
 Tokens = tuple[int, int] | None  # [B, T] of a call
-CACHES = ("cache", "past_key_values", "cache_params")  # since 5.24 all models use the first
+CACHES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24 all models use the first
 APART = "Give it a document a row, padded. It is so with every kernel."
 UNSEEN = -80.0  # an additive mask at or below this gives a weight of 0 in float32
 
@@ -40,15 +40,14 @@ class Call:
 
     model: name of the model's class.
     given: the argument that marks documents, or "".
-    marks: the documents, as keywords for the models inside.
-    several: True if a row has more than one document. Until this is needed, it is a tensor [B, T - 1] that is
-        True
-        where a document begins.
-    by_padding: the mark is a mask [B, T] that may only mark padding.
+    marks: the documents, as keywords for the models that this model contains.
+    several: True if a row has more than one document. It may first be a tensor [B, T - 1] that is True where
+        a document begins. That tensor is read only when a warning depends on it.
+    by_padding: True if the mark is a mask [B, T] that may mark nothing but padding.
     tokens: [B, T] of the call.
-    fresh: the caller gives no cache.
-    goes_on: several tokens follow a cached state.
-    warn: warns once for each model name.
+    fresh: True if the caller gives no cache.
+    goes_on: True if several tokens follow a cached state.
+    warn: a function that warns once for each model name.
     """
     model: str
     given: str
@@ -72,12 +71,12 @@ def watched(forward: Callable[..., Any], *, by_seq_idx: bool, said: set[str], mi
             but_flash: bool = False) -> Callable[..., Any]:
     """Return ``forward`` of a model's class, wrapped to find marked documents first.
 
-    by_seq_idx: its layers keep documents apart by seq_idx, so they get one, even if the model around them
-        dropped
-        the keyword.
+    by_seq_idx: True if its layers keep documents apart by seq_idx. They then get a seq_idx, even if the model
+        around them has dropped the keyword.
     said: names of the models that have been warned about.
-    mixes: reason that the model mixes documents with any marks, for one warning.
-    but_flash: the model does not mix them with flash attention.
+    mixes: the reason why the model mixes documents, whatever marks them; ``""`` if it does not. One warning
+        states this reason.
+    but_flash: True if ``mixes`` does not apply when the model uses flash attention.
     """
     parameters = inspect.signature(forward).parameters.values()
     takes_more = by_seq_idx and any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -112,7 +111,7 @@ def _marked(model: str, given: dict[str, Any], tokens: Tokens,
     """Return the Call for a model that is called with these keywords."""
     marks = _marks(given)
     several, name = bool(marks), next(iter(marks), "")
-    if marks and "seq_idx" not in marks and tokens is not None:  # some layers read only this one
+    if marks and "seq_idx" not in marks and tokens is not None:  # some layers read only seq_idx
         seq_idx = seq_idx_of(*tokens, None, marks["cu_seq_lens_q"])
         marks = marks if seq_idx is None else {**marks, "seq_idx": seq_idx}
     fresh = all(given.get(one) is None for one in CACHES)
@@ -164,8 +163,8 @@ def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | 
     Padding begins no document, nor does the first token after left padding. With a cache, a mask marks
     padding, and positions begin again after it. So with a cache, positions are read only if there is no mask.
 
-    An integer mask without positions may number documents or mark padding. Only then are values read from the
-    device, if they can be read. transformers reads the same mask in each call.
+    An integer mask without positions may number documents or mark padding. Only in this case, values are read
+    from the device, if they can be read. That adds little, since transformers reads the mask in each call.
     """
     if tokens is None or tokens[1] < 2:
         return None
@@ -199,10 +198,12 @@ def _beginnings(given: dict[str, Any], tokens: Tokens, fresh: bool) -> Tensor | 
 def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
     """Return True where a position begins again.
 
-    A position [B or 1, T] begins again if it is not one more than the position of the token before. For a
-    token after padding, the position of the last token that is not padding also counts. In [4, B, T], row 0
-    has the text positions. In another [R, B, T], a document begins where all rows are 0, since some rows
-    repeat and some jump within an image.
+    A position begins again if it is not one more than the position of the token before. For a token after
+    padding, it must also not be one more than that of the last token before the padding.
+
+    positions: [B or 1, T], or [R, B, T] of models with images. With R = 4, row 0 has the text positions. With
+        another R, a document begins where all rows are 0, because within an image rows repeat or jump.
+    real: [B, T], True for tokens that are not padding, or None.
     """
     if positions.ndim == 3 and positions.shape[0] != 4:
         return (positions == 0).all(0)[:, 1:]
@@ -221,7 +222,8 @@ def _before(values: Tensor, real: Tensor) -> Tensor:
 def _visible(mask: Tensor) -> Tensor:
     """Return True where a mask lets one token see another.
 
-    Booleans and integers are visible if nonzero, and values of an additive mask if above ``UNSEEN``.
+    In a mask of booleans or integers, that is a nonzero value. In an additive mask, it is a value above
+    ``UNSEEN``.
     """
     return mask > UNSEEN if mask.is_floating_point() else mask != 0
 
@@ -245,9 +247,9 @@ def _goes_on(given: dict[str, Any], tokens: Tokens) -> bool:
 def masking(create: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of transformers that makes attention masks, wrapped to use the documents of the call.
 
-    ``watched`` has found the documents. transformers reads position_ids only if there is neither a mask nor a
-    cache. So the function gets positions that begin again at each document and at padding. Then padding needs
-    no mask of its own.
+    ``watched`` has found the documents. transformers finds documents by position_ids only if there is neither
+    a mask nor a cache. So the function gets no mask and no cache, but positions that begin again at each
+    document and at padding. Padding is then separated like a document, without the mask.
     """
     names = list(inspect.signature(create).parameters)
 
@@ -283,7 +285,7 @@ def masking(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def told(function: str, marked: bool) -> None:
-    """Warn once if the model of this call has marked documents and one of its functions has no marks.
+    """Warn once if the caller marked documents, but the model calls a function without the marks.
 
     function: the name of a function that mixes tokens.
     marked: True if the function was given the documents.
@@ -308,8 +310,8 @@ def state_dropped(function: str) -> None:
 def _leaks(call: Call, why: str) -> None:
     """Warn once that a model mixes documents, if a row has several.
 
-    If that cannot be read, as under torch.compile, warn as well, unless the mark is a mask that most likely
-    marks padding.
+    Under torch.compile, for example, the number of documents cannot be read. Then warn as well, unless the
+    mark is a mask that most likely marks padding.
     """
     got = f"{call.model} got {call.given}"
     if isinstance(call.several, Tensor):
@@ -339,9 +341,8 @@ def seq_idx_of(rows: int, tokens: int, seq_idx: Tensor | None, bounds: Tensor | 
     """Return the documents of tokens as seq_idx [rows, tokens], from a seq_idx or the bounds of one row.
 
     rows, tokens: shape of the input.
-    seq_idx: document of each token, or None. If a cache has put tokens before the row, they belong to its
-        first
-        document.
+    seq_idx: document of each token, or None. If a cache has put tokens before the row, these belong to the
+        first document of the row.
     bounds: cu_seqlens of one row, or None.
     """
     if seq_idx is None and bounds is not None and rows == 1:

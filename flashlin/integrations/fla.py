@@ -57,7 +57,7 @@ def swiglu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a linear layer of silu(x) * y."""
+    """Apply a linear layer with this weight and bias to silu(x) * y."""
     return F.linear(swiglu(x, y).to(weight.dtype), weight, bias)
 
 
@@ -147,7 +147,7 @@ class FlaPatch(Patch):
     def _fill(self, module: ModuleType) -> None:
         """Bind flashlin's functions in a module whose own import of them from another package failed.
 
-        The module's flag that its fast path is available is set as well.
+        If none of these names is then None, a flag ``is_fast_path_available`` of the module is set to True.
         """
         names = vars(module)
         wanted = [name for name in BORROWED if name in names]

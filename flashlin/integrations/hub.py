@@ -52,18 +52,18 @@ def kernel_mapping() -> dict[str, dict[str, Repository]]:
     """Return a mapping for the package ``kernels``, with flashlin's functions for models of transformers.
 
     It covers every name that these models look up, on CPUs and GPUs, for inference, training and
-        torch.compile:
+    torch.compile. Use it in a block:
 
         with kernels.use_kernel_mapping(flashlin.kernel_mapping()):
             kernels.kernelize(model, mode=kernels.Mode.TRAINING)
 
-    or, before ``model.set_use_kernels(True)``:
+    Or add it to the mapping of transformers before ``model.set_use_kernels(True)``:
 
         mapping = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
         mapping.update(flashlin.kernel_mapping())
 
     It reaches models whose functions are modules of ``kernels``: those of transformers 5.15 to 5.22. It does
     nothing with transformers 5.23 and 5.24, which require kernels 0.18.2, while the newest release is 0.17.2.
-    ``flashlin.patch("transformers")`` reaches all of them.
+    ``flashlin.patch("transformers")`` works with all these releases.
     """
     return {name: {device: Repository(name) for device in DEVICES} for name in KERNEL}

@@ -1,13 +1,14 @@
-"""``patch("mamba_ssm")`` and ``patch("causal_conv1d")``: flashlin's functions replace theirs.
+"""``patch("mamba_ssm")`` and ``patch("causal_conv1d")``: flashlin's functions in these packages.
 
 The patches work whether the package is installed, is installed with an extension that does not load, or is
 not installed.
 
-If it is installed, each of its functions that flashlin has is replaced by identity. Classes are not replaced,
-since they call functions of their modules. A stub module replaces an extension that is missing or does not
-load, so that the package can be imported. The package stays imported after the patch. If the package is not
-installed, stub modules under its names have the functions until the patch ends. Functions that a program has
-imported from them continue to work.
+If the package is installed, flashlin's functions replace its functions wherever a program has bound these.
+Classes are not replaced, since they call functions of their modules. A stub module replaces an extension that
+is missing or does not load, so that the package can be imported. The package stays imported after the patch.
+
+If the package is not installed, stub modules with its names offer flashlin's functions until the patch ends.
+Functions that a program has imported from stub modules continue to work.
 """
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ MAMBA_SSM = Package(
         "mamba_ssm.ops.triton.layernorm": {"RMSNorm": RMSNorm},
         "mamba_ssm.ops.triton.layernorm_gated": ours("RMSNorm", "LayerNorm")})
 CAUSAL_CONV1D = Package(
-    "causal_conv1d", "1.7.0+flashlin", "causal_conv1d_cuda", {},  # called by cpp_functions alone
+    "causal_conv1d", "1.7.0+flashlin", "causal_conv1d_cuda", {},  # only cpp_functions calls the extension
     functions={
         "causal_conv1d.causal_conv1d_interface": ours("causal_conv1d_fn", "causal_conv1d_update"),
         "causal_conv1d.causal_conv1d_varlen": ours("causal_conv1d_varlen_states"),

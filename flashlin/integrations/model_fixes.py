@@ -43,8 +43,8 @@ def sorting_in_order(transform: Any) -> Any:
     """Return Mom's function that sorts tokens by memory, with a stable sort.
 
     Tokens of one memory must keep their order. Otherwise a token sees later tokens. torch guarantees the
-    order only for a stable sort. Its unstable sort changes the order on a GPU for up to 32 keys, and on a CPU
-    with AVX for more keys.
+    order only for a stable sort. Its unstable sort changes the order on a GPU for up to 32 keys. It also does
+    so on a CPU with AVX, for more than 16 keys (seen with AVX-512 and torch 2.13).
 
     transform: Mom's function.
     """
@@ -57,8 +57,8 @@ def sorting_in_order(transform: Any) -> Any:
 def reorder_cache(self: Any, beam_idx: Tensor) -> None:
     """Select the beams of a layer's cache.
 
-    This is a method for fla before 0.6.0, whose cache inherits transformers' method for keys and values but
-    has neither. Its states have the shape [B, ...].
+    This method is for fla before 0.6.0. There the cache inherits the method of transformers, which selects
+    keys and values, but it has only states. The states have the shape [B, ...].
     """
     def chosen(value: Any) -> Any:
         if value is None:

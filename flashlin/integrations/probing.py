@@ -23,7 +23,8 @@ from flashlin.integrations.patching import found
 from flashlin.integrations.transformers import DISPATCHES, HOMES, KERNEL, dispatching
 from flashlin.kernels.families import PUBLIC
 
-# Other names under which models of transformers bind kernels. In 5.15 to 5.18 only the name identifies them.
+# Other names under which models of transformers bind kernels. In transformers 5.15 to 5.18 only the name
+# identifies the kernel.
 CALLED = {"torch_causal_conv1d_update": "causal_conv1d_update", "torch_causal_conv1d_fn": "causal_conv1d_fn",
           **{name: kernel for name, kernel in KERNEL.items() if name != kernel}}
 TORCH, OURS, HUB = "torch", "flashlin", "hub kernels"
@@ -36,8 +37,7 @@ class Bound(NamedTuple):
     attribute: the name under which it is bound.
     kernel: the function's name in its package.
     implementation: the package of the bound function: ``torch`` (the model's own function), ``fla``,
-        ``mamba_ssm``,
-        ``causal_conv1d``, ``hub kernels`` or ``flashlin``.
+        ``mamba_ssm``, ``causal_conv1d``, ``hub kernels`` or ``flashlin``.
     why: reason that it is the torch function; ``""`` for other implementations.
     """
     attribute: str
@@ -120,7 +120,7 @@ def _read(attribute: str, value: Any, where: str) -> Iterator[Bound]:
 
 
 def _origin(value: Any) -> tuple[str, str]:
-    """Return the name and the module of the function inside all wrappers, which may be any callable."""
+    """Return (name, module) of the callable inside all wrappers of a value."""
     inner = inspect.unwrap(value)
     return str(getattr(inner, "__name__", "")), str(getattr(inner, "__module__", ""))
 
@@ -152,9 +152,8 @@ def _whose(value: Any) -> str:
 def _why(kernel: str, looked: bool) -> str:
     """Return the reason that a model uses its torch function for a kernel.
 
-    looked: True if its file has tried to import the package. Files up to 5.14 first require a CUDA device and
-        a
-        version.
+    looked: True if the modeling file has tried to import the package. Files of transformers up to 5.14 may
+        not have tried, because they require a CUDA device and a version before the import.
     """
     home = HOMES.get(kernel, "")
     package = home.partition(".")[0]
@@ -173,10 +172,10 @@ def _why(kernel: str, looked: bool) -> str:
 
 
 def _slow(layer: Any, calls: list[Bound]) -> list[Bound]:
-    """Return the calls of a layer. If a Mamba layer uses its slow path, each call is a torch function.
+    """Return the calls of a layer, marked as torch functions if a Mamba layer uses its slow path.
 
     Mamba layers of transformers up to 5.14 have two paths. They use the fast path only if all its functions
-    were found and the weights are on CUDA.
+    were found and the weights are on CUDA. The slow path calls torch functions only.
     """
     module = sys.modules.get(next((kind.__module__ for kind in type(layer).__mro__
                                    if "cuda_kernels_forward" in vars(kind)), ""))

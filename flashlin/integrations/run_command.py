@@ -67,8 +67,9 @@ def begin(names: Sequence[str]) -> None:
 
 def _once(name: str) -> None:
     def arrived(module: ModuleType) -> None:
-        # Patch when the package itself is complete. A program may also have put it into sys.modules itself;
-        # then its first submodule triggers the patch.
+        # Patch when the package itself has run, and not when one of its submodules has. If the program has
+        # put the package into sys.modules without an import, the first submodule that has run triggers the
+        # patch.
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if module.__name__ == name or not getattr(spec, "_initializing", False):
             end()
@@ -130,7 +131,7 @@ def _is_python(file: str) -> bool:
         first, second = opened.readline(1000), opened.readline(1000)
     if zipfile.is_zipfile(file):  # a console script on Windows
         return True
-    # pip writes a path that is too long for the first line into the second one
+    # pip writes the path of Python into the second line if it is too long for the first
     named = second if second.startswith(b"'''exec' ") else first
     return first.startswith(b"#!") and b"python" in named
 
@@ -155,18 +156,19 @@ def run(program: str, arguments: Sequence[str], names: Sequence[str], *, module:
             summary.tell(f"there will be no summary ({error})")
     sys.argv = ["-m" if module else program, *arguments]
     holds_main = os.path.isdir(program) or zipfile.is_zipfile(program)
-    if getattr(sys.flags, "safe_path", False):  # then Python adds a folder only if it contains a __main__
+    if getattr(sys.flags, "safe_path", False):  # then sys.path gets only a folder or zip file with a __main__
         sys.path[:0] = [os.path.abspath(program)] if holds_main and not module else []
     else:
         sys.path[0] = (os.getcwd() if module else os.path.abspath(program) if holds_main
                        else str(Path(program).resolve().parent))
-    # Never restored, because threads and exit functions may read it after the program's last line.
+    # The old __main__ is never restored, because threads and exit functions may read __main__ after the
+    # program's last line.
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
     try:
-        if module or holds_main:  # the function that Python itself uses
+        if module or holds_main:  # use the function that Python itself uses for these
             run_module = runpy._run_module_as_main  # type: ignore[attr-defined]  # in no stub
             run_module(program if module else "__main__", alter_argv=module)
         else:

@@ -2,12 +2,12 @@
 
 It covers the program and the processes that it started (ranks of torchrun, workers). The process of
 ``flashlin run`` prints the summary when it ends. It makes a temporary folder that only this user can read,
-and stores the folder in ``VARIABLE``, after its own process number. A program that replaces the process by
-exec has the same number, and prints the summary instead.
+and sets the environment variable ``VARIABLE`` to its process number and the folder. A program that replaces
+the process by exec has the same number, and prints the summary instead.
 
-Every other process writes a file into the folder when it ends, and each time that a count reaches a power of
-two. A process that is killed, and a forked worker, end without their exit functions. So the summary has at
-least half of their calls.
+Every other process writes its counts to a file in the folder when it ends, and each time that a count reaches
+a power of two. A killed process or a forked worker ends without calling exit functions, but its file then has
+at least half of its calls.
 """
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
 """``patch("transformers")``: flashlin's functions in the models of transformers.
 
-The models bind functions of fla, mamba_ssm and causal_conv1d. Three generations of transformers bind them in
-three ways, and a release may have two of them. They are recognised by the contents of a modeling file:
+The models bind functions of fla, mamba_ssm and causal_conv1d. Releases of transformers bind them in three
+ways, and a release may use two of these ways. The contents of a modeling file show which way it uses:
 
-- **decorated** (since 5.15): the torch function of a kernel is decorated, and calls the package's function if
-    that
-  could be imported. The decorated function is replaced. With the package ``kernels`` it is inside a module (a
-  ``Func``), and the forward of that object is replaced.
-- **globals** (before 5.15): the file has the functions as globals, None if they are missing, and a flag.
-    Delta rule
-  layers copy them. If the file has a torch function for the same kernel, it is replaced as well.
+- **decorated** (since 5.15): the torch function of a kernel has a decorator, which calls the package's
+  function if that could be imported. The patch replaces the decorated function. With the package ``kernels``,
+  the function is inside a module (a ``Func``), and the patch replaces the forward of that module.
+- **globals** (before 5.15): the file has the functions as globals, which are None if the package is missing,
+  and a flag. Delta rule layers copy the globals. If the file has a torch function for the same kernel, the
+  patch replaces it as well.
 - **loaded lazily** (5.0 to 5.14, Mamba): constructors of layers call ``lazy_load_kernel`` and write globals.
   ``lazy_load_kernel`` then returns a module of flashlin's functions. After the patch, these globals get the
   values that the constructors would have written.
@@ -56,15 +55,17 @@ NAMES = {
 }
 KERNEL = {name: kernel for kernel, names in NAMES.items() for name in names}
 DISPATCHES = frozenset({"applicable_params", "implementation"})  # closure variables of a decorated function
-# Models whose attention mixes documents: INDEXED ones choose tokens by an index of their own, and models up to
-# 5.1 with the method OWN_MASK make their mask themselves. The latter do not mix them with flash attention.
+# Models whose attention mixes documents. The models in INDEXED choose tokens by an index of their own. Models
+# of transformers up to 5.1 with the method OWN_MASK make their own mask. With flash attention, the latter
+# models keep documents apart.
 INDEXED, OWN_MASK = ("Glm5Next",), "_update_causal_mask"
 ACROSS = "its attention looks across documents"
 MAKE_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 OLD = frozenset({FLAG, LAZY})
 OF_INTEREST = {*KERNEL, FLAG, LAZY, CONV_CACHE}
 LAZILY = ("causal-conv1d", "mamba-ssm", "falcon_mamba-ssm")  # packages that models load by lazy_load_kernel
-# The module in which programs look for each kernel. If a kernel is found twice, transformers uses the first.
+# The module in which programs look for each kernel. If a package has a kernel in several modules, it is
+# the one that transformers uses.
 HOMES = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "fla.ops.gated_delta_rule",
@@ -120,7 +121,8 @@ def dispatching(value: Any) -> Any:
 def reads(module: ModuleType) -> set[str]:
     """Return the names of ``OF_INTEREST`` that functions and methods of a module read as globals.
 
-    These are the names of kernels, and the names that say how kernels are found.
+    ``OF_INTEREST`` has the names of kernels, and of the flag, the function and the cache that files use to
+    find kernels.
     """
     mine = [one for one in vars(module).values()
             if isinstance(one, (FunctionType, type)) and one.__module__ == module.__name__]
@@ -131,7 +133,7 @@ def reads(module: ModuleType) -> set[str]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    if not OF_INTEREST.isdisjoint(code.co_names):  # co_names also has attributes
+    if not OF_INTEREST.isdisjoint(code.co_names):  # a quick test, since co_names also has attributes
         yield from (one.argval for one in dis.get_instructions(code)
                     if one.opname == "LOAD_GLOBAL" and one.argval in OF_INTEREST)
     for part in code.co_consts:
@@ -147,8 +149,8 @@ def is_modeling(name: str) -> bool:
 class TransformersPatch(Patch):
     """The patch of transformers.
 
-    It has two limits. Models that were compiled or exported before keep what was traced. A later
-    ``kernelize`` with the program's own mapping replaces flashlin's functions by its kernels.
+    It has two limits. Models that were compiled or exported before the patch keep the functions that were
+    traced. A later ``kernelize`` with a mapping of the program replaces flashlin's functions by its kernels.
     """
     package = distribution = "transformers"
     watched = ("transformers", "transformers_modules", "unsloth_compiled_module*", "unsloth_zoo")
@@ -188,7 +190,7 @@ class TransformersPatch(Patch):
         super().end()
         self._as_without(written)
 
-    # --- where things are bound ---
+    # --- find the bindings of a module ---
 
     def read(self, module: ModuleType) -> None:
         """Register a stand-in for each function of a module, and wrap its models and masks."""
@@ -202,7 +204,7 @@ class TransformersPatch(Patch):
         else:
             kernels = self._see_decorated(module) or self._see_globals(module)
             if kernels:
-                # Files before 5.15 have the flag or its loader; their layers do not pass keywords on.
+                # Files before 5.15 have FLAG or LAZY. Their layers drop keywords such as seq_idx.
                 self._see_models(module, kernels, told=OLD.isdisjoint({*vars(module), *reads(module)}))
                 self._see_masks(module)
             elif module.__name__.rpartition(".modeling_")[2] in UNPATCHED:
@@ -256,7 +258,7 @@ class TransformersPatch(Patch):
         return {KERNEL[name] for name in wanted}
 
     def _see_layers(self, some: Iterable[Any]) -> None:
-        """Replace functions, or None, in attributes of layers that are already built."""
+        """Bind stand-ins to attributes of layers that are already built, in place of a function or None."""
         for layer in some:
             for name in vars(layer).keys() & KERNEL.keys():
                 stand_in = self._in_layers.get((type(layer).__module__, name))
@@ -313,7 +315,7 @@ class TransformersPatch(Patch):
             if isinstance(original, FunctionType) and not self.bindings.knows(original):
                 self.bindings.stand(module, name, masking(original), "its own, told of packed rows")
 
-    # --- what constructors wrote ---
+    # --- globals that constructors of layers wrote ---
 
     def _written(self) -> list[tuple[ModuleType, str, str]]:
         """Return (modeling file, global, package) of the stand-ins that constructors of layers wrote."""
@@ -327,7 +329,7 @@ class TransformersPatch(Patch):
         """Set these globals to the values that the constructors would have written without the patch."""
         for package in {package for _, _, package in written}:
             try:
-                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # it fills the mapping
+                theirs = getattr(sys.modules[HUB], LAZY)(package, mapping={})  # fills the given mapping
             except Exception as error:  # the patch must also end if the hub does not answer
                 warnings.warn(f"lazy_load_kernel({package!r}): {type(error).__name__}: {error}; models built "
                               "while transformers was patched use their torch path", RuntimeWarning,

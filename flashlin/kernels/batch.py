@@ -47,8 +47,8 @@ def summed(plan: Plan, g: torch.Tensor | None, bounds: torch.Tensor | None, N: i
 def zero_forgotten(dg: torch.Tensor | None, g: torch.Tensor | None) -> None:
     """Set dg to zero, in place, where the log decay g is so low that a state is forgotten (FORGOTTEN).
 
-    Large terms cancel in the sums that give dg, and a rounding error remains there. The parameters of a gate
-    e^A f(x) would get this error times a decay of any size.
+    At such tokens dg is only a rounding error, because large terms cancel in its sums. For a gate e^A f(x),
+    the gradient of A is this error times the decay, which may be of any size.
     """
     if dg is not None and g is not None:
         torch.ops.aten.threshold_backward.grad_input(dg, g, FORGOTTEN, grad_input=dg)  # a single launch
@@ -71,7 +71,7 @@ class Batch:
         part = max([launch.part for launch in plan.launches])
         self.split, self.L = part > 0, part or WHOLE
         # True if kernels zero the rows outside the packed sequences. Only a launch of all sequences can do
-        # so: to a launch of some sequences, the rows of the others also look like rows outside.
+        # so. A launch of some sequences would also zero the rows of the other sequences.
         self.gaps = self.packed and len(self.slices) == 1
         self.fills = self.gaps if self.packed else bool(self.slices)  # True if kernels write every row
         self.decay = (TOKEN_DECAY if x.g is not None else
@@ -129,7 +129,7 @@ class Batch:
         """
         launch = self.plan.launch(kernel.fn.__name__)
         columns = 1
-        for name, size in launch.tile:  # half the time of dict(launch.tile), in every call
+        for name, size in launch.tile:  # takes half the time of dict(launch.tile), and runs in every call
             if name in ("BV", "GROUPS"):
                 columns *= size
         strips = -(-self.V // columns)

@@ -33,8 +33,8 @@ class Strip(NamedTuple):
 
 
 BLOCK = 64  # tokens over which decays are summed before the scans; the longest chunk
-# Log decays below this value count as this value: the state is forgotten either way, and sums that contain a
-# multiple of it keep enough digits.
+# Log decays below this value count as this value. The state is forgotten either way, and sums keep enough
+# digits even if they contain this value several times.
 FORGOTTEN = -126 * math.log(2)
 # Elements of an fp32 state tile: 64 registers per thread with 4 warps. Enough registers remain for the
 # accumulators.

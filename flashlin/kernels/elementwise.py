@@ -27,8 +27,8 @@ def moving(kernel: str, problem: Problem, programs: int, tile: dict[str, int], *
 
     shared: bytes of shared memory, an upper estimate. span: largest 32-bit offset, in elements.
     """
-    # Limits below 8 warps exist to avoid certain matrix instructions, which these kernels do not have. Every
-    # problem starts with max_warps = 8, which is no limit here.
+    # max_warps is 8 unless a remedy has lowered it. 8 is no limit for these kernels. Remedies lower it to
+    # avoid certain matrix instructions. These kernels have none, but a lower limit applies to them as well.
     warps = num_warps if problem.max_warps >= 8 else min(num_warps, problem.max_warps)
     return Launch(kernel, (programs,), warps, num_stages, tuple(tile.items()), shared, span,
                   traits_of(problem))

@@ -3,10 +3,10 @@
 A remedy returns the rewritten Problem, or None if it cannot help. It lowers its own measure and raises the
 measure of no other remedy, so planning ends.
 
-No remedy wraps the call. Recipes plan launches for the rewritten Problem, and ops/_common/casting.py casts
-operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies only forbid a trait of
-launches. For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the trait, and the recipes
-leave out launches that have it.
+A remedy changes only the Problem, not the call. Recipes plan launches for the rewritten Problem, and
+ops/_common/casting.py casts operands to its dtypes. To add a remedy, add a line to REMEDIES. Some remedies
+only forbid a trait of launches. For these, ``avoiding`` makes the function, ``Problem.avoid`` carries the
+trait, and the recipes leave out launches that have it.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def via_fp32(problem: Problem, target: Target, reason: Reason) -> Problem | None
     torch casts the tensors before the launch and the results after it, because even a 16-bit load may fail to
     compile.
     """
-    if problem.given is not None and not problem.given.outputs:  # unknown which copies to write back
+    if problem.given is not None and not problem.given.outputs:  # which copies to write back is unknown
         return None
     return problem._replace(dot="fp32") if problem.dot == "native" and problem.dtype in ("float16",
                                                                                          "bfloat16") else None

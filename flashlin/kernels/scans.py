@@ -29,7 +29,8 @@ LONG = (64, 32)  # chunk lengths that may be halved if a launch spills
 # transfer matrices (BY_TRANSFER); benchmarks/results/parts-*.
 PROGRAMS, WORTH, LEAST = 2, 3, 4 * BLOCK
 BY_DECAY, BY_TRANSFER = 13.0, 0.5
-# Tiles of the kernels that carry states: the side of a tile, and the columns of a state with a matrix.
+# Tiles of the kernels that carry states: CARRIED is the largest side of a tile that is carried by decays.
+# STRIP is the largest number of state columns of a program that carries by transfer matrices.
 CARRIED, STRIP = 64, 16
 # State columns per program of scans that would use only a small share of the GPU, and the fewest tokens of
 # a call for which they are used. Shorter calls keep whole strips, so that the test cases cover both.
@@ -81,9 +82,10 @@ def shared_bytes(config: Config, bytes_each: int, target: Target) -> int:
     """Return an upper estimate, in bytes, of the shared memory of a scan.
 
     It counts the tiles once per stage, and the state and the scores as operands of dots. With chunks of 16
-    tokens, a narrower tile of more than 16 columns counts twice, because Triton 3.8 changes its layout
-    through shared memory. On AMD the last stage is not counted, because it loads into registers. fp32 on
-    RDNA, which has no fp32 matrix instructions, counts it as well.
+    tokens, Triton 3.8 changes the layout of the narrower of the K and V tiles through shared memory. So this
+    tile counts twice if it has more than 16 columns. On AMD the last stage is not counted, because it loads
+    into registers. The exception is fp32 on RDNA, which has no fp32 matrix instructions: there all stages
+    count.
     """
     registers = target.backend == "hip" and (bytes_each == 2 or lanes(target.arch) == 64)
     buffers, state = config.num_stages - registers, config.BK * config.BV
@@ -176,7 +178,7 @@ def carry_launch(problem: Problem, target: Target, part: int, transfer: bool = F
 
 
 def narrow_state(config: Config) -> frozenset[str]:
-    """Return the set of the trait narrow_state if the tile of a scan has it, else an empty set."""
+    """Return a set with the trait narrow_state if the tile of a scan is narrow, else an empty set."""
     return of_tile("narrow_state", config.BT, config.BK, config.BV)
 
 
@@ -214,8 +216,9 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
     """Return a recipe that uses strips of half as many state columns if the GPU would be mostly idle.
 
     ``recipe`` gets a third argument, True for narrow strips. They are used on Hopper if twice as many
-    programs still run at once and all their configurations have run before. Each step of a scan waits for
-    its products, which are then half as large. The freed shared memory lets it load the next step ahead.
+    programs still run at once and all their configurations have run before. Each step of a scan waits for its
+    products, and narrow strips halve these products. They also free shared memory, so that the scan can load
+    the next step ahead.
     """
     def made(problem: Problem, target: Target) -> tuple[Launch, ...]:
         whole = recipe(problem, target, False)
@@ -226,7 +229,8 @@ def narrow_where_idle(recipe: Callable[[Problem, Target, bool], tuple[Launch, ..
         own = [launch for launch in narrow if launch not in whole]
         if not own or any("narrow_state" not in launch.traits for launch in own):
             return whole
-        # the known issue of such tiles needs one stage, and only configurations that have run are used here
+        # Remove the trait of the known issue hopper-narrow-state. These configurations have two stages or
+        # more and have run, so the issue does not affect them.
         sure = {launch: launch._replace(traits=launch.traits - trait_set("narrow_state")) for launch in own}
         fine = all(launch.num_stages > 1 and launch.grid[0] <= target.sms and launch.shared <= target.shared
                    and may_start(launch, problem, target) for launch in sure.values())

@@ -12,8 +12,8 @@ of L tokens, in three steps:
        with D^T, from the last segment to the first.
     3. All segments in parallel: run the usual scan, each segment from its own initial state.
 Only the memory between the steps depends on the number of segments, and no step waits for the host. The
-programs of packed sequences find their segments themselves. Carried states stay in float32, and their
-products have at least 16 bits.
+programs of packed sequences find their segments themselves. Carried states stay in float32, and the
+products that carry them are precise to at least 16 bits.
 """
 
 from typing import Any
@@ -254,7 +254,7 @@ def by_decays(batch: Batch, part: dict[str, Any], kernel: Any, constants: dict[s
 
     With reverse, compute the gradients of the final states instead, and store them in ``part["dht"]``. The
     results are [segments, H, K, V] or, with the constant V_FIRST, [segments, H, V, K]. If sequences are not
-    split, the states of the call stay.
+    split, ``part`` keeps the states (or gradients) of the call.
 
     part: the arguments that launches share, see ``Batch.parts``.
     kernel: the kernel of the family that writes ``alone`` and ``kept``.
@@ -277,7 +277,7 @@ def by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants: dic
     """Compute the initial states of all segments by transfer matrices, and store them in ``part["h0"]``.
 
     Also store ``undivided`` and ``transfer`` in part, see ``carry_transferred``. If sequences are not split,
-    these are None, and the states of the call stay.
+    these are None, and ``part["h0"]`` keeps the initial states of the call.
 
     part: the arguments that launches share, see ``Batch.parts``.
     kernel: the kernel of the family that writes ``alone`` and ``transfer`` and clears ``undivided``.
@@ -303,7 +303,7 @@ def back_by_transfers(batch: Batch, part: dict[str, Any], kernel: Any, constants
     """Compute the gradients of the final states of all segments, and store them in ``part["dht"]``.
 
     It uses the transfer matrices of ``by_transfers``, and may mark more heads in ``undivided``. If sequences
-    are not split, the gradients of the call stay.
+    are not split, ``part["dht"]`` keeps the gradients of the call.
 
     part: the arguments that launches share, see ``Batch.parts``.
     kernel: the reverse scan of the family.

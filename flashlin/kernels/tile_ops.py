@@ -1,7 +1,7 @@
 """Triton functions that the kernels of all families share: rows of a sequence, tiles, decays, states.
 
-These parameters have the same meaning in all kernels. A kernel has a comment for one of them only if it has
-another meaning there. A row is one token; rows are counted through the whole batch.
+These parameters have the same meaning in all kernels. A kernel has a comment for a parameter of this table
+only if the parameter has another meaning there. A row is one token; rows are counted through the whole batch.
 
     T       tokens of a sequence                N       number of sequences
     H       heads; of q and k if there is HV    HV      heads of v
@@ -41,8 +41,8 @@ def gate_cumsum(
 ):
     """Write G [H, R]: cumulative sums of g / ln 2 within blocks of BT tokens of each sequence.
 
-    S programs share a sequence. In this layout the decays of a chunk and head are contiguous. The scans load
-    them directly into the layouts they need, without an exchange between warps in every chunk.
+    S programs divide the blocks of a sequence. In this layout the decays of a chunk and head are contiguous.
+    The scans load them directly into the layouts they need, without an exchange between warps in every chunk.
 
     A decay below 2^-126, the smallest normal float32, counts as 2^-126 (FORGOTTEN). So differences of sums
     stay precise after a token that forgets the whole state, even with g = -inf.
@@ -80,7 +80,7 @@ def decays(
         inside = t0 + rows < length
         total = tl.load(line + tl.minimum(BT, length - t0) - 1)
         cumulated = tl.where(inside, tl.load(line + rows, mask=inside, other=0.0), total)
-        if BT < BLOCK:  # G is summed from the start of the block, which is not that of the chunk
+        if BT < BLOCK:  # G is summed from the start of the block, and the chunk may start later
             before = tl.load(line - 1, mask=t0 % BLOCK != 0, other=0.0)
             cumulated -= before
             total -= before

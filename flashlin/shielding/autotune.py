@@ -101,10 +101,10 @@ def autotune(
                           f"{_name(fn)}; they are left out", stacklevel=2)
         accepted = inspect.signature(Autotuner.__init__).parameters
         given, timer = dict(options), options.get("do_bench")
-        if "do_bench" not in accepted:  # Triton 3.0 and 3.1; run uses the attribute below
+        if "do_bench" not in accepted:  # Triton 3.0 and 3.1 use the attribute that is set below
             given.pop("do_bench", None)
         elif timer is None and not {"warmup", "rep", "use_cuda_graph"} & given.keys():
-            given["do_bench"] = _benchmark  # else 3.2 and 3.3 query the driver at once
+            given["do_bench"] = _benchmark  # without a timer, 3.2 and 3.3 query the driver now
         tuner = Autotuner(fn, fn.arg_names, configs, [name for name in key or () if name not in unknown],
                           list(reset_to_zero or ()), list(restore_value or ()), pre_hook=pre_hook,
                           post_hook=post_hook, prune_configs_by=prune_configs_by, **given)
@@ -457,9 +457,10 @@ def _compiled(call: Call, configs: list[Any]) -> list[Result]:
 
 
 def _compile(call: Call, config: Any, sm: int, folder: Path) -> Result:
-    """Compile a configuration; runs in the child process.
+    """Compile a configuration in the child process.
 
-    An exception does not drop the configuration, because the parent meets and catches it when it measures.
+    An exception here does not drop the configuration. The same exception occurs again when the parent
+    measures the configuration, and the parent handles it there.
     """
     from triton.runtime import driver
 

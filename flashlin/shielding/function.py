@@ -155,8 +155,8 @@ def _watch(result: Any, given: set[Any]) -> None:
 def _run_inside(node: Any) -> None:
     """Patch ``apply`` of an autograd node, so that its launches count as inside a shielded function.
 
-    Autograd looks up ``apply`` on the node itself. The replacement keeps a weak reference to the node. With a
-    reference cycle the node would outlive its tensors.
+    Autograd looks up ``apply`` on the node itself. The replacement keeps only a weak reference to the node. A
+    strong reference would form a cycle, which would keep the node and its tensors alive too long.
     """
     kind, itself = type(node), weakref.ref(node)
 

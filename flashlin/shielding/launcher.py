@@ -88,7 +88,7 @@ class Decision(NamedTuple):
     """A cached plan for launches of a user's kernel, with the conditions for which it is valid.
 
     target, policy, device: the decision is valid while these stay the same.
-    card: the number of the CUDA device, or None if the device is not a GPU.
+    card: the index of the CUDA device, or None if the device is not a GPU.
     warps: the number of warps, or None to keep the requested number.
     part: the number of batch entries per launch, or 0 for the whole batch.
     fp32: launch on fp32 copies of the tensors.
@@ -124,7 +124,7 @@ class Launcher:
         self._wide = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "kernel":  # an object without attributes, while copy creates it
+        if name == "kernel":  # copy first creates an object without attributes
             raise AttributeError(name)
         return getattr(self.kernel, name)
 
@@ -136,7 +136,10 @@ class Launcher:
         return self.run(*args, grid=grid, warmup=True, **kwargs)
 
     def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        """Plan and launch; return the result of the kernel's own ``run``, for a split batch the last one."""
+        """Plan the launch and start it; return the result of the kernel's own ``run``.
+
+        A split batch has one result for each slice, of which the last one is returned.
+        """
         if callable(grid):
             grid = grid({**self._defaults, **self._named(args, kwargs)})
         grid = tuple(grid)

@@ -108,7 +108,7 @@ class Compiler:
 
     Only its start takes time, about two seconds.
 
-    environment: variables on top of this process's, as returned by ``triton_environment``.
+    environment: variables to add to this process's environment, as returned by ``triton_environment``.
     at_once: number of children at a time, 0 for one per core.
     timeout: seconds for each kernel.
     """
@@ -148,7 +148,7 @@ def compiling(jobs: Sequence[Job], environment: Mapping[str, str] | None = None,
 
     Closing the iterator ends the children.
 
-    environment: variables on top of this process's, see environments.py.
+    environment: variables to add to this process's environment, see environments.py.
     at_once: number of children at a time, 0 for one per core.
     timeout: seconds for each kernel.
 

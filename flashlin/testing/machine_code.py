@@ -51,8 +51,8 @@ def longest_loop(listing: str) -> Loop:
 def loop_of(machine_code: bytes, disassembler: Path, folder: Path) -> Loop:
     """Disassemble a kernel's cubin and return its longest loop.
 
-    Return an empty Loop if the disassembler does not support the GPU: that of Triton 3.7 and newer supports
-    none before sm_75, that of 3.6 does not support sm_103.
+    Return an empty Loop if the disassembler does not support the GPU. The disassembler of Triton 3.7 and
+    newer supports no GPU before sm_75, and the disassembler of Triton 3.6 does not support sm_103.
 
     disassembler: path of nvdisasm.
     folder: receives the cubin as a file.

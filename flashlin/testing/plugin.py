@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
         line of a child that died), or a status of ``compile.Result``.
     cause: the reason of a failure or skip.
     sm: compute capability, 0 if no target is involved.
-    what: the launch.
+    what: the launch as text, or "" if the outcome is not about one kernel.
     """
     triton: str
     layer: str
@@ -133,7 +133,7 @@ class TritonMatrix:
         The interpreter computes bfloat16 wrongly. If a kernel uses bfloat16, ``interpret`` is skipped and the
         summary says so. Raises TypeError or ValueError for an invalid argument.
         """
-        __tracebackhide__ = True  # show a mistake in a call at that call
+        __tracebackhide__ = True  # pytest shows an invalid argument at the line of the caller
         module, file, name = _located(function)
         versions = _releases(triton)
         cards = _several("sm", sm, "a list of compute capabilities of at least 70, such as [80, 90, 103]",
@@ -234,7 +234,7 @@ def _located(function: Any) -> tuple[str, str, str]:
 def _releases(given: Any) -> list[str]:
     """Return the releases with their full numbers, each once. Raise ValueError for an unknown release.
 
-    Otherwise one release could be downloaded under two names.
+    With short numbers such as 3.2, one release could be downloaded twice, under two names.
     """
     __tracebackhide__ = True
     need = "a list of releases since 3.0.0, such as ['3.2', '3.6.0']"

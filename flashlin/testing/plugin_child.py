@@ -2,9 +2,9 @@
 
 Outcomes are written to a file, one JSON line each.
 
-Kernels are compiled with the actual arguments of their launches, in forks of this process. No description of
-a kernel is sent to another process. So kernels that are defined inside functions and constexprs of any type
-work, and code that a module selects by release is tested.
+Kernels are compiled with the actual arguments of their launches, in forks of this process. So a kernel need
+not be described to another process. It may be defined inside a function, and its constexprs may have any
+type. Code that a module selects by the Triton release is also tested.
 """
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main() -> None:
     order = Order(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # exit normally, so that its forks are also ended
-    signal.alarm(math.ceil(order.timeout))  # without a Python handler, it also ends compiled code
+    signal.alarm(math.ceil(order.timeout))  # no Python handler, so that the signal also ends compiled code
     with open(sys.argv[2], "a", buffering=1) as answers:
         for outcome in (interpret if "interpret" in order.layers else import_and_compile)(order):
             print(json.dumps(outcome), file=answers)

@@ -1,10 +1,10 @@
-"""Record as plain data the kernels that a call would launch on another GPU than the local one.
+"""Record the kernels that a call would launch on another GPU, as plain data.
 
 Inside ``recording(target)`` every call is planned for that target, and nothing is launched. So public
 functions run on CPU tensors, forward and backward; their results are uninitialised memory.
 
-A launch is recorded as the facts for which Triton's JIT compiles. Two launches that share one compiled kernel
-are one ``Recorded``.
+A launch is recorded as the facts that decide which code Triton's JIT compiles. Two launches that share one
+compiled kernel are one ``Recorded``.
 """
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def recording(target: Target) -> Iterator[list[Recorded]]:
 
 
 def recorded(launch: Launch, kernel: Any, arguments: dict[str, Any]) -> Recorded:
-    """Return the facts of a launch for which Triton compiles: argument types, constants, warps, stages.
+    """Return the facts of a launch that decide its compiled code: argument types, constants, warps, stages.
 
     arguments: values by name, as passed to the kernel.
     """

@@ -12,7 +12,8 @@ def normalised(source: str, parameters: Parameters | None = None) -> str:
     """Return the syntax tree of ``source`` as text, without comments, layout and docstrings.
 
     The spelling of literals does not matter either. The text is the same on every supported Python.
-    ``ast.dump`` is not: newer Pythons have more fields and print fewer of them. Raises SyntaxError.
+    The result of ``ast.dump`` is not the same: in newer Pythons nodes have more fields, and ``ast.dump``
+    omits more of them. Raises SyntaxError.
 
     parameters: parameter names of functions that ``source`` calls. Their arguments are matched to parameters,
         so that a call by position equals a call by keyword in any order.

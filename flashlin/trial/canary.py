@@ -20,9 +20,10 @@ from flashlin.guards.plan_types import Plan, UnsupportedError
 from flashlin.kernels.families import family_of
 from flashlin.trial import run
 
-# A failed kernel is re-planned with fewer warps and tried again; after that the torch path is used.
+# The most trials for one call. If a kernel fails its trial, the call is planned again: with another tile,
+# with fewer warps, or on the torch path. The new plan is then tried.
 ROUNDS = 3
-PLANS = 4096  # cached plans, so that a repeated call costs one dict lookup
+PLANS = 4096  # most plans in ``settled``, with which a repeated call costs one dict lookup
 _log = logging.getLogger("flashlin")
 settled: dict[int, Plan] = {}  # the plans that ``tried`` has returned, by id
 _done: set[tuple[Any, ...]] = set()

@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         verdict, detail = attempt(given, say, struck)
     except Exception as error:  # any error is a result of the trial
         kind, name = failure_kind.of_error(error), type(error).__name__
-        if not struck or kind != "kernel":  # an error outside a launch does not judge a kernel
-            # The other lines are torch's hints for debugging kernels.
+        if not struck or kind != "kernel":  # an error outside a launch says nothing about a kernel
+            # Keep the first line. The others are torch's hints for debugging kernels.
             verdict, detail = "not tried", f"{name}: {error}".partition("\n")[0]
         else:
             detail = f"{name}: {' '.join(str(error).split())}"

@@ -40,9 +40,9 @@ class Trial(NamedTuple):
 class Tried(NamedTuple):
     """The outcome of a trial.
 
-    verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access`` or ``hang``;
-    ``not tried`` after an error outside a launch (memory, disk, permissions, a busy or missing device), which
-    says nothing about a kernel; ``torch path`` if no kernel was launched.
+    verdict: ``ran``, ``wrong numbers``, ``compiler error``, ``abort or illegal access`` or ``hang``. It is
+        ``torch path`` if no kernel was launched. It is ``not tried`` after an error outside a launch (memory,
+        disk, permissions, a busy or missing device), because such an error says nothing about a kernel.
     detail: the message of the error, or the differences.
     configs: the configurations that were launched, in order.
     struck: the configuration of the launch during which the child ended, or ``""``.

@@ -79,5 +79,5 @@ def forget(ops: Sequence[str] = ()) -> int:
 
 
 def _planned(ops: Sequence[str]) -> list[str]:
-    """Return the ops that these names are planned as. Raise a ValueError for an unknown name."""
+    """Return the ops as which these names are planned, each once. Raises ValueError for an unknown name."""
     return list(dict.fromkeys(PUBLIC[op].planned_as or op for op in map(op_of, ops)))

@@ -1,13 +1,14 @@
 """Test documents that are packed into one row of a patched model: ``python -m matrix.stacks.documents``.
 
 The script calls each model with each way to mark documents. It compares the logits of all documents, and the
-gradients of their loss, with those of the same documents in separate rows. A cell of the record is one of:
+gradients of their loss, with those of the same documents in separate rows. A cell of the record begins with
+one of these words. The number or the message that follows is given in parentheses:
 
-  isolated   the results agree within the bound; with the largest RMS ratio
-  warned     they differ, and one warning says so; with the warning
-  leaks      they differ without exactly one warning; with the RMS ratio
-  raises     the patched model raises an error; with the message
-  -          the model also raises an error without flashlin; with the message
+  isolated   the results agree within the bound (largest RMS ratio)
+  warned     the results differ, and one warning says so (text of the warning)
+  leaks      the results differ, and the number of warnings is not one (largest RMS ratio, number of warnings)
+  raises     the patched model raises an error (message)
+  -          the model also raises an error without flashlin (message)
 """
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m matrix.stacks.gpu --out matrix/results
 
 A raw program uses the functions of its own package, and a patched program runs under ``flashlin.patched``.
-This needs fla, and transformers for the models. First, ``--warm`` processes fill Triton's cache together
+This needs fla, and transformers for the models. First, several processes (``--warm``) fill Triton's cache
 (``matrix/warming.py``). Then each program is measured in a process of its own, with the time limit
 ``--seconds``. Use ``--device cpu --small`` to test the script itself.
 

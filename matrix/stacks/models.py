@@ -136,9 +136,9 @@ COUNTERPARTS = {
                                                n_groups=1, tie_word_embeddings=True)}
 
 # (model, quantity) -> why the model itself mixes rows or documents. In these models no function of flashlin
-# gets the bounds of rows or documents, or the right cache. A reason is used only if the raw program raises an
-# error here, because then its results cannot show the same difference. In Triton's interpreter, raw fla 0.6.0
-# had the same errors to four digits.
+# gets the bounds of rows or documents, or the right cache. ``excuse`` uses a reason only if the raw program
+# raises an error. Such a program has no results that could show the same difference. In Triton's interpreter,
+# raw fla 0.6.0 had the same errors to four digits.
 _CUT = "in training, its convolutions continue from one row, document or memory into the next"
 _ACROSS = "its attention looks across documents"
 _KEPT = "its layers ignore cu_seqlens"
@@ -163,21 +163,22 @@ RAISES: dict[tuple[str, str], str] = {
         "before fla 0.6.0, it returns no logits in training"}
 
 # For transformers before 5.15: model -> sizes with which its torch functions and its branch for GPUs compute
-# the same. In mamba2 only one of the two has groups in the norm. The torch functions of the other two models
-# join chunks wrongly, so a single chunk must contain the whole row. They also have a minimal time step, which
-# is set close to 0 here.
+# the same. In mamba2, the norm has groups only in one of these two implementations. The torch functions of
+# the other two models join chunks wrongly, so a single chunk must contain the whole row. These torch
+# functions also have a minimal time step, which is set close to 0 here.
 _ONE_CHUNK = {"chunk_size": 128, "time_step_min": 1e-9}
 BEFORE_5_15: dict[str, dict[str, Any]] = {
     "mamba2": {"n_groups": 1}, "nemotron_h": _ONE_CHUNK, "zamba2": _ONE_CHUNK}
-# (model, quantity, verdict of its torch functions) -> why the branch for GPUs itself has another verdict. The
-# torch functions are right there, or wrong in another way. The same happens on a real GPU.
+# (model, quantity, verdict of its torch functions) -> why the model's own branch for GPUs has another
+# verdict. In these entries, the torch functions are right, or wrong in another way. The same happens on a
+# real GPU.
 _ONE = "it continues from a cache only one token at a time"
 ON_CUDA: dict[tuple[str, str, str], str] = {
     ("mamba", "padding", "agrees"): "its fused function supports no mask",
     ("falcon_mamba", "padding", "agrees"): "its fused function supports no mask",
     **{(name, "padding", "agrees"): "its fused function applies no mask after the convolution"
        for name in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")},
-    ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # 5.0
+    ("bamba", "packed: seq_idx", "raises"): _ACROSS,  # used for transformers 5.0.0 and 4.57.6
     **{(name, "pieces", "raises"): "its scan starts from zero for each piece" for name in ("jamba", "zamba")},
     **{(name, "pieces", "differs"): _ONE for name in ("mamba2", "nemotron_h", "zamba2", "lfm2", "lfm2_moe")}}
 # Models of these versions that look up no functions of another package, so that patching changes nothing.

@@ -5,8 +5,8 @@
 
 An outcome is ``right``, ``wrong: ...`` or ``error: ...``. It is right if the result is within bounds of plain
 torch in float32, or if the program raises the intended error. Each program runs in a process of its own. The
-parts of a program share this process, so an earlier failure can affect later parts, as in a user's program.
-Autotuners use the first configuration that fits the GPU.
+parts of a program run in the same process, so an earlier failure can affect later parts, as in a user's
+program. Autotuners use the first configuration that fits the GPU.
 """
 from __future__ import annotations
 

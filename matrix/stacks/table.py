@@ -135,9 +135,10 @@ def _mark(answer: str) -> str:
 
 
 def _figure(answer: str) -> str:
-    """Return the error in an answer as text, or an empty string for tokens.
+    """Return one RMS ratio from an answer as text, or an empty string for tokens.
 
-    The error compared with the program itself comes first, then with float64, then with float32.
+    An answer may have several ratios, each for another reference. The function prefers the program itself,
+    then float64, then float32.
     """
     if answer.endswith(" at tokens"):  # tokens are equal or not
         return ""

@@ -1,6 +1,6 @@
-"""Autocast changes no op on a GPU, eager or compiled. Lazily negated tensors keep their sign.
+"""Autocast changes the results of no op on a GPU. Lazily negated tensors keep their sign.
 
-tests/autocast.py has the calls. tests/ops/test_entry.py tests the torch path.
+Ops run eagerly and compiled. tests/autocast.py has the calls. tests/ops/test_entry.py tests the torch path.
 """
 from __future__ import annotations
 

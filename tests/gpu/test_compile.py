@@ -1,6 +1,6 @@
 """torch.compile of the kernels on a real GPU, with the default backend.
 
-One graph serves all lengths, and its results are those of eager calls.
+At most one recompilation covers all lengths, and the results equal those of eager calls.
 """
 from __future__ import annotations
 

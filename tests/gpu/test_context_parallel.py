@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OPS = ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda", "chunk_rwkv7", "chunk_rwkv6",
        "mamba_chunk_scan_combined", "causal_conv1d", "token_shift")
 MODELS = ("gdn", "kda", "mamba2")
-EDGES = [0, 70, 1000, 1000, 3000, 3072]  # with three ranks of 1,024 tokens each, the fourth sequence is on all
+EDGES = [0, 70, 1000, 1000, 3000, 3072]  # the fourth sequence, 1000 to 3000, is on all three ranks
 
 
 def exact(op: str, H: int, dtype: torch.dtype, edges: list[int] | None, way: str, group: Any) -> None:
@@ -42,7 +42,11 @@ def repeats(op: str, H: int, group: Any) -> None:
 
 
 def _jobs(op: str, ranks: int) -> dict[str, tuple[int, Job]]:
-    """Yield jobs: heads that the ranks divide, by both methods, and other heads by exchange of states."""
+    """Return (number of ranks, function) of each job of an op or a model, by the job's name.
+
+    Jobs "heads" have a number of heads that the ranks divide, and jobs "states" have one head more. Jobs
+    "states" and "repeats" exchange states between ranks.
+    """
     if op in MODELS:
         return {op: (2, partial(model_equals_one, op, device="cuda", dtype=torch.float32, bound=1e-3))}
     jobs: dict[str, tuple[int, Job]] = {}
@@ -104,7 +108,7 @@ def unequal_edges(group: Any) -> None:
         run(rank)
         for _ in range(BEHIND):
             run(0)
-        with pytest.raises(ValueError, match=later):  # in the same call of each rank
+        with pytest.raises(ValueError, match=later):  # every rank raises in this call
             run(0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -127,7 +131,7 @@ def test_ranks_with_a_gpu_each_agree_too(tmp_path: Path) -> None:
 
 
 def dies(begun: Path, group: Any) -> None:
-    """End rank 1 between forward and backward. Rank 0 continues, and notes that it does."""
+    """End rank 1 between forward and backward. Rank 0 creates the file ``begun`` and runs backward."""
     call = of_rank(made("chunk_kda", 3, 3072, None, K=64, dtype=torch.bfloat16, device="cuda"), group)
     leaves = {name: x.requires_grad_() for name, x in call.tokens.items()}
     o, _ = flashlin.chunk_kda(**leaves, process_group=group)
@@ -141,7 +145,7 @@ def dies(begun: Path, group: Any) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs: there is {GPUS}")
 def test_a_rank_that_dies_does_not_leave_the_other_waiting(tmp_path: Path) -> None:
-    """The other rank raises, or NCCL ends its process.
+    """If a rank dies, the other rank raises or NCCL ends its process.
 
     The group's timeout takes 30 seconds. NCCL's watchdog then waits another minute for a dump.
     """

@@ -97,9 +97,10 @@ def test_torch_compile_shares_a_graph_between_lengths(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("op", [flashlin.chunk_gated_delta_rule, flashlin.chunk_gated_delta_product])
 def test_the_first_call_with_other_bounds_is_captured(op: Any) -> None:
-    """In fla 0.6.0 this call waits for the GPU.
+    """A CUDA graph can capture the first call with new cu_seqlens.
 
-    If the capture fails, fla never computes the values that it has cached.
+    In fla 0.6.0 this call waits for the GPU, so the capture fails. fla's cache then keeps values that were
+    never computed.
     """
     more = {"num_householder": 1} if "product" in op.__name__ else {}
     tensors = [x.detach() for x in leaves(1, 512, 2, 2, 64, 64)[:5]]

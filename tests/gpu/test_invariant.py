@@ -1,6 +1,6 @@
 """settings(invariant=True) on a GPU, for long sequences with few heads.
 
-These are split into segments without the setting. tests/invariance.py has the checks.
+Without the setting, such sequences are split into segments. tests/invariance.py has the checks.
 """
 from __future__ import annotations
 

@@ -143,7 +143,10 @@ CHOSEN = share([case for case in CASES if case.op.startswith(("chunk_", "fused_r
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.op} {case.id}")
 def test_cases_to_the_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays in two stages share memory; here they do so even if it saves little."""
+    """Calls of each case give the same bits as ordinary runs, also when they are replayed in two stages.
+
+    Two stages of a replay share memory if that saves at least ``recipe.WORTH`` bytes, here one byte.
+    """
     monkeypatch.setattr(recipe, "WORTH", 1)
     for seed in range(5):
         got = results(case, torch.bfloat16, seed)
@@ -181,7 +184,7 @@ def test_runs_are_made_again_and_whatever_changes_is_noticed(op: str, again: lis
         pytest.skip("kernels are not started directly here")
     for _ in range(4):
         check(inputs(op))
-    assert len(again) == 4  # forward and backward of the last two
+    assert len(again) == 4  # the third and the fourth call were replayed, forward and backward
     x = inputs(op)
     fused = torch.cat([x[name].detach() for name in ("q", "k", "v")], -1)  # its views are not contiguous
     views = dict(zip(("q", "k", "v"), fused.split(64, -1), strict=True))

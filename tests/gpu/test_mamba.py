@@ -89,7 +89,10 @@ def test_shapes_of_real_models(function: Callable[..., Any], made: Callable[...,
 
 @pytest.mark.parametrize("together", ["tokens", "channels"])
 def test_more_than_32_bits_count(together: str) -> None:
-    """Tokens long before the end of a row do not influence its last outputs, nor the gradients there."""
+    """With offsets beyond 32 bits, the end of a row has the results of a call on its last 2,048 tokens.
+
+    Outputs and gradients of the last 100 tokens are compared. The earlier tokens no longer influence them.
+    """
     D, T, tail = 8192, 270_000, 2048
     torch.manual_seed(0)
 
@@ -113,7 +116,7 @@ def test_more_than_32_bits_count(together: str) -> None:
     for name, got, alone in zip(("y", "du", "ddelta", "dB"), whole,
                                 scanned(u[..., T - tail:].clone(), B[..., T - tail:].clone()), strict=True):
         assert judge(name, got[..., T - 100:].float(), alone[..., tail - 100:].float(), 1e-4).ok
-        # the first of them depend on earlier tokens, and du depends on later tokens
+        # The first of the 2,048 tokens depend on earlier ones. Only du depends on later tokens instead.
         assert name == "du" or not torch.equal(got[..., T - tail:], alone)
     del whole
 

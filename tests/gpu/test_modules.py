@@ -66,7 +66,7 @@ def test_a_target_out_of_range_is_reported_later_and_the_context_lives_on(
     flashlin.FusedCrossEntropyLoss()(logits, target % 1000)  # loads the kernels and makes the slots
     flashlin.synchronize()
     no_host_sync()
-    torch.cuda._sleep(A_SECOND)  # else a later call of this test would already report it
+    torch.cuda._sleep(A_SECOND)  # so no later call of this test can report the error yet
     loss, _ = flashlin.cross_entropy_loss(logits, target)
     grad, = torch.autograd.grad(loss.sum(), logits)
     torch.cuda.set_sync_debug_mode("default")
@@ -101,7 +101,7 @@ def test_the_linear_layers_logits_are_never_all_there(wide: bool) -> None:
                                                                                                          (N,),
                                                                                                          device=GPU)
     loss = flashlin.FusedLinearCrossEntropyLoss(accumulate_grad_in_fp32=wide)
-    torch.autograd.grad(loss(x, target, weight), (x, weight))  # warm
+    torch.autograd.grad(loss(x, target, weight), (x, weight))  # a first run, whose memory is not measured
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = loss(x, target, weight)

@@ -1,6 +1,7 @@
 """Documents packed into one row of a patched transformers model stay apart on a GPU.
 
-They do so eagerly and compiled by inductor. To find the documents, no call waits for the device.
+This holds for eager models and for models that inductor compiles. The code that finds the documents does not
+wait for the GPU.
 """
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""fla's layers on a GPU, raw and patched: functions that flashlin replaces, and kernels that it only guards.
+"""fla's layers on a GPU, raw and patched.
 
-Needs fla.
+In some layers flashlin replaces functions. In others it only puts shield around fla's own kernels. The tests
+need fla.
 """
 from __future__ import annotations
 

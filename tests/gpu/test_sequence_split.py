@@ -1,6 +1,6 @@
 """Sequences in segments on a GPU are as exact as whole sequences, and the same in each run.
 
-The inputs are hard ones of 8,192 tokens.
+The inputs are numerically hard and have 8,192 tokens (tests/splitting.py).
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""flashlin.serving on a real GPU is compared with float64, and to the bit where that is promised.
+"""flashlin.serving on a real GPU is compared with float64, and bitwise where flashlin promises equal bits.
 
-It does not wait for the host, and runs in a CUDA graph.
+No call synchronizes the host with the GPU, and a CUDA graph can capture a step.
 """
 from __future__ import annotations
 

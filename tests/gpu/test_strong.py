@@ -1,4 +1,4 @@
-"""Decays of the greatest strength over 8,192 tokens on a real GPU.
+"""Very strong decays over 8,192 tokens on a real GPU; tests/strong.py has the inputs.
 
 Kernels in bf16 are compared with the recurrence in float64.
 """

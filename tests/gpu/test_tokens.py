@@ -30,7 +30,7 @@ A_SECOND = 1_500_000_000    # clock cycles, about
 
 @pytest.fixture(autouse=True)
 def nothing_owed():
-    """Check that each test has read all errors of its bad tokens when it ends."""
+    """Fail at the end of a test if flashlin still has an unread error about bad tokens."""
     yield
     synchronize()
 
@@ -103,7 +103,7 @@ def test_ours_raises_at_synchronize_and_the_context_lives():
     assert alive()
     assert out[1, 1:].abs().sum().item() == 0
     assert weight.grad.sum(1).tolist() == [0, 4, 4, 4, 4, 0, 0, 0, 0, 0]
-    synchronize()   # told once
+    synchronize()   # raises nothing: each error is reported once
 
 
 def test_ours_raises_at_the_next_flashlin_op_once_the_answer_is_there():
@@ -118,7 +118,7 @@ def test_ours_raises_at_the_next_flashlin_op_once_the_answer_is_there():
 
 
 def test_nobody_waits_for_a_busy_gpu():
-    embedding(on_gpu([1]), torch.ones(10, 4, device=GPU))   # warm
+    embedding(on_gpu([1]), torch.ones(10, 4, device=GPU))   # loads the kernels
     bad, weight = on_gpu([10]), torch.ones(10, 4, device=GPU)
     torch.cuda._sleep(A_SECOND)
     for _ in range(60):     # as many as CUDA queues without making the host wait
@@ -281,7 +281,7 @@ def test_compiled(unchecked, mode):
         ids = on_gpu([1, 2, 3])
         for _ in range(4):      # reduce-overhead: warm-up, capture, replays
             assert torch.equal(step(ids), F.embedding(ids, table.weight) * 2)
-        assert bool(deferred_checks._flags[GPU].calls) == (mode == "reduce-overhead"), "captured or not"
+        assert bool(deferred_checks._flags[GPU].calls) == (mode == "reduce-overhead"), "wrong capture state"
         synchronize()
         out = step(on_gpu([1, 99, 3])).clone()
     with pytest.raises(ValueError,

@@ -16,13 +16,13 @@ METHODS = ("forward", "prepare_inputs_for_generation")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check after each test that these packages bind the same objects as before the test.
+    """Check after each test that PACKAGES bind the same objects as before the test.
 
-    Modules imported meanwhile must bind no stand-in. The check imports nothing.
+    Modules that the test imported must bind no stand-in. The check imports nothing.
     """
     before = bindings()
     yield
-    monkeypatch.undo()  # it would run later, because an earlier fixture also uses monkeypatch
+    monkeypatch.undo()  # else it would be undone after this check, because an earlier fixture also uses it
     after = bindings()
     loaded = {module for module, _ in after}
     changed = [place for place, value in before.items() if place[0] in loaded
@@ -32,7 +32,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def filled(before: Any, after: Any) -> bool:
-    """Return True for a cache of the package's own that was empty before."""
+    """Return True if the package itself has filled a cache that was None before."""
     return before is None and after is not None and not callable(after)
 
 

@@ -1,6 +1,7 @@
 """bf16 retention as fla starts it, for tests/integrations/test_seeds.py.
 
-fla looks for a GPU when it is imported. So this file imports fla only after a GPU is pretended.
+fla looks for a GPU when it is imported. So this file first replaces functions of torch.cuda,
+which then report a GPU, and imports fla afterwards.
 """
 from __future__ import annotations
 

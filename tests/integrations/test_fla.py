@@ -1,7 +1,7 @@
 """patch("fla") on the real package.
 
-The tests cover the replaced names, models that run without a GPU and agree with themselves, and the end of
-a patch.
+The tests cover the replaced names, models that run without a GPU and decode as they read a
+prompt, and the end of a patch.
 """
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_signatures_stay_fla_s_own(name: str) -> None:
 
 
 def test_an_older_release_binds_apply_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fla 0.4.2, gate_output_correction is bound so. RWKV7 needs it to run on a CPU."""
+    """A patch replaces a function that is the ``apply`` of an autograd function.
+
+    gate_output_correction is such a function in fla 0.4.2. RWKV7 needs the replacement to run on a CPU.
+    """
     older = ModuleType("fla.ops.rwkv7.older")
     kind = type("GateOutputCorrection", (torch.autograd.Function,), {
         "forward": staticmethod(lambda ctx, o, r, k, r_k, v, g: o), "__module__": older.__name__})
@@ -121,7 +124,10 @@ def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
 
 
 def test_an_error_of_a_call_on_another_device_stays_as_it_is() -> None:
-    """Such a call may also have tensors on the CPU. Training loops look for this class."""
+    """An error on another device keeps its class, even if some tensors are on the CPU.
+
+    Training loops catch OutOfMemoryError by its class.
+    """
     class Layer(torch.nn.Module):
         @explaining
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -134,7 +140,7 @@ def test_an_error_of_a_call_on_another_device_stays_as_it_is() -> None:
 
 
 def test_the_errors_of_a_call_that_is_wrong_stay_as_they_are() -> None:
-    """This also holds for a message about a device, and for a layer that runs on no CPU."""
+    """Errors of wrong calls are not replaced, even for a layer that cannot run on a CPU."""
     layer, gsa = (getattr(fla.layers, name)(hidden_size=32, num_heads=2, layer_idx=0)
                   for name in ("GatedLinearAttention", "GatedSlotAttention"))
     with flashlin.patched("fla"):
@@ -226,9 +232,10 @@ def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
                          ids=["GatedDeltaNet", "DeltaNet", "RWKV7", "Mamba2", "hybrid"])
 def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: Any,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 5.24, transformers passes the cache as ``cache``, which fla's models drop.
+    """A patched model generates the same tokens with and without its cache.
 
-    After the first token, raw models compute each token from one token alone.
+    Since 5.24, transformers passes the cache as ``cache``, which the raw models of fla ignore. They then
+    compute each token after the first from a single token.
     """
     monkeypatch.setattr("fla.layers.attn.flash_attn_func", attention)
     net, prompt = model(name, **more).eval(), torch.randint(3, VOCABULARY, (2, 9))
@@ -249,7 +256,10 @@ def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: A
 
 @pytest.mark.skipif(not RENAMED, reason="this transformers names a cache as fla does")
 def test_a_cache_goes_by_both_names() -> None:
-    """The cache is passed to a model, to the model inside it, and to generate."""
+    """A cache may be passed as ``cache`` or as ``past_key_values``.
+
+    The test passes it to a model, to the model inside it, and to generate.
+    """
     net, tokens = model("GatedDeltaNet").eval(), torch.randint(3, VOCABULARY, (1, 40))
     with torch.no_grad(), flashlin.patched("fla"):
         for called in (net, net.model):
@@ -348,7 +358,10 @@ def test_a_model_that_mixes_packed_documents_says_so_once(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [12, 70])
 def test_mom_sees_no_later_token_in_evaluation(tokens: int) -> None:
-    """The raw sort returns the tokens of a memory in any order, on most CPUs for any number of tokens."""
+    """Later tokens do not change the logits of Mom in evaluation.
+
+    The sort of the raw model is not stable, so it may change the order of the tokens of a memory.
+    """
     first, other = torch.randint(0, VOCABULARY, (2, 2, tokens))
     half, net = tokens // 2, model("Mom").eval()
     other[:, :half] = first[:, :half]
@@ -361,7 +374,7 @@ def test_mom_sees_no_later_token_in_evaluation(tokens: int) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mom_sees_later_tokens_in_training_and_says_so_once(training: bool) -> None:
-    """In eval() mode it trains without later tokens."""
+    """In training mode Mom reads later tokens, and one warning says so; in eval() mode it does not."""
     tokens, net = torch.randint(0, VOCABULARY, (1, 70)), model("Mom").train(training)
     with flashlin.patched("fla"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -375,7 +388,10 @@ def test_mom_sees_later_tokens_in_training_and_says_so_once(training: bool) -> N
 
 
 def test_an_older_release_generates_with_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache gets transformers' method to reorder keys and values."""
+    """Beam search works with a cache of an older fla, which has no reorder_cache.
+
+    The patch adds the method, which transformers calls to reorder the states.
+    """
     cache = sys.modules["fla.models.cache_utils"]
     monkeypatch.delattr(cache.FLALayer, "reorder_cache")
     monkeypatch.delattr(cache.FLACache, "reorder_cache")

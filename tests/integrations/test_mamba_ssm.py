@@ -109,7 +109,10 @@ def test_a_function_is_replaced_wherever_it_is_bound_and_comes_back(installation
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_only_theirs_has_runs_theirs(installation: Make, before: bool) -> None:
-    """This also holds after modules that import the function are loaded."""
+    """A call with an argument that only the package's function has runs the package's function.
+
+    before: imports the package before the patch instead of under it.
+    """
     installation("working")
     if before:
         importlib.import_module("mamba_ssm")
@@ -290,7 +293,10 @@ def normed(x: Tensor, norm: Any) -> Tensor:
 
 
 def test_packed_prompts_of_the_real_mamba2(real: None) -> None:
-    """The results of causal_conv1d_varlen_states and the states of the sequences are followed by decoding."""
+    """Packed prompts and one decoding step give the results of each sequence alone.
+
+    The step continues from the convolution states and the scan states of the packed prompts.
+    """
     with flashlin.patched(*PACKAGES):
         from mamba_ssm.modules.mamba2 import Mamba2
         torch.manual_seed(0)
@@ -336,7 +342,10 @@ def test_the_real_mamba3_reads_prompts(real: None) -> None:
 
 
 def test_the_real_files_above_the_extension(real: None) -> None:
-    """Their own functions call the stub modules of the extensions in forward and backward."""
+    """The functions of the real packages work on the stub modules of the extensions.
+
+    Their outputs and gradients must equal those of flashlin.
+    """
     torch.manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
@@ -479,9 +488,10 @@ def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
 
 
 def test_none_where_an_import_failed_becomes_the_function(installation: Make) -> None:
-    """This is the usual way to do without a package.
+    """A name that is None because its import failed becomes flashlin's function.
 
-    It does not apply to norms, which other packages also have.
+    Programs set such names to None to work without a package. Norms stay None, because other packages have
+    functions with the same names.
     """
     installation("absent")
     program = types.ModuleType("program")
@@ -520,7 +530,10 @@ def test_what_transformers_remembers_is_asked_again(installation: Make,
 
 
 def test_falcon_mamba_trains_as_it_decodes() -> None:
-    """Its fused function applies a norm to dt, but its torch code for decoding does not."""
+    """The replaced fused function of Falcon Mamba computes dt as the torch code does that decodes.
+
+    The torch code applies the norm of dt before the projection, and the original fused function after it.
+    """
     torch.manual_seed(0)
     D, N, R, T, eps = 8, 4, 3, 9, 1e-3
     conv = torch.nn.Conv1d(D, D, 4, groups=D)
@@ -590,7 +603,7 @@ def test_threads_enter_and_leave_as_they_like(installation: Make) -> None:
 
 
 def test_a_program_runs_as_it_is(tmp_path: Path) -> None:
-    """The failure that users report, and the same program under flashlin run."""
+    """A program fails as users report, and the same program works under ``flashlin run``."""
     small_mamba.write(tmp_path, "missing")
     (tmp_path / "train.py").write_text(
         "import torch\nfrom mamba_ssm.modules.mamba2 import Mamba2\n"

@@ -56,7 +56,10 @@ def second(model: Any, first: int, marks: dict[str, Any], called: Any = None) ->
 
 
 def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
-    """Return how far another first document moves the second, over the largest value of each tensor."""
+    """Return the largest relative change of the second document's tensors if the first one changes.
+
+    A change is relative to the largest value of its tensor.
+    """
     one, other = (second(model, first, marks, called) for first in (2, 3))
     assert len(one) == len(other)
     return max(float((a - b).abs().max() / max(float(a.abs().max()), 1e-2))
@@ -71,7 +74,10 @@ def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
     ("granitemoehybrid", "[B, T]"), ("inkling2", "bounds alone"), ("zamba2", "numbers"),
     ("lara_mini", "ones")])
 def test_the_first_document_does_not_change_the_second(model: str, way: str) -> None:
-    """Calls leave use_cache at its default, for which models write a cache."""
+    """The second document has the same results after any first document.
+
+    The calls do not set use_cache, so models write a cache by default.
+    """
     with flashlin.patched("transformers"), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         made = build(named(model))
@@ -154,7 +160,7 @@ PADDED_BLOCKS = torch.tensor([[MIN, MIN, MIN, MIN], [MIN, 0, MIN, MIN], [MIN, 0,
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 1, 1]]}, [[0, 0, 0]]),
     ({"position_ids": [[1, 0, 1, 0]], "attention_mask": [[0, 1, 1, 1]]}, [[0, 0, 1]]),  # padding on the left
     ({"position_ids": [[0, 1, 1, 1]], "attention_mask": [[1, 1, 0, 0]]}, [[0, 0, 0]]),  # padding on the right
-    ({"position_ids": [[0, 1, 1, 2]], "attention_mask": [[1, 1, 0, 1]]}, [[0, 0, 0]]),  # between
+    ({"position_ids": [[0, 1, 1, 2]], "attention_mask": [[1, 1, 0, 1]]}, [[0, 0, 0]]),  # padding inside
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 0, 1]]}, [[0, 0, 0]]),
     ({"position_ids": [[0, 1, 2, 3]], "attention_mask": [[1, 1, 2, 2]]}, [[0, 1, 0]]),
     ({"position_ids": [[0, 1, 0, 0]], "attention_mask": [[1, 1, 0, 2]]}, [[0, 0, 1]]),
@@ -217,9 +223,9 @@ def test_masks_of_attention_are_made_of_the_documents_and_of_padding() -> None:
 
 
 def test_flash_attention_beside_a_mask_is_told() -> None:
-    """With a mask, the function returns that mask and ignores positions.
+    """Flash attention with a mask warns, because it then ignores positions and mixes documents.
 
-    None means that there is no padding.
+    A mask of ones without documents gives no warning.
     """
     made, warned = masks_of("flash_attention_2", **MARKS["ones"])
     assert made["attention_mask"] is not None and len(warned) == 1

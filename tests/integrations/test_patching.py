@@ -118,7 +118,7 @@ def test_patched_models_are_copied_and_pickled_by_name(toy: ModuleType) -> None:
 
 
 def test_blocks_in_threads_and_patch_count(toy: ModuleType) -> None:
-    """Threads enter and leave in any order. The patch stays until unpatch."""
+    """Threads may enter and leave ``patched`` blocks in any order; the last one ends the patch."""
     entered, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
     seen: list[str] = []
 
@@ -245,7 +245,10 @@ def test_a_stand_in_keeps_what_is_known_of_a_function(toy: ModuleType) -> None:
 @pytest.mark.parametrize("names", [("toy", "toys"), ("toys", "toy")])
 def test_patches_end_in_one_order(toy: ModuleType, names: tuple[str, str],
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """The objects of transformers' models are looked up in mamba_ssm again, which must be restored first."""
+    """Patches end in the reverse order of PATCHES, whatever their order in the call.
+
+    Models of transformers look functions up in mamba_ssm again, so mamba_ssm must be restored first.
+    """
     ended: list[str] = []
 
     class Ends(Toy):
@@ -353,7 +356,7 @@ def ours(x: int, *, scale: float = 2.0, process_group: Any = None) -> tuple[Any,
 
 def test_by_name_takes_the_originals_positions() -> None:
     call = by_name(original, ours)
-    assert inspect.unwrap(call) is original  # registries look the original up
+    assert inspect.unwrap(call) is original  # registries find the original in this way
     assert call(1) == ("ours", 1, 2.0) and call(1, 3.0) == ("ours", 1, 3.0)
     assert call(x=1, scale=3.0) == ("ours", 1, 3.0) and call(1, flag=False) == ("ours", 1, 2.0)
     assert call.__name__ == "original" and call.__module__ == original.__module__
@@ -372,7 +375,7 @@ def test_by_name_leaves_what_only_the_original_has_to_it(untold: None) -> None:
         assert call(1, flag=True)[0] == "original"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert call(1, flag=True)[0] == "original"  # told once
+        assert call(1, flag=True)[0] == "original"  # the warning comes only once
 
 
 def test_by_name_tells_of_keywords_that_nobody_reads(untold: None) -> None:
@@ -482,7 +485,7 @@ def test_run_is_as_python_runs_it(name: str, tmp_path: Path) -> None:
 
 
 def test_run_inside_of_run_patches_once(tmp_path: Path) -> None:
-    """The program patches in a process that has inherited the same patch."""
+    """A program that applies a patch itself gets it once if the process already has it."""
     (tmp_path / "toolkit.py").write_text("""
 import flashlin, os
 flashlin.patch("triton")

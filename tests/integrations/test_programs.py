@@ -1,6 +1,6 @@
 """Programs of users run unedited under ``flashlin run`` in Triton's interpreter.
 
-So kernels run, and the summary on stderr names them.
+The interpreter runs the kernels without a GPU, and the summary on stderr names them.
 """
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def command(folder: Path, name: str, text: str) -> Path:
 def test_a_console_script_is_found_on_the_path(first: str, scripts: Path) -> None:
     script = command(scripts, "accelerate", first + "import sys\nprint(sys.argv, sys.path[0], __name__)\n")
     assert run_command.file_of("accelerate") == str(script)
-    Path("accelerate").mkdir()  # the same as in a checkout of its source
+    Path("accelerate").mkdir()  # a folder with the name of the script, as in a checkout of accelerate
     assert run_command.file_of("accelerate") == str(script)
     if "env" in first:
         done = flashlin("run", "--quiet", "--patch", "triton", "accelerate", "launch", "--", "x",
@@ -243,7 +243,10 @@ def test_the_summary_has_all_processes_and_leaves_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="on Windows exec starts another process")
 def test_a_program_that_exec_starts_prints_the_summary(tmp_path: Path) -> None:
-    """It is the same process. It counts although no package is patched."""
+    """A program that replaces itself by os.exec keeps its process, so it prints the summary.
+
+    Its calls count although no package is patched.
+    """
     (tmp_path / "tmp").mkdir()
     (tmp_path / "x.py").write_text(
         "import os, sys\n"

@@ -1,4 +1,4 @@
-"""torch.func on models of transformers: gradients of samples are the same with and without the patch."""
+"""torch.func on models of transformers: per-sample gradients are equal with and without the patch."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The first programs whose failures flashlin avoided, in the layers and functions of the real fla, patched.
+"""The programs whose failures led to flashlin, on the real fla under its patch.
 
 Here they are small and run on a CPU. On a GPU, where this file also runs, they have their real sizes.
 ``python -m matrix.stacks.seeds`` also runs them raw, each in a process of its own.
@@ -27,7 +27,8 @@ with warnings.catch_warnings():
 GPU = torch.cuda.is_available()
 WHERE = seeds.Where(torch.device("cuda" if GPU else "cpu"), torch.bfloat16 if GPU else torch.float32,
                     small=not GPU)
-# On a CPU one pass is compared with itself, unless it has many rows.
+# On a CPU the parts named BOTH_WAYS are left out, because they compare plain torch with itself there. The one
+# with many rows stays.
 PARTS = [(program, part) for program, parts in seeds.PROGRAMS.items() for part in parts
          if GPU or "B = 10923" in part or not part.endswith(seeds.BOTH_WAYS)]
 
@@ -104,7 +105,7 @@ def test_bf16_retention_on_a_t4(compiled: Callable[[str, list[Job]], list[Result
     layer = fla.layers.MultiScaleRetention(hidden_size=128, num_heads=2, layer_idx=0).bfloat16()
     x = torch.randn(1, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings(), flashlin.patched("fla"), recording(parse("triton=3.2.0,sm=75")) as started:
-        warnings.simplefilter("ignore")  # about the copies
+        warnings.simplefilter("ignore")  # about fp32 copies
         layer(x)[0].sum().backward()
     scans = [launch for launch in started if launch.kernel.startswith("simple_gla")]
     assert scans

@@ -101,7 +101,7 @@ def test_which_models_of_fla_run_on_a_cpu_is_what_the_record_says() -> None:
     assert said and (int(said[1]), int(said[2])) == (len(found), len(rows))
     assert sorted(found) == sorted(RUNNING) == sorted(re.split(", | and ", said[3]))
     missing = {row["model"]: row["patched"]["logits"] for row in rows if row["model"] not in found}
-    own_words = {"Parallax"}  # its first error requires 16 bits
+    own_words = {"Parallax"}  # its first error is fla's own, which says that it needs a 16-bit dtype
     assert {name for name, answer in missing.items() if "on a CPU: " not in answer} == own_words
 
 

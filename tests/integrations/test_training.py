@@ -142,7 +142,7 @@ dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """The methods are DDP and FSDP2."""
+    """Two processes get the gradients of one process, under DDP and under FSDP2."""
     root = str(Path(__file__).resolve().parents[2])
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=root))

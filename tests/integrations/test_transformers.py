@@ -180,7 +180,7 @@ def test_a_model_agrees_with_its_torch_path(name: str) -> None:
 
 
 def packed(model: Any, **marks: Any) -> float:
-    """Return the difference of two documents in a row from the same documents alone."""
+    """Return how far the logits of two documents in one row differ from those of each document alone."""
     lengths = (9, 12)
     alone = [model(input_ids=TOKENS[row:row + 1, :length], use_cache=False).logits
              for row, length in enumerate(lengths)]
@@ -227,7 +227,10 @@ def test_a_state_that_is_dropped_is_told_once() -> None:
 
 
 def test_pieces_of_a_prompt_are_the_prompt_or_one_warning_says_why_not() -> None:
-    """Up to 5.6, Gated DeltaNet drops the state for several tokens."""
+    """A prompt in two pieces gives the results of the whole prompt, or one warning says why not.
+
+    Up to transformers 5.6, Gated DeltaNet drops the cached state if a call has several tokens.
+    """
     model = built("qwen3_next")
     with torch.no_grad(), flashlin.patched("transformers"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -386,7 +389,7 @@ LAZY = OLD.format(bound="from transformers.integrations.hub_kernels import lazy_
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Return a modeling file with this source, imported."""
+    """Return a function that writes a modeling file with a given source and imports it."""
     package = tmp_path / "transformers_modules"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -552,7 +555,7 @@ def test_under_an_older_transformers(version: str) -> None:
     except NotInstallable as error:
         pytest.skip(str(error))
     root = Path(__file__).parents[2]
-    # Older releases, which this test also starts, are left out
+    # without this test, which would start itself again, and without the traced models
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not older and not traced"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(home)])}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

@@ -163,7 +163,10 @@ def test_a_package_without_a_copy_carries_none(program: None, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("program")
 def test_fla_itself_is_patched_when_it_is_whole(tmp_path: Path) -> None:
-    """Some of its modules arrive earlier, while the package is being imported."""
+    """An installed fla is patched only after its import is complete.
+
+    The import hook also sees modules of fla that load while the package is still being imported.
+    """
     home = tmp_path / "installed" / "fla"
     home.mkdir(parents=True)
     (home / "part.py").write_text("")
@@ -181,7 +184,10 @@ def test_fla_itself_is_patched_when_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize("early", [True, False])
 def test_files_that_unsloth_runs_are_seen(early: bool, tmp_path: Path) -> None:
-    """Its functions are inside a wrapper, which is called in the same way."""
+    """Functions in the files that unsloth has rewritten are patched and restored.
+
+    They are inside a wrapper of unsloth, which is called like the function.
+    """
     compiler = importlib.import_module("unsloth_zoo.compiler")
     hub = importlib.import_module("transformers.integrations.hub_kernels")
     if not hasattr(hub, "use_kernel_func_from_hub_with_fallback"):
@@ -204,9 +210,9 @@ def test_files_that_unsloth_runs_are_seen(early: bool, tmp_path: Path) -> None:
     assert compiler.create_new_function.__code__.co_filename.startswith(str(tmp_path))
 
 
-# The real package, on a machine that it takes for one with a GPU: it asks torch before it loads its copy of
-# fla. What it asks for besides, of an installed fla and of unsloth, which needs a GPU itself, is in the
-# environment.
+# A program with the real unsloth_zoo. The package loads its copy of fla only if torch reports a GPU, so the
+# program replaces that check. The test sets environment variables for its other checks: that unsloth is
+# installed, that a CPU is allowed, and that it uses its own copy of fla.
 RELEASE = "2026.10.9"
 REAL = """
 import sys

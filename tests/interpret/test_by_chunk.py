@@ -1,6 +1,6 @@
-"""Backward with one decay per head, or none, by the kernels for one decay per token.
+"""Backward of ops with a fixed decay per head, or none, on the kernels for one decay per token.
 
-Short sequences with few heads use these kernels.
+Backward uses these kernels for short sequences with few heads.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every case through the Triton kernels in Triton's interpreter, and errors that only the host code can make.
+"""Every case on the Triton kernels in Triton's interpreter, with tests of the host code that launches them.
 
 Run ``TRITON_INTERPRET=1 pytest tests/interpret``. The interpreter must be selected before Triton is
 imported, so without the variable all tests fail.
@@ -53,13 +53,13 @@ def failed(case: Case, dtype: torch.dtype) -> list[Any]:
     return [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
 
 
-# float16 changes loads, stores and operands of dots. One case of each of some kernels with these is enough.
+# float16 only changes loads, stores and operands of dots. So one case of each of these ops is enough.
 HALF = {f"{op}-random" for op in ("chunk_simple_gla", "chunk_gated_delta_rule", "chunk_gla", "chunk_kda",
                                   "chunk_gdn2", "chunk_comba", "fused_recurrent_gated_delta_rule", "rms_norm",
                                   "causal_conv1d")}
 # The selected cases of ops whose cases take many seconds here.
 ONLY = {
-    # has the kernels of the gated ops
+    # The next two ops run the kernels of the gated delta rule.
     "chunk_delta_rule": "random packed one-key", "fused_recurrent_delta_rule": "random packed headwise",
     "chunk_gated_delta_rule": "random packed grouped one-key-2 zero-keys every-other gates-resets",
     "chunk_gla": "random packed resets strong-packed odd v-first one-token",
@@ -72,7 +72,7 @@ ONLY = {
     "fused_recurrent_gdn2": "packed decoding inference inference-packed",
     "fused_recurrent_kda": "random resets layer bounded inference pool",
     "fused_recurrent_simple_gla": "random packed reverse odd one-token",
-    # has the kernels of simple GLA
+    # The next four ops run the kernels of simple GLA.
     "fused_recurrent_retention": "random", "fused_recurrent_lightning_attn": "",
     "chunk_lightning_attn": "random", "fused_recurrent_linear_attn": "reverse normalized",
     "selective_scan_fn": "odd-states bare", "mamba_chunk_scan_combined": "forgetting packed",
@@ -87,7 +87,8 @@ SLOW = ("causal_conv1d-many-blocks", "group_norm-many-rows", "chunk_simple_gla-K
 def worth_it(case: Case, dtype: torch.dtype) -> bool:
     """Return True for a case that every CI run has time for.
 
-    tests/ops runs every case in torch, matrix.gpu on a GPU, and TEST_WHOLE=1 here.
+    TEST_WHOLE=1 runs every case here. tests/ops runs every case in torch, and matrix.gpu runs every case on a
+    GPU.
     """
     if WHOLE:
         return True
@@ -165,7 +166,7 @@ class Call:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*(leaves[name] for name in "qkvg"), h0=leaves["initial_state"], bounds=cu_seqlens,
                            scale=leaves["q"].shape[3] ** -0.5)
-        # the reference of an input without rows depends on no tensor
+        # Without rows the reference depends on no tensor. A zero term lets torch compute gradients anyway.
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -186,9 +187,10 @@ MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simp
 @pytest.mark.parametrize("programs", [4, 8])
 def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans,
                                            axis_limits: Callable[..., None]) -> None:
-    """5 sequences of 2 heads are at least 10 programs.
+    """A batch that runs in several slices gives the results of one launch, to the bit.
 
-    With room for 8 programs, they run as 3 + 2 sequences or fewer; with room for 4, as 2 + 2 + 1 or fewer.
+    5 sequences of 2 heads need at least 10 programs. A limit of 8 programs allows at most 3 sequences per
+    slice. A limit of 4 programs allows at most 2.
     """
     call = Call(B=5, T=9) if edges is None else Call(T=64, N=5)
     bounds = None if edges is None else torch.tensor(edges, dtype=torch.int32)
@@ -204,7 +206,7 @@ def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, pro
 
 
 class AsOnAGpu:
-    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
+    """A fake device of type cuda. The host does not read the values of tensors there, since it would wait."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:
@@ -215,7 +217,7 @@ class AsOnAGpu:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return cu_seqlens that are handled as on a GPU: they are not read, but put in order on the device."""
+    """Treat cu_seqlens as on a GPU: the host does not read them, and the device puts them in order."""
     check_cu_seqlens = tensors.check_cu_seqlens
 
     def without_reading(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, rows: torch.Size,
@@ -298,7 +300,11 @@ def test_state_layouts_and_sequences_around_the_chunk(op: str, edges: list[int] 
 
 @MODES
 def test_strided_tensors_are_read_where_they_lie(op: str) -> None:
-    """Inputs: slices of a projection, a transposed gate, every second table entry, a transposed state."""
+    """Strided inputs give the results of contiguous inputs, to the bit.
+
+    The inputs are slices of a projection, a transposed gate, every second entry of a table of sequence
+    boundaries, and a transposed state.
+    """
     call = Call(T=30, K=16, V=16, N=2)
     plain = call.run(op, torch.tensor([0, 11, 30]))
     fused = torch.cat([call.inputs[name] for name in ("q", "k", "v")], 3).requires_grad_()
@@ -333,7 +339,7 @@ def test_gradients_of_the_final_state_alone_and_of_the_output_alone(op: str) -> 
 def test_slopes_made_for_inference_serve_training() -> None:
     for call in (flashlin.chunk_retention,
                  partial(flashlin.chunk_lightning_attn, layer_idx=5, num_layers=77)):
-        q = torch.randn(1, 4, 37, 16)  # no other test uses this number of heads
+        q = torch.randn(1, 4, 37, 16)  # no other test uses this number of heads, so no cache has its slopes
         with torch.inference_mode():
             call(q, q, q)
         q.requires_grad_()

@@ -88,7 +88,7 @@ def test_packed_sequences(starts: list[str]) -> None:
 
 
 def test_a_compiled_table_that_is_out_of_order_cannot_reach_outside() -> None:
-    """Compiled code does not read the values. Rows of no sequence are zeros, as on a GPU."""
+    """Compiled code does not read cu_seqlens on the host. Rows of no sequence are zeros, as on a GPU."""
     compiled = torch.compile(lambda *tensors: gated(*tensors, cu_seqlens=torch.tensor([3, 12, 99])),
                              fullgraph=True, backend="aot_eager")
     tensors = leaves(B=1, T=20, N=2)

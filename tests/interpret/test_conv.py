@@ -56,7 +56,10 @@ def leaves(edges: list[int], T: int, D: int = 10, W: int = 5) -> dict[str, torch
 
 
 def test_rows_outside_the_sequences_hold_the_residual_and_pass_no_gradient() -> None:
-    """cu_seqlens cannot be read on a GPU or under torch.compile, so such rows may exist."""
+    """Rows outside of all sequences get the residual as output and no gradient.
+
+    Such rows may exist on a GPU or under torch.compile, because the host does not read cu_seqlens there.
+    """
     edges, T = [3, 5, 5, 18], 40
     tensors = leaves(edges, T)
 

@@ -1,6 +1,6 @@
 """The chunked delta kernels in Triton's interpreter, beyond their cases.
 
-The tests cover batches in parts, rows of no sequence, and the library operator.
+The tests cover batches in slices, rows of no sequence, and the library operator.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    # handled as on a GPU, where the values are not read
+    # as on a GPU, where the host does not read the values of cu_seqlens
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors = leaves(1, 40, 2)
     o, ht, *grads = results(tensors, torch.tensor([3, 20, 33]))

@@ -1,6 +1,6 @@
 """Delta rules with a decay per key channel in Triton's interpreter, beyond their cases.
 
-The tests cover batches in parts, rows of no sequence, decays that forget everything, and the library
+The tests cover batches in slices, rows of no sequence, decays that forget everything, and the library
 operator.
 """
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None,
 
 @OPS
 def test_rows_of_no_sequence_are_exact_zeros(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # handled as on a GPU, where the values are not read
+    # as on a GPU, where the host does not read the values of cu_seqlens
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(op, 1, 40, 2), torch.tensor([3, 20, 33])
     o, ht, *grads = results(op, tensors, bounds)

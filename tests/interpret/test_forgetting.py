@@ -1,4 +1,4 @@
-"""Heads that forget everything, by the kernels in Triton's interpreter.
+"""The kernels in Triton's interpreter, for heads whose fixed decay forgets everything.
 
 The cases of test_cases.py include tokens that forget everything.
 """

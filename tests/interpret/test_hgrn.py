@@ -1,4 +1,4 @@
-"""The kernels of HGRN, beyond their cases: segments, batches in parts, rows of no sequence, torch.compile.
+"""The kernels of HGRN, beyond their cases: segments, batches in slices, rows of no sequence, torch.compile.
 
 Run with TRITON_INTERPRET=1, see test_cases.py.
 """
@@ -48,7 +48,7 @@ class Call:
     def expected(self, cu_seqlens: torch.Tensor | None = None) -> Tensors:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*leaves.values(), cu_seqlens)
-        # the reference of an input without rows depends on no tensor
+        # Without rows the reference depends on no tensor. A zero term lets torch compute gradients anyway.
         nothing = sum((x.nan_to_num().sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -68,7 +68,10 @@ EDGES = pytest.mark.parametrize("edges", [None, [0, 0, 3, 38, 38]], ids=["dense"
 @pytest.mark.parametrize("shortest", [19, 2])
 def test_segments(edges: list[int] | None, shortest: int, starts: list[str],
                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 segments; and 19, more than a block of the table of their ends, most of them empty."""
+    """Results are right for 2 segments and for 19 segments of each sequence.
+
+    19 transfers of segments do not fit into one block. Most of these segments are empty.
+    """
     for name, value in (("ENOUGH", 10**6), ("WANTED", 10**6), ("SHORTEST", shortest)):
         monkeypatch.setattr(recipe, name, value)
     call = Call(B=2, T=38, D=6, forgets=True) if edges is None else Call(T=38, D=6, N=4, forgets=True)
@@ -93,7 +96,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
 
 
 class AsOnAGpu:
-    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
+    """A fake device of type cuda. The host does not read the values of tensors there, since it would wait."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:

@@ -6,8 +6,8 @@ import pytest
 from tests import isolation
 from tests.share import WHOLE
 
-# The cheap calls of each kind: states in chunks, spans that are joined, taps, states in place, sequences that
-# share a state. The programs of the other calls own a sequence in the same way.
+# One cheap call of each kind: a state per chunk, segments of HGRN, a convolution, states that are updated in
+# place, and sequences that share a state. The kernels of the other calls divide sequences in the same ways.
 CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv1d-packed-activation",
           "selective_state_update-dense", "causal_conv1d_update-dense", "mamba_causal_conv1d_update-dense",
           "mamba_chunk_scan_combined-numbered-chunk_size-return_final_states")

@@ -1,6 +1,6 @@
 """Kernels of Mamba and Mamba2 in Triton's interpreter, beyond their cases.
 
-The tests cover batches in parts, groups, strides, and the library operators.
+The tests cover batches in slices, groups, strides, and the library operators.
 """
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_state_of_any_strides_is_updated_where_it_lies() -> None:
 
 
 def test_strided_inputs_of_a_step() -> None:
-    """x, B and C are slices of one projection, and dt is expanded from it."""
+    """A step reads strided inputs: x, B, C and dt are slices of one projection, and dt is expanded."""
     H, P, N = 4, 16, 8
     rows = torch.randn(3, H * P + 2 * N + H)
     x, B, C, dt = rows.split([H * P, N, N, H], 1)
@@ -144,9 +144,10 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
 
 @pytest.mark.parametrize("T", [37, 48])
 def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
-    """Inputs are slices of a projection, with contiguous tokens or channels, and one gradient is expanded.
+    """Strided inputs give the outputs and gradients of contiguous inputs, to the bit.
 
-    48 tokens are whole tiles, in rows that begin at multiples of 16 bytes.
+    The inputs are slices of a projection, with contiguous tokens or channels. The gradient of y is expanded.
+    48 tokens are whole tiles, and their rows begin at multiples of 16 bytes.
     """
     tensors = make_selective(torch.float32, generator(), T=T, D=6, N=5, G=2)
     apart = {**tensors, "u": torch.cat([tensors["u"].mT, tensors["z"].mT], 2).mT[:, :6],
@@ -183,7 +184,10 @@ def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: 
 
 
 def test_what_is_not_finite_at_the_end_counts_for_no_token_after_it() -> None:
-    """Poles of -inf forget everything. A last token that is not finite does not enter the gradient of A."""
+    """A NaN in the last token changes neither earlier outputs nor their gradient of A.
+
+    In one channel A is -inf, so the channel forgets its state at every token.
+    """
     tensors = make_selective(torch.float32, generator(), B=1, T=13, D=3, N=4, given=("D",))
     tensors["A"][0] = -torch.inf
     tensors["u"][:, 1, 12] = torch.nan

@@ -34,7 +34,10 @@ BAD = torch.tensor([5, 2**40, -1, 8, -2**40, -100, 7])
 
 
 def test_targets_out_of_range_reach_nothing_and_count_as_ignored() -> None:
-    """Rows of zeros surround the logits, so reads or writes outside of the logits are detected."""
+    """Targets out of range count as ignored, and nothing outside of the logits is read or written.
+
+    NaN surrounds the logits, so such reads and writes are detected.
+    """
     around = randn(9, 20)
     around[:, 8:], around[0], around[8] = torch.nan, torch.nan, torch.nan
     logits, before = around[1:8, :8], around.clone()
@@ -63,7 +66,7 @@ def test_backward_in_place_is_done_once() -> None:
     got, = torch.autograd.grad(loss, leaf, weight[:, 0], retain_graph=True)
     wanted, = torch.autograd.grad(expected, leaf, weight[:, 0])
     torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(logits.detach(), wanted)  # written over the logits
+    torch.testing.assert_close(logits.detach(), wanted)  # backward stores the gradient in the logits
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, leaf, weight[:, 0])
 
@@ -155,7 +158,10 @@ def problem(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, packed: bool,
 @pytest.mark.parametrize("edges", [(2, 5, 5, 9), (0, 4, 7), (0,), (12, 12)], ids=str)
 @pytest.mark.parametrize("back", [False, True])
 def test_rows_of_no_sequence_are_zero(edges: tuple[int, ...], back: bool) -> None:
-    """The bounds are those that a GPU passes unread: in order and within 0 .. T."""
+    """Rows of no sequence are zero.
+
+    The bounds are as on a GPU, where the host does not check them: in order and within 0 .. T.
+    """
     x, (cos, sin) = randn(1, 12, 3, 10), tables(6, 4)
     plan = planned(problem(x, cos, sin, True, True), CPU)
     with poisoned():

@@ -1,4 +1,7 @@
-"""One decay reference per chunk is compared with halving, at the border, in Triton's interpreter."""
+"""One decay reference per chunk is compared with halving in Triton's interpreter.
+
+The decays are near the limit of 120 bits up to which one reference is used.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -47,10 +50,10 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
 def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
                                       rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that fit one decay reference alternate with others, which one program of a sequence then halves.
+    """Chunks that fit one decay reference alternate with others, which the same program halves.
 
-    Keys are in strips of channels, and the last strip is not full. Some rows belong to no sequence, as a
-    GPU may get them.
+    Keys are in strips of channels, and the last strip is not full. In the packed call, some rows belong to no
+    sequence. This can happen on a GPU, where the host does not check cu_seqlens.
     """
     monkeypatch.setattr(arguments, "check_cu_seqlens", lambda cu_seqlens, *_: cu_seqlens)
     monkeypatch.setattr(forward, "BUSY", 1)

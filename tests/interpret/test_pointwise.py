@@ -63,9 +63,9 @@ def test_a_gate_keeps_its_digits_far_from_zero(at: float) -> None:
 
 
 def test_gradients_of_some_outputs_and_for_some_tensors() -> None:
-    """A mix of which only two outputs are used, and parameters that do not all require gradients.
+    """Gradients are right if the loss uses two of the outputs and not all inputs require a gradient.
 
-    The inputs do not change, although fla's backward writes to them.
+    The inputs keep their values. The backward of fla writes to them.
     """
     generator = torch.Generator().manual_seed(0)
     h, delta = (torch.randn(2, 7, 12, generator=generator) for _ in range(2))
@@ -153,7 +153,10 @@ def test_parts_of_a_scan_take_rows_as_they_lie(lies: str, given: str) -> None:
 @pytest.mark.parametrize("given", ["", "D", "z", "D z"])
 @pytest.mark.parametrize("columns", [4, 37, 1100])
 def test_parts_of_a_scan_mark_what_is_not_finite(given: str, columns: int) -> None:
-    """The kernels do so as the torch path does, with heads on both sides of the edge of a strip."""
+    """The kernels mark values that are not finite as the torch path does.
+
+    With some widths, the edge of a strip lies within a head.
+    """
     generator = torch.Generator().manual_seed(0)
     x, z, o, dy, dout = (torch.randn(2, 7, 3, columns, generator=generator) for _ in range(5))
     step, D, marks = torch.randn(2, 7, 3, generator=generator), torch.randn(3,

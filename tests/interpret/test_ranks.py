@@ -1,4 +1,4 @@
-"""Sequences over several ranks by the kernels, in gloo processes, are as exact as on one device."""
+"""The kernels, in gloo processes, are as exact for sequences over several ranks as on one device."""
 from __future__ import annotations
 
 import sys
@@ -28,7 +28,10 @@ CHOSEN: list[tuple[int, str, torch.dtype, int, list[int] | None]] = [
 
 
 def by_kernels(op: str, dtype: torch.dtype, T: int, edges: list[int] | None, group: Any) -> None:
-    """Run the op with and without edges. Without, the first rank needs its own final state nevertheless."""
+    """Check the op over ranks; without edges, also a call that passes no states.
+
+    The first rank then still needs the final state of its own tokens.
+    """
     plans: list[Any] = []
     call = made(op, 1, T, edges, K=16, dtype=dtype)
     with dispatch.watching(plans.append):

@@ -67,7 +67,7 @@ class Call:
         leaves = {name: x.double().requires_grad_() for name, x in self.inputs.items()}
         o, ht = recurrence(*(leaves[name] for name in ("q", "k", "v", "beta", "g")),
                            h0=leaves["initial_state"], bounds=bounds, scale=leaves["q"].shape[3] ** -0.5)
-        # the reference of an input without rows depends on no tensor
+        # Without rows the reference depends on no tensor. A zero term lets torch compute gradients anyway.
         nothing = sum((x.sum() * 0 for x in leaves.values()), torch.zeros(()))
         grads = torch.autograd.grad([o + nothing, ht + nothing], list(leaves.values()),
                                     [x.double() for x in self.cotangents])
@@ -99,7 +99,11 @@ def test_segments_of_two_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list[Any],
                                            monkeypatch: pytest.MonkeyPatch,
                                            axis_limits: Callable[..., None]) -> None:
-    """A grid may hold too few programs, or the scratch memory of backward too few bytes."""
+    """A batch that runs in slices gives the results of one launch, to the bit.
+
+    First the scratch memory of backward has space for two sequences only. Then the grid is also limited to 4
+    programs.
+    """
     for module in (recipe, forward, backward):
         monkeypatch.setattr(module, "SEGMENT", 2)
     call = Call(B=5, T=3) if edges is None else Call(T=6, N=5)
@@ -117,7 +121,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, starts: list
 
 
 class AsOnAGpu:
-    """A stand-in for the device of tensors, whose values cannot be read without waiting."""
+    """A fake device of type cuda. The host does not read the values of tensors there, since it would wait."""
     type = "cuda"
 
     def __eq__(self, other: object) -> bool:
@@ -218,8 +222,11 @@ def test_strides_that_no_kernel_knows_are_copied(strides: str) -> None:
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
 def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are further apart than a state, also in 16 bits. Indices without a page change nothing."""
-    # handled as on a GPU, where values are not read
+    """A pool may have unused memory between its states, also in 16 bits.
+
+    Indices outside of the pool change nothing.
+    """
+    # as on a GPU, where the host does not read the values of state_indices
     monkeypatch.setattr(recurrent, "check_indices", lambda *arguments: None)
     call = Call(B=4, T=2)
     given = {name: x.to(dtype) if name in "qkv" else x
@@ -245,7 +252,10 @@ def test_a_pool_of_pages(dtype: torch.dtype, v_first: bool, starts: list[Any],
 
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 def test_a_pool_that_no_kernel_can_have() -> None:
-    """bfloat16 in the interpreter represents GPUs on which no kernel may read 16-bit values."""
+    """A pool in a dtype that no kernel can read is updated correctly.
+
+    In the interpreter this dtype is bfloat16. On some GPUs it is any 16-bit dtype.
+    """
     call = Call(B=3, T=2)
     given = {name: x.bfloat16() for name, x in call.inputs.items() if name != "initial_state"}
     pool = call.inputs["initial_state"].bfloat16()
@@ -272,7 +282,7 @@ def test_gates_far_below_zero_keep_their_digits() -> None:
     _, ht = flashlin.fused_recurrent_gdn(nothing, nothing, nothing, x.reshape(1, 1, -1),
                                          initial_state=torch.ones(1, len(x), 16, 16), output_final_state=True,
                                          use_gate_in_kernel=True, A_log=-F.softplus(x.double()).log().float())
-    # A_log has 7 digits, and values up to 80
+    # A_log is float32 with values up to 80, so its rounding error limits the result
     torch.testing.assert_close(ht, torch.full_like(ht, -1).exp(), rtol=2e-5, atol=0)
 
 
@@ -344,7 +354,10 @@ DECODING = [case for case in EVERY_CASE if str(case) in (
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
 def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]) -> None:
-    """The test runs eagerly and compiled. Compiled, the bound of a gate goes through the library operator."""
+    """Decoding makes a single launch, in eager mode and under torch.compile.
+
+    Under torch.compile, the library operator must also pass on the bound of a gate.
+    """
     def again() -> Tensors:
         return case.make(torch.float32, torch.Generator().manual_seed(0))
     eager = case.call(**again())

@@ -108,9 +108,10 @@ def test_so_does_what_was_traced_to_write_in_place(starts: list[str]) -> None:
 
 
 def test_what_was_traced_without_kernels_may_have_them_later(starts: list[str]) -> None:
-    """Plain torch is inside of an operator, because its loops would otherwise be unrolled.
+    """A graph that was traced with plain torch runs kernels if later plans have them.
 
-    Kernels would pad this head size.
+    The trace contains an operator instead of the loops of plain torch, which would otherwise be unrolled.
+    Kernels pad the head size of 10.
     """
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flashlin.chunk_delta_rule(q, k, v,

@@ -61,7 +61,10 @@ def test_rows_of_no_sequence_are_zero() -> None:
 @pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
 def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int, channels: int,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are in several slices, some channels are not rotated, and only states read some values."""
+    """Kernels give the outputs and gradients of plain torch.
+
+    A program adds the gradients of at most 4 heads here, and some channels are not rotated.
+    """
     monkeypatch.setattr(backward, "SHARED", 4)
     draw = torch.Generator().manual_seed(0)
     shapes = ((2 - bool(edges), 100, G, channels),) * 2 + ((heads, channels),) * 2

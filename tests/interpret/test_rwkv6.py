@@ -1,6 +1,6 @@
 """RWKV-6 on the kernels of gated linear attention in Triton's interpreter, beyond its cases.
 
-The tests cover the strongest decays, batches in parts, rows of no sequence, and the library operator.
+The tests cover the strongest decays, batches in slices, rows of no sequence, and the library operator.
 test_gla.py tests everything that it shares with gated linear attention.
 """
 from __future__ import annotations
@@ -54,7 +54,10 @@ def test_no_decay_is_too_strong(op: str) -> None:
 
 @pytest.mark.parametrize("edges", [None, [0, 20, 20, 37, 70]], ids=["dense", "packed"])
 def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits: Callable[..., None]) -> None:
-    """All results but the bonus's gradient are equal to the bit; this sum over the batch is rounded once more."""
+    """A batch in slices gives the results of one launch, to the bit except for du.
+
+    du, the gradient of the bonus, is a sum over the batch, which slices round once more.
+    """
     tensors = leaves(3, 37, 3) if edges is None else leaves(1, 70, 4)
     bounds = None if edges is None else torch.tensor(edges)
     whole = results(tensors, bounds)
@@ -65,7 +68,7 @@ def test_a_batch_in_parts_equals_the_whole(edges: list[int] | None, axis_limits:
 
 
 def test_rows_of_no_sequence_are_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    # handled as on a GPU, where the values are not read
+    # as on a GPU, where the host does not read the values of cu_seqlens
     monkeypatch.setattr("flashlin.guards.tensors.check_bounds", lambda edges, T: None)
     tensors, bounds = leaves(1, 40, 2), torch.tensor([3, 20, 33])
     found = results(tensors, bounds)

@@ -44,9 +44,9 @@ CHOSEN = {"chunk_simple_gla": "random packed resets-packed one-token", "chunk_re
 
 
 def cases() -> list[Any]:
-    """Yield each chosen case with 2 to 5 segments in turn.
+    """Return the chosen cases, each with one number of segments from 2 to 5 in turn.
 
-    With TEST_WHOLE=1, yield each case with each of these numbers.
+    With TEST_WHOLE=1, return each case with each of these numbers.
     """
     chosen = [case for case in CASES if case.id not in LONG and (
         case.op.startswith(("chunk_", "mamba_chunk", "mamba_split")) and "hgrn" not in case.op if WHOLE
@@ -109,7 +109,7 @@ def test_nan_stays_in_its_sequence_and_behind_its_chunk(forced: Forced) -> None:
 
 
 def lengths(op: str, T: int, H: int, machine: str = "triton=3.6.0,sm=90", **more: Any) -> int:
-    """Return the tokens of a segment into which such a call splits its sequences; 0 if it does not."""
+    """Return the number of tokens in each segment of a call; 0 if sequences are not split."""
     family, mode = dispatch.OPS[op]
     facts = {"B": 1, "N": 1, **more}
     problem = flashlin.Problem(op, family, mode, T=T, H=H, K=128, V=128, dtype="bfloat16", **facts)

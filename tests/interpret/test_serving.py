@@ -1,6 +1,6 @@
 """The kernel of flashlin.serving in Triton's interpreter.
 
-It must pass the checks of the torch path and run batches in parts. All calls of a layer must use one
+The kernel must pass the checks of the torch path and run batches in slices. All calls of a layer must use one
 compiled kernel.
 """
 from __future__ import annotations
@@ -79,7 +79,10 @@ def test_a_batch_in_parts_is_the_whole(axis_limits: Callable[..., None]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_compiled_kernel_serves_a_layer(kind: str) -> None:
-    """Therefore decoding, drafts and prompts round in the same way on any GPU."""
+    """Decoding, drafts and prompts of a layer all use the same compiled kernel.
+
+    Their results are therefore rounded in the same way on any GPU.
+    """
     layer = Layer(kind, 2, 4, 128, 128, torch.bfloat16, torch.bfloat16, neg=True)
     options, pool, tokens = layer.parameters(), layer.pool(9), layer.tokens(6)
     with recording(parse("triton=3.6.0,sm=90")) as found:

@@ -92,7 +92,7 @@ def test_bf16_goes_by_way_of_fp32_copies() -> None:
 # --- functions ---
 
 class Twice(torch.autograd.Function):
-    """The same as an autograd function, whose backward also uses kernels."""
+    """The function ``twice`` as an autograd function, whose backward also uses the kernel."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:

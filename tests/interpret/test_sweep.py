@@ -1,4 +1,4 @@
-"""benchmarks/sweep.py in the interpreter: the parts of a configuration that it compares."""
+"""benchmarks/sweep.py in the interpreter: it runs each configuration and names tensors that differ."""
 from __future__ import annotations
 
 from types import SimpleNamespace

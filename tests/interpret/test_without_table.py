@@ -1,6 +1,6 @@
-"""Gradients of states that are stored in dq and dk are equal to the bit to those of a table.
+"""Backward gives the same bits whether it stores gradients of states in dq and dk or in a table.
 
-This holds for any tiles of the kernels that write and read them. Run with TRITON_INTERPRET=1.
+This holds for any tiles of the kernels that store and load these gradients. Run with TRITON_INTERPRET=1.
 """
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ ACCEPT = "if that is meant: python -m matrix figures, and say in the commit what
 
 
 def chosen(sm: int) -> dict[str, Recorded]:
-    """Return the changed kernels, with different GPUs for similar kernels; one kernel if nothing changed."""
+    """Return at most FEW of the changed kernels of a GPU, or one kernel if none changed.
+
+    GPUs start at different kernels, so together they cover more of them.
+    """
     number, planned = CARDS.index(sm), figures.planned(sm)
     names = sorted(planned if WHOLE else figures.changed(sm, figures.load()))
     if not names:

@@ -63,13 +63,13 @@ def hits(issue: KnownIssue, cell: Cell) -> bool:
 def cells(proof: Any) -> Iterator[Cell]:
     """Return the cells of an issue.
 
-    These are the ends of the range, the releases next to them, and at the last end the launches that do not
-    fail.
+    These are the first and the last release of the range and the releases next to it. The last release also
+    has the launches that must not fail: the cured one, and the one on a GPU that is spared.
     """
     def inside(ptxas_of: str) -> list[str]:
         return [version for version in RELEASES
                 if hits(ISSUES[proof.issue], Cell(version, proof.sm, proof.launch, ptxas_of))]
-    # if another assembler is the cure, one cell where it helps
+    # If the assembler cures the issue, the range is empty. Then test the last release that fails without it.
     found = inside(proof.ptxas_of) or inside("")[-1:]
     assert found, (f"{proof.issue}: no release has it on sm_{proof.sm}, or the launch lacks a trait: got "
                    f"{sorted(proof.launch.traits)} (from kernels/shield/source.py), need "

@@ -2,7 +2,7 @@
 
 The kernels are our own; test_known_issues.py tests the range of each failure. No GPU is needed. ``raw`` are
 the launches recorded with the known-issue checks off, ``planned`` those of the normal policy. The real
-releases compile both to machine code, half of the launches each.
+releases compile both to machine code. Each release compiles half of the launches.
 """
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ RELEASES = ("3.0.0", "3.2.0", "3.3.1", "3.4.0", supported()[-1])
 CARDS = (70, 75)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("chunk_simple_gla", "fused_recurrent_simple_gla")
-# The messages of the compiler for an issue. A release may fail in several places for the same reason.
 # Kernels whose products are not followed by another product. They may compile where this issue stops the other
 # kernels of their family, with which they are planned.
 ALONE = {"simple_gla_states": ["half-dot-volta-32"]}
+# The messages of the compiler for an issue. A release may fail in several places for the same reason.
 SAYS = {
     "bf16-pre-ampere-32": ("Feature '.bf16' requires .target sm_80 or higher", "IndexError: map::at",
                            "Failed to compute parent layout for slice layout"),

@@ -1,4 +1,4 @@
-"""A recorded launch has exactly the facts for which Triton's JIT compiles."""
+"""A recorded launch has exactly the facts that determine what Triton's JIT compiles."""
 from __future__ import annotations
 
 import json
@@ -166,9 +166,10 @@ def test_a_kernel_that_does_not_compile_says_why(record: Record) -> None:
 
 
 def test_a_child_that_takes_too_long_is_ended(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, another process may report that it could not test a kernel.
+    """A child that exceeds its time limit is ended and reported as a timeout.
 
-    So this process waits until the kernel has been tested.
+    On a busy machine, a child may get too little CPU time and be reported as not tried. The second run
+    therefore waits longer, until the child has used its CPU time.
     """
     pytest.importorskip("triton")
     job = Job(90, scan(record()))

@@ -56,7 +56,10 @@ def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str,
 
 
 def test_sequences_without_a_state_of_a_pool_in_the_interpreter_of_39() -> None:
-    """Its masks must be blocks, because it cannot combine two compared scalars."""
+    """A sequence without a state in the pool works in the interpreter of Triton 3.9.
+
+    The masks of the kernel must be blocks, because this interpreter cannot combine comparisons of scalars.
+    """
     said = child("3.9.0", """
         q = torch.ones(2, 1, 2, 16)
         pool = torch.zeros(5, 2, 16, 16)

@@ -149,7 +149,7 @@ def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) 
 def test_decorating_needs_no_driver(version: str) -> None:
     """Triton 3.2 and 3.3 get the benchmark function from the driver when they decorate.
 
-    This fails if a module is only imported.
+    Without a driver, the import of a module with such a kernel therefore fails.
     """
     child(version, f"""
         try:

@@ -52,7 +52,7 @@ class Card(Driver):
         self.compiled.append(name)
         if threading.current_thread() is threading.main_thread():
             self.by_main.append(name)
-        # comes before the failure: it records the kernel, whose caches are cleared later
+        # Compile even if this kernel fails: the compiler records it, so its caches are cleared later.
         made = compiler(src, *rest, **options)
         if name == self.failing:
             raise RuntimeError("no registers left")
@@ -82,7 +82,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 def forward(op: Op, shape: Shape = SMALL, apart: bool = False) -> Callable[[], Any]:
     """Call the op and return a function that runs its backward.
 
-    apart: makes the address of q no multiple of 16.
+    apart: True to give q an address that is not a multiple of 16.
     """
     given = inputs(op, shape, "cpu")
     if apart:
@@ -182,7 +182,7 @@ def test_neither_sympy_nor_the_compiler_of_torch_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- runs that the tests define themselves ---
+# --- runs of small kernels that this file defines ---
 
 @triton.jit
 def first_toy(x, o, BT: tl.constexpr):

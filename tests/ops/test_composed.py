@@ -1,7 +1,7 @@
 """Functions of ``flashlin.mamba`` that are composed of several ops.
 
-These are mamba_inner_fn, the norms of sums and the convolution states of packed sequences. The tests compare
-them with float64 formulas, pass arguments by name, and check the texts of errors.
+These are mamba_inner_fn, the norms of x plus a residual, and the convolution states of packed sequences. The
+tests compare them with float64 formulas, pass arguments by name, and check the texts of errors.
 """
 from __future__ import annotations
 
@@ -98,7 +98,11 @@ def inner(xz: Tensor, conv1d_weight: Tensor, x_proj_weight: Tensor, delta_proj_w
         dt = rms(dt, more["dt_rms_weight"], eps)
 
     def states(which: str, found: Tensor) -> Tensor:
-        """Return B or C as [b, N, T], or in the shape that the caller passed."""
+        """Return B or C, as ``which`` says, after its norm if it has one.
+
+        A B or C that the caller passed keeps its shape. Otherwise the result is made of ``found`` [b, T, N]
+        and has shape [b, N, T].
+        """
         weight = more.get(f"{which.lower()}_rms_weight")
         if which in more:
             m = more[which]
@@ -256,7 +260,7 @@ def test_dtypes_of_sums() -> None:
         return total.dtype
     assert of_sum() == of_sum(x1=x) == torch.bfloat16
     assert of_sum(residual_in_fp32=True) == of_sum(x1=x, residual_in_fp32=True) == torch.float32
-    # the dtype of a residual decides, as in mamba_ssm
+    # a residual determines the dtype of the sum, as in mamba_ssm
     half = x.half()
     assert of_sum(residual=half, residual_in_fp32=True) == of_sum(residual=half, x1=x) == torch.float16
 

@@ -201,7 +201,8 @@ thread.join()
 def test_a_long_graph_ends_without_a_crash() -> None:
     """The process frees the autograd graphs of a long op and of many ops without a crash.
 
-    If Python has seen the nodes, torch frees them recursively. This can overflow the stack, here of 256 KiB.
+    If Python code has held the nodes, newer torch frees them recursively. This can overflow the stack, which
+    has 256 KiB here.
     """
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=100,
                           check=False)

@@ -1,6 +1,7 @@
 """Tokens that forget the whole state, on the torch path.
 
-Gates mark the boundaries of sequences in each mode and gate dtype. Fixed decays of heads are also tested.
+A gate of -inf at the first token of each sequence must give the results of packed sequences, in each mode and
+gate dtype. Other tests give whole heads a fixed decay that forgets everything.
 """
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from flashlin.testing.compare import Case, Tensors
 FIRST = {case.op: case for case in reversed(CASES)}     # one case of each op
 OPERATORS = ("chunk_simple_gla", "chunk_kda", "fused_recurrent_kda", "chunk_hgrn", "layer_norm",
              "causal_conv1d", "selective_scan_fn",
-             # the traced gradients of the next two are library operators
+             # when traced, the gradients of the next two are computed by library operators of their own
              "cross_entropy_loss", "fused_linear_cross_entropy_loss")
 
 

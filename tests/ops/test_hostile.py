@@ -110,8 +110,8 @@ def test_sequences_that_do_not_cover_all_rows_are_named_where_their_bounds_are_r
         assert error is None or f"cu_seqlens: {text}" in str(error)
 
 
-# Exceptions: arguments of a linear layer, which needs one dtype, and values that are rounded to the dtype of
-# their own result.
+# Exceptions: arguments of a linear layer, which needs one dtype, and arguments that determine the dtype of a
+# result, which is therefore rounded to float32.
 OWN_DTYPE = {("mamba_split_conv1d_scan_combined", name)
              for name in ("zxbcdt", "outproj_weight", "outproj_bias")}
 OWN_DTYPE |= {("l2norm", "x"), ("l2_norm", "x"), ("chunk_gdn2", "v")}
@@ -162,7 +162,7 @@ def test_a_float32_tensor_beside_float64_ones_is_promoted_first(op: str) -> None
 ])
 @pytest.mark.parametrize("grad", [True, False])
 def test_modules_say_it_too(make: Callable[[], torch.nn.Module], given: dict[str, Any], grad: bool) -> None:
-    # names of these module arguments in the ops that the modules call
+    # A module passes these arguments to its op under another name, which the error may contain.
     called = {"input": "logits", "cache": "initial_state"}
     with torch.set_grad_enabled(grad):
         found = [text for text in unexplained(make(), given, set())

@@ -111,7 +111,8 @@ def test_gradients_of_outputs_mark_what_they_depend_on() -> None:
 def test_edges_and_numbers_together(first: int) -> None:
     """cu_seqlens and seq_idx may divide the tokens differently.
 
-    The sequences of cu_seqlens span several numbers of seq_idx here. The first one may be empty.
+    Here a sequence of cu_seqlens contains tokens with several values of seq_idx. The first sequence may be
+    empty.
     """
     edges = torch.tensor([0, first, 35, 35, T], dtype=torch.int32)
     inputs = made(rows=1)
@@ -137,7 +138,7 @@ def test_edges_and_numbers_together(first: int) -> None:
 def test_a_sequence_for_each_token() -> None:
     """There may be as many sequences as tokens.
 
-    An earlier version had no space for the number of the last sequence.
+    An earlier version had too little memory for the index of the last sequence.
     """
     inputs = {name: x if name in ("A", "D", "initial_states") else x[:, :5]
               for name, x in made(rows=1).items()}

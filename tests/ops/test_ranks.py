@@ -80,7 +80,8 @@ def _fla_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
 def _zigzag_context(group: Any, edges: list[int], rows: int) -> SimpleNamespace:
     """Return the context of fla on this rank in the layout zigzag.
 
-    The tokens are divided into 2 R parts. Rank r has part r, followed by part 2 R - 1 - r.
+    With R ranks, the tokens are divided into 2 R equal pieces. Rank r has piece r, followed by piece
+    2 R - 1 - r.
     """
     rank, size, half = dist.get_rank(group), dist.get_world_size(group), rows // 2
     starts = [rank * half, (2 * size - 1 - rank) * half]

@@ -127,9 +127,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 @pytest.mark.parametrize("case", share(REPEATED, 0, 12), ids=lambda case: f"{case.op} {case.id}")
 def test_cases_read_the_same_each_time(case: Case, card: Memory, again: list[Any],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a case reads the same data, also in a replay of two stages.
+    """Each call of a case reads the same data, also in a replay that frees buffers between two stages.
 
-    WORTH is the least number of bytes that two stages must save. The value 1 allows them for small calls.
+    WORTH is the least number of bytes that a second stage must save. With the value 1, small calls also have
+    two stages.
     """
     monkeypatch.setattr(recipe, "WORTH", 1)
     make_again = replay._replay
@@ -348,7 +349,7 @@ def test_results_are_new_each_time(card: Memory, again: list[Any]) -> None:
     assert len(again) == 4 and len({o.data_ptr() for o in outputs}) == 6
 
 
-# --- runs that the tests define themselves ---
+# --- runs of small kernels and functions that this file defines ---
 
 class Own(torch.Tensor):
     pass
@@ -452,7 +453,7 @@ def entered(plan: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
 def test_states_are_waited_for_in_their_place(watched: bool, card: Memory, again: list[Any]) -> None:
     """A replay waits for states at the same launch as an ordinary run.
 
-    The recorded run may have waited or not. A replay waits only if its own states are still to come.
+    The recorded run may have waited or not. A replay waits only if its own states have not arrived yet.
     """
     def waits(coming: bool) -> list[int]:
         card.begin()

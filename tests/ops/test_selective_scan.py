@@ -178,7 +178,8 @@ def test_lengths_share_graphs() -> None:
         given = made(torch.float32, T=T)
         torch.testing.assert_close(compiled(**given),
                                    flashlin.selective_scan_fn(**given, delta_softplus=True))
-    assert graphs.frame_count <= 3  # one for the first length, one for all, one for each doubling
+    # one for the first length, one for all others, one for each number of doubling steps
+    assert graphs.frame_count <= 3
 
 
 def test_offsets_beyond_32_bits_are_left_to_torch() -> None:

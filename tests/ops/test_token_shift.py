@@ -58,7 +58,7 @@ def test_token_by_token_is_the_whole() -> None:
 def test_decoding_packed_sequences_of_one_token_each() -> None:
     """Packed sequences of one token each update one cache row per sequence.
 
-    fla has treated such a call as a batch without packing.
+    fla treated such a call as a batch without packing.
     """
     x, cache, table = torch.randn(1, 3, 4), torch.randn(4, 4), torch.tensor([0, 1, 2, 2, 3])
     y, last = flashlin.token_shift(x, table, cache, True)

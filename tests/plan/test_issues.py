@@ -92,7 +92,8 @@ def test_a_known_issue_keeps_to_its_cards(issue: KnownIssue) -> None:
         named = {arch for arch in USUAL_AMD if issue.here(on._replace(arch=arch))}
         assert named and named == {arch for arch in USUAL_AMD if arch.startswith(issue.amd)}
         assert (named == set(USUAL_AMD)) == (issue.id in OF_ALL_AMD)
-        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))  # not gfx90a, gfx11, gfx12
+        # NVIDIA GPUs whose capability resembles gfx90a, gfx11 and gfx12 do not have the issue.
+        assert not any(issue.here(target(on.triton, sm)) for sm in (90, 110, 120))
         return
     assert issue.here(on._replace(capability=low)) and not issue.here(on._replace(capability=high))
     assert not issue.here(on._replace(capability=(low[0], low[1] - 1)))
@@ -122,13 +123,13 @@ def constants(tree: ast.AST) -> set[str]:
 def test_every_trait_is_one_that_some_launch_can_have() -> None:
     """For each trait, there is a launch that can have it.
 
-    A trait without a rule must occur in a recipe or in the code that reads kernel sources, unless the name of
-    a called function sets it.
+    A trait without a rule must occur by name in the code of flashlin.kernels. Traits that follow from a call
+    of a function with a known name are excepted.
     """
     kernels = Path(families.__file__).parent
     named = set().union(*(constants(ast.parse(path.read_text())) for path in kernels.rglob("*.py")))
     given = {trait.name for trait in TRAITS.values() if trait.rule is None and trait.found != CALL}
-    assert given - named == {"autotuned", OVERLAPPED}  # no launch is autotuned; a constant names the other
+    assert given - named == {"autotuned", OVERLAPPED}  # no launch has the first; recipes use the constant
     assert not {name for on in targets("3.6.0") for asked in few()
                 for launch in FAMILIES[asked.family].launches(asked, on) for name in launch.traits} - {*TRAITS}
 
@@ -216,7 +217,8 @@ def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: Know
     asked = few()[0]
     on, family = afflicted(issue), FAMILIES[asked.family]
     draft = checks.Draft(asked, family, (trigger(issue),), on, AUTO)
-    assert next(checks.check_known_issues(draft)).remedies  # also for a launch that no recipe plans
+    # The launch is made by hand, because some issues are triggered by no launch of a recipe.
+    assert next(checks.check_known_issues(draft)).remedies
 
 
 def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:

@@ -103,10 +103,11 @@ ERASING = ("a", "beta", "delta", "erase", "gk")
 def test_tiles_of_a_delta_rule_token_by_token(facts: dict[str, Any], tile: tuple[str, int]) -> None:
     """The tile of a recurrent delta rule depends on its sizes, its options and the GPU.
 
-    On Hopper, most calls use one warp per program, which needs no synchronization between warps. A single
-    token of many states, or a call with an erase rate, gets wider rows. In invariant mode the tile depends
-    neither on the batch nor on the length. Calls without a delta term keep the tile of 4 warps. So do other
-    GPUs, some of which lack the shared memory.
+    On Hopper, most calls use one warp per program, which needs no synchronization between warps. There are
+    two exceptions for calls with one token per sequence. With many states, the strips are wider and have 4
+    warps. With an erase rate and without gradients, the strips are twice as wide. In invariant mode the tile
+    depends neither on the batch nor on the length. Calls without a delta term use the tile of 4 warps. So do
+    calls on other GPUs, some of which have too little shared memory for other tiles.
     """
     facts = dict(facts)
     invariant, machine = facts.pop("invariant", False), facts.pop("machine", HOPPER)

@@ -34,7 +34,7 @@ def test_states_are_carried_but_for_matrices_of_heads_that_divide(op: str, polic
                       for H, ranks in ((16, 4), (6, 4), (16, 2)))
     for plan, H in ((two, 16), (six, 6)):
         assert (plan.problem.over, plan.problem.T, plan.problem.H) == ("tokens", plan.asked.T, H)
-    # The launches are those of such a call on one rank, and nothing is announced.
+    # A call on one rank with the same problem has the same launches, and nothing is announced.
     for plan in (four, six, two):
         alone = dispatch.plan(plan.problem._replace(ranks=1, over=""), H100, Policy(policy=policy))
         assert plan.launches == alone.launches and plan.path == "triton" and not dispatch.inexact_steps(plan)

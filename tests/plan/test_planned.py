@@ -1,4 +1,7 @@
-"""Tests that ops raise a refused plan and warn once about a plan that differs, with the exact messages."""
+"""Tests of the messages of plans: the error of a refused plan, and the warning about an inexact remedy.
+
+An op warns about the same reason only once.
+"""
 from __future__ import annotations
 
 import warnings

@@ -148,8 +148,8 @@ def test_a_with_block_is_its_threads_alone() -> None:
 
 
 def test_no_thread_ever_sees_the_block_of_another() -> None:
-    # This includes the time between the call of settings and the start of the block, when Python may switch
-    # to another thread.
+    # Python may switch to another thread after the call of settings and before the start of the block. The
+    # other thread must not see the settings then, either.
     seen, done, interval = set[str](), threading.Event(), sys.getswitchinterval()
 
     def watch() -> None:
@@ -174,7 +174,7 @@ def test_no_thread_ever_sees_the_block_of_another() -> None:
 
 def test_settings_that_are_kept_hold_in_their_thread_at_once_and_for_the_process_when_it_goes_on() -> None:
     kept = settings(path="torch")
-    assert in_another_thread(current) == Policy()  # it may still be used in a with statement
+    assert in_another_thread(current) == Policy()  # ``kept`` may still become a with block
     assert current().path == in_another_thread(current).path == "torch"
     with kept:
         assert current().path == "torch"

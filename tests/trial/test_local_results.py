@@ -115,7 +115,7 @@ def test_a_link_or_a_pipe_in_its_place_is_no_table(home: Path, tmp_path: Path) -
                          ids=lambda name: name[:12])
 def test_a_place_that_cannot_be_is_no_table_and_no_error_in_planning(named: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects the zero
+    monkeypatch.setattr(os, "environ", {**os.environ, "FLASHLIN_HOME": named})  # os.putenv rejects NUL
     assert CONFIG in configs()
     with local_results.alone("a trial"), pytest.warns(UserWarning, match="apply in this process only"):
         keep("hang")
@@ -161,9 +161,9 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, monkeypatch: pytest
 
 
 def test_a_table_is_never_written_larger_than_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table is never written larger than the size that is read.
+    """A result that would make the file larger than LARGEST stays in the process and is not written.
 
-    Such a file was once read as empty, and the next result overwrote it.
+    A larger file was once read as empty, and the next result overwrote it.
     """
     monkeypatch.setattr(local_results, "LARGEST", 3000)
     for number in range(40):

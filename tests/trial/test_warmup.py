@@ -260,7 +260,7 @@ def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPa
 
 def test_the_smaller_case_is_right_and_smaller() -> None:
     for op, (_, mode) in dispatch.OPS.items():
-        if mode != "auto":  # every op has a case for trials
+        if mode != "auto":  # ops with a fixed mode have a case for trials
             size = 64 if family_of(op).head_dim else 0
             whole, small = (child.small_case(op, size, small) for small in (False, True))
             inputs = (case.make(torch.float32, torch.Generator().manual_seed(0)) for case in (whole, small))

@@ -1,6 +1,7 @@
 """The startup module of Python processes that a program under ``flashlin run`` starts.
 
-``flashlin run`` puts its folder on PYTHONPATH, so Python imports it first. It patches the same packages.
+``flashlin run`` puts the folder of this file on PYTHONPATH, so each such process imports this module when it
+starts. The module patches the packages that ``flashlin run`` patches.
 """
 import os
 import sys

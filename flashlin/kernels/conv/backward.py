@@ -183,8 +183,8 @@ def launch_backward(
     """Launch the backward kernels of the convolution and return (dx, dweight, dbias, dh0).
 
     A gradient that is not needed is None. dweight and dbias are in fp32; dx and dh0 have the dtypes of x and
-    h0. x, weight, bias, h0 and bounds are the arguments of launch_forward. dy and dht are the contiguous
-    gradients of y and of the final state.
+    h0. x, weight, bias, h0 and bounds are the arguments of launch_forward. The gradients dy [B, T, D] of y
+    and dht [N, D, W] of the final state are contiguous.
     """
     B, T, D = x.shape
     N, W = B if bounds is None else bounds.shape[0] - 1, weight.shape[1]

@@ -23,7 +23,7 @@ from flashlin.kernels.batch import row_stride
 def sequences_of(before, bounds, start, T, N, R, BT: tl.constexpr, VARLEN: tl.constexpr):
     """Locate the rows start .. start + BT in their sequences; return (n, behind, left), each [BT].
 
-    n: number of the row's sequence.
+    n: index of the row's sequence.
     behind: number of the sequence's rows before this row.
     left: number of the sequence's rows from this row to its end, or 0 for a row of no sequence.
 
@@ -52,7 +52,7 @@ def tap(
     x,  # [R, D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: number of the row's sequence
+    n,  # [BT]: index of the row's sequence
     behind,  # [BT]: number of the sequence's rows before the row
     left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns
@@ -102,7 +102,7 @@ def convolved(
     bias,  # [D]
     h0,  # [N, W, D]
     start,  # first row
-    n,  # [BT]: number of the row's sequence
+    n,  # [BT]: index of the row's sequence
     behind,  # [BT]: number of the sequence's rows before the row
     left,  # [BT]: number of the sequence's rows from the row to its end
     cols,  # [BD]: columns
@@ -219,8 +219,8 @@ def conv_update(
     """Shift each sequence's cache by one token, put x into its last slot, and convolve the cache.
 
     A program updates BD channels of one sequence. ALONG_D is the cache's stride by channel, in elements. It
-    is a constexpr, so that Triton can store the slots of a channel together if the stride is W. All loads
-    precede all stores, because a decoding step is limited by memory latency.
+    is a constexpr, so that Triton can store the adjacent slots of a channel with one instruction if the
+    stride is W. All loads precede all stores, because a decoding step is limited by memory latency.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // STRIPS).to(tl.int64)
@@ -239,7 +239,7 @@ def conv_update(
         z *= tl.sigmoid(z)
     if HAS_RESIDUAL:
         z += tl.load(residual + n * D + cols, mask=channels, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # other threads load the slots that this thread overwrites
+    tl.debug_barrier()  # wait for the loads of other threads, because this thread overwrites their slots
     tl.store(places, window.to(cache.dtype.element_ty), mask=mask)
     tl.store(y + n * D + cols, z.to(y.dtype.element_ty), mask=channels)
 
@@ -252,7 +252,7 @@ def rows_first(state: Tensor | None) -> Tensor | None:
 def before_each(bounds: Tensor | None, T: int) -> Tensor | None:
     """Return the number of sequences that begin at or before each of T packed rows, [T] int32.
 
-    The number minus 1 is the number of the row's own sequence. Return None if the batch is not packed (bounds
+    This count minus 1 is the index of the row's own sequence. Return None if the batch is not packed (bounds
     is None).
     """
     if bounds is None:
@@ -270,7 +270,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the forward kernels; return y [B, T, D] and the final state [N, D, W] or None, in ``dtype``.
 
-    x: [B, T, D] with contiguous channels and one stride between all rows.
+    x: [B, T, D] with contiguous channels and a constant stride from each row to the next.
     weight [D, W], bias [D], residual [B, T, D], h0 [N, D, W]: contiguous. All tensors may have any dtypes.
     bounds: [N + 1], the boundaries of packed sequences, ascending within 0 .. T; or None.
     silu: True for silu as activation, False for none.

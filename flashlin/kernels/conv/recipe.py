@@ -13,7 +13,7 @@ from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, having, moving
 
 FAR = 2**20  # largest stride between rows of x, in elements; rows that are farther apart are copied
-CHANNELS = 128  # most channels of a program, unless its Config allows more
+CHANNELS = 128  # limit of the channels per program, unless a Config sets another limit
 
 
 class Config(NamedTuple):
@@ -21,7 +21,7 @@ class Config(NamedTuple):
 
     elements: tokens times channels of a program, for filters with up to 4 taps. The loads of all taps are in
         flight at once, so wider filters get smaller tiles to save registers.
-    channels: most channels of a program.
+    channels: largest number of channels per program.
     num_warps: warps of a program.
     per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
     """
@@ -37,7 +37,10 @@ ROWS, WEIGHTS = Config(4096), Config(1024, channels=256, num_warps=1, per_sm=10)
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
-    """Return the launches of forward and then of backward; fixed filters get no gradient."""
+    """Return the launches of forward and then of backward.
+
+    The option "fixed" marks constant filters, as in ``token_shift``. They get no gradient.
+    """
     made = [_rows("conv_forward", ROWS, problem, target)]
     if "final_state" in problem.options:
         made.append(_states("conv_state", problem))
@@ -51,7 +54,7 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 
 
 def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Launch:
-    """Return a launch with programs of BT tokens and BD channels.
+    """Return a launch in which a program computes BT tokens and BD channels at a time.
 
     If the Config has ``per_sm``, the number of programs is limited, and each takes several blocks of tokens.
     """
@@ -60,19 +63,20 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
     strips, blocks = cdiv(problem.K, BD), cdiv(problem.B * problem.T, BT)
     if config.per_sm:
         blocks = min(blocks, cdiv(config.per_sm * target.sms, strips))
-    # Measured shared memory: one exchange of a tile between warps, and the sums of each warp.
+    # This bound on shared memory was measured. It covers one fp32 tile, which warps exchange, and the sums of
+    # each warp.
     return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD, BW=BW), shared=4 * BT * BD + 4096,
                   span=BT * FAR, num_warps=config.num_warps)
 
 
 def _states(kernel: str, problem: Problem) -> Launch:
-    """Return a launch with programs of one sequence, BD channels and all W slots of their state."""
+    """Return a launch in which a program computes BD channels of one sequence's state, with all W slots."""
     BD, BW = block(problem.K, 16, CHANNELS), block(problem.V)
     return moving(kernel, problem, problem.N * cdiv(problem.K, BD), dict(BD=BD, BW=BW),
                   shared=4 * BD * BW + 4096, span=problem.K * problem.V)
 
 
-MAX_WIDTH = 16  # most taps of a filter; loops over taps are unrolled
+MAX_WIDTH = 16  # limit of the taps per filter, because loops over taps are unrolled
 AXES, LIMITS = {"K": "channels", "V": "taps of a filter"}, (Limit("V", MAX_WIDTH, "filters of {} taps"),)
 _TYPICAL = {"training": Sizes(4, 2048, K=4096, V=4),
             "packed": Sizes(1, 32768, K=4096, V=4, N=16, packed=True)}

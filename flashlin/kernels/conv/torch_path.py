@@ -1,7 +1,7 @@
 """Torch path of the short convolution, for CPUs, float64 and GPUs that no Triton release supports.
 
-The W tokens of its state are put in front of each sequence. Then the output is a sum of W shifted copies of
-one tensor, and the last W rows are the final state. All of it is differentiable.
+The W tokens of each sequence's state are put in front of the sequence. Then the output is a sum of W shifted
+copies of one tensor, and the last W rows are the final state. All of it is differentiable.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlin.kernels.sequences import sequences_of, widest
 
 def compute(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, h0: Tensor | None,
         bounds: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
-    """Return y [B, T, D] and the final state [N, D, W], in float64 if any tensor has it, else in fp32.
+    """Return y [B, T, D] and the final state [N, D, W], in float64 if any tensor is, else in fp32.
 
     The function takes the arguments of ``launch_forward`` in forward.py.
     """

@@ -80,7 +80,7 @@ def cross_entropy_forward(
             plain += tl.sum(tl.where(there, x, 0.0), 1)
         x = tl.where(there, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # avoids NaN if all are -inf
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # avoids NaN if all logits so far are -inf
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(x - level[:, None]), 1)
         highest = higher
     found = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(tl.where(inside, total, 1.0))

@@ -26,7 +26,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     def launch(kernel: str, elements: int, by_column: bool) -> Launch:
         BV = block(problem.K, 16, elements)
         BT = elements // BV
-        # Measured shared memory: an exchange of a tile between warps, and the sums of each warp.
+        # This bound on shared memory was measured. It covers one fp32 tile, which warps exchange, and the
+        # sums of each warp.
         return moving(kernel, problem, cdiv(problem.T, BT) * (cdiv(problem.K, BV) if by_column else 1),
                       dict(BT=BT, BV=BV), shared=4 * elements + 4096, span=BT * FAR, num_warps=8)
     forward = launch("cross_entropy_forward", FORWARD, False)

@@ -12,7 +12,8 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
 
     The loss is the cross entropy between the softmax of the logits and the smoothed target, plus z_loss.
     Label smoothing spreads the target over all V columns. z_loss is lse_square_scale times the squared
-    log-sum-exp; the returned z_loss is detached. Rows whose target is ignore_index have zeros.
+    log-sum-exp; the returned z_loss is detached. Both are zero for rows whose target is
+    ignore_index.
     """
     V = logits.shape[1]
     losses, z_losses = [], []

@@ -34,7 +34,9 @@ def gradients(
     smoothing: float, squares: float,
     ignore_index: int,
 ) -> Tensor:
-    """Return dlogits in the dtype of logits, by the formula in backward.py, where autograd is not available.
+    """Return dlogits in the dtype of logits, by the formula in backward.py.
+
+    It is used where autograd is not available.
 
     lse, dloss: [N], the log-sum-exp of each row, and the gradient of its loss.
     """

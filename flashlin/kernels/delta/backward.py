@@ -2,8 +2,8 @@
 
 A scan recomputes the states, a reverse scan computes their gradients, and a last kernel computes the other
 gradients of all chunks in parallel. See forward.py for the notation; dh is the gradient of the state after
-a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan computes, split over V like
-forward:
+a chunk, and ds_ij = scale e^{G_i - G_j} (do_i . u_j) for j <= i. The reverse scan is split over V like the
+forward scan. It computes:
 
     du_j = sum_{i >= j} scale e^{G_i - G_j} (q_i . k_j) do_i + e^{G_L - G_j} k_j dh
     dy = A^T du
@@ -11,8 +11,8 @@ forward:
     dh' = e^{G_L} dh + scale sum_i e^{G_i} q_i^T do_i - sum_i e^{G_i} k_i^T dv_i
 
 The other gradients are sums over V. The last kernel therefore has one program for each chunk, and needs no
-partial sums. With z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, which is the gradient of (k_i . k_j) without
-the factor beta_i:
+partial sums. Let z_ij = -e^{G_i - G_j} (dy_i . u_j) for j < i, which is the gradient of (k_i . k_j) without
+the factor beta_i. Then:
 
     dq_i = scale e^{G_i} do_i h^T + sum_j ds_ij k_j
     dk_i = e^{G_L - G_i} u_i dh^T - e^{G_i} dv_i h^T + sum_j ds_ji q_j
@@ -124,7 +124,7 @@ def delta_reverse(
             b_w = (b_do * (tl.exp2(D) * scale)[:, None]).to(b_do.dtype)
             dh *= tl.exp2(total)
         du += tl.dot(s.to(b_do.dtype), b_do, input_precision=PRECISION)
-        # If keys resemble each other, A^T computes differences, so the rounding of both operands is
+        # If keys resemble each other, the terms of A^T du largely cancel, so the rounding of both operands is
         # compensated.
         b_du = du.to(b_A.dtype)
         b_dy = tl.dot(tl.trans(b_A), b_du, input_precision=PRECISION)
@@ -204,7 +204,8 @@ def grads_of_chunk(
         neighbours = rows[:, None] == rows[None, :] + 1
         near = tl.where(neighbours, z, 0.0).to(k.dtype.element_ty)
         z = tl.where(neighbours, 0.0, z)
-        earlier = tl.zeros([BT], dtype=tl.float32)  # like ``here``, for predictions with p
+        # The terms of dg from predictions with p; ``here`` is for the other terms.
+        earlier = tl.zeros([BT], dtype=tl.float32)
     here = tl.zeros([BT], dtype=tl.float32)
     left = tl.zeros([BT], dtype=tl.float32)
     across = 0.0
@@ -298,7 +299,7 @@ def delta_grads(
     DECAY: tl.constexpr, EARLIER: tl.constexpr, VARLEN: tl.constexpr, GAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradients dq, dk, dp, dv, dbeta and dg of all chunks; S programs share a sequence."""
+    """Write dq, dk, dp, dv, dbeta and dg of all chunks; S programs divide the chunks of a sequence."""
     program = tl.program_id(0)
     i_h = program % HV
     share = program // HV % S
@@ -336,7 +337,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
                     lines: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """Run the backward launches of a plan; return the gradients by tensor name.
 
-    x, how: the arguments of launch_forward. A, A_low, lines: its results that it kept for backward.
+    x, how: the arguments of launch_forward. A, A_low, lines: the results of launch_forward for backward.
     do: gradient of the outputs, [B, T, HV, V]. dht: gradient of the final states, or None. needs: names of
     the tensors whose gradients are needed. Gradients of beta, g and h0 are float32.
     """

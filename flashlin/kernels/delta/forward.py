@@ -68,9 +68,9 @@ def beta_rows(
 def system(products, b_beta, D_row, D_column, keep, DECAY: tl.constexpr):
     """Return the matrix M of the triangular system (see the module).
 
-    products: the products k_i . k_j of its keys (p_i . k_j for Comba). D_row, D_column: log2 decays of rows
-    and columns. Elements outside ``keep`` are zero. They are masked before exp2, because their difference of
-    decays would overflow.
+    products: the products k_i . k_j of the keys (p_i . k_j for Comba). D_row, D_column: log2 decays of rows
+    and columns. Elements outside ``keep`` are zero. They are masked before exp2, because exp2 of their
+    differences of decays would overflow.
     """
     if DECAY == 0:
         return tl.where(keep, products * b_beta[:, None], 0.0)
@@ -175,7 +175,7 @@ def inverse_of_chunk(
         put_both(
             A, A_low, tl.zeros([SIDE, SIDE], dtype=tl.float32), first, t0, length, i_h, HV,
             BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
-        if t1 < length:  # a separate block, because LLVM needs over twice the time if it is merged
+        if t1 < length:  # LLVM needs over twice the time for one block of code of both tile rows
             b = tl.load(at_b, mask=lower, other=0.0)
             put_both(A, A_low, b, first, t1, length, i_h, HV, BT=BT, column=SIDE, SIDE=SIDE, HAS_LOW=HAS_LOW)
             c = -product(product(b, c, MERGE), a, MERGE)
@@ -200,7 +200,7 @@ def delta_inverse(
 
     A is [rows, HV, BT]. With HAS_LOW, also write its rounding error A_low, for backward. Also write betas
     [HV, R], beta in float32, in which the values of a chunk are contiguous. scratch: [slots, HV, BT, 24],
-    with one slot per chunk. S programs share a sequence.
+    with one slot per chunk. S programs divide the chunks of a sequence.
     """
     program = tl.program_id(0)
     i_h = program % HV

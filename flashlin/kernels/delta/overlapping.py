@@ -1,6 +1,6 @@
 """The forward scan of ``forward.py`` for Hopper, in Gluon: loads, products and stores overlap.
 
-This module is imported only if a plan uses its kernel, because Gluon exists since Triton 3.5.
+This module is imported only if a plan uses its kernel, because Gluon came with Triton 3.5.
 
 A chunk needs a chain of three products: k h, A y, and the update of the state. All matrices are transposed
 here, so that the result of each product is in registers as the left operand of the next one:
@@ -139,7 +139,8 @@ def multiply(o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights_of, o_of,
             weights = scores * (gl.exp2(apart) * scale)
         s_weights.store(weights.to(dtype))
         fence_async_shared()
-        # not earlier, because its accumulators and those of the scores do not fit in registers together
+        # This product starts only now, because its accumulators and those of the scores together do not fit
+        # in registers.
         out = warpgroup_mma(entered, b_q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         u = warpgroup_mma_wait(1, [u])
         w = u
@@ -212,7 +213,7 @@ def delta_overlapped(
     row0 = n * T + i_part * L
     length = gl.minimum(T - i_part * L, L)
     last = i_part == parts - 1
-    if undivided is not None:  # an undivided head is a single segment, its first
+    if undivided is not None:  # the program of the first segment computes all of an undivided head
         whole = gl.load(undivided + n * HV + i_h) != 0
         length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
         last = gl.where(whole, i_part == 0, last)
@@ -234,8 +235,8 @@ def delta_overlapped(
     fence_async_shared()
     qk_column = i_h // (HV // H) * BK
     v_column = i_h * V + v0
-    # With two groups, each thread has 168 registers at entry. The loading warp's group of four keeps 40, so
-    # the other two groups get 232.
+    # With two groups, each thread has 168 registers at entry. Registers are assigned to four warps at a time.
+    # The four that include the loading warp keep 40 per thread, so the two groups get 232.
     if GROUPS == 1:
         gl.warp_specialize(
             [(multiply, (o, h0, ht, ring_q, ring_k, ring_v, ring_A, lines, weights, written, full, empty, own,

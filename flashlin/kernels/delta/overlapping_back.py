@@ -197,7 +197,7 @@ def delta_overlapped_back(
     row0 = n * T + i_part * L
     length = gl.minimum(T - i_part * L, L)
     entered = i_p
-    if undivided is not None:  # an undivided head is a single segment, its first
+    if undivided is not None:  # the program of the first segment computes all of an undivided head
         whole = gl.load(undivided + n * HV + i_h) != 0
         length = gl.where(whole, gl.where(i_part == 0, T, 0), length)
         entered = gl.where(whole & (i_part == 0), i_p + parts - 1, i_p)

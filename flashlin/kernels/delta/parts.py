@@ -2,8 +2,8 @@
 
 For each segment, one kernel computes ``alone``, the state that the segment would end with if it started from
 zero, and its transfer matrix. The transfer matrix [K, K] is the final state for the identity as initial state
-and v = 0, so the same scan computes it from columns of the identity. Backward uses the transposed matrix,
-which must then be as exact as the reverse scan (HALF).
+and v = 0, so the same scan computes it from columns of the identity. Backward uses the transposed matrix.
+Then the matrix must be as exact as the reverse scan, which compensates rounding errors (HALF).
 """
 
 import triton

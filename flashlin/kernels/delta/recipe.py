@@ -31,7 +31,8 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     dots = per_chunk | trait_set("rmw_acc")
     size = scans.tf32_copies(bytes_each, target) * bytes_each
 
-    # also counts the inverse, a product of its size and, for gradients, the rounding error of the inverse
+    # On top of ``shared_bytes``, scans need the inverse, a product of its size, p and, for gradients, the
+    # rounding error of the inverse.
     def shared(config: Config) -> int:
         squares = config.num_stages + 1 + problem.needs_grad
         p = before * config.num_stages * config.BT * config.BK
@@ -51,7 +52,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     scan = scan._replace(BV=scans.NARROW) if narrow else scan
     kernels = [scans.cumsum_launch(problem, BT)] if "g" in problem.options else []
     states = scans.deepest(scan, shared, target) if scan.num_stages == 2 and target.stages >= 3 else scan
-    # one warp never waits at barriers; two warps have more registers
+    # One warp never waits at barriers, so it comes first. Two warps have more registers, in case one spills.
     inverses = [scans.over_tokens("delta_inverse", problem, dict(BT=BT, BK=wide), inverting(BT),
                                   per_chunk, num_warps=warps) for warps in (1, 2)]
     kernels.append(scans.least_spilled(inverses, target))
@@ -60,16 +61,18 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return scans.state_launch(kernel, config, problem, shared(config) + more, dots, part=part)
     if part:
         kernels += [walk("delta_alone", states), scans.carry_launch(problem, target, part, transfer=True)]
-    # With p there are not enough registers for as many channels. On Hopper there are also too few for a
-    # second stage of the scan (benchmarks/results/kernels-*). On other GPUs two stages spill less than one.
+    # With p, K from 65 to 128 and 16 bits, registers are scarce. So delta_grads computes half as many
+    # channels at a time. On Hopper, delta_scan also gets only one stage (benchmarks/results/kernels-*). On
+    # other GPUs two stages spill less than one.
     slim = before and bytes_each == 2 and padded(problem.K) == 128
     forward = scan._replace(num_stages=1) if slim and is_hopper(target) and not narrow else scan
     kernels.append(_overlapped(problem, target, part) or walk("delta_scan", forward))
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
-        # Since Triton 3.7, a state of 256 rows changes its layout in float32 if warpgroups multiply.
-        # Since 3.8, rows of v change their layout in 16 bits.
+        # Some tiles change their layout through shared memory. Since Triton 3.7 this is a float32 state of
+        # 256 rows if warpgroups multiply (counted for every release). Since 3.8 it is also rows of v in 16
+        # bits.
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0

@@ -14,11 +14,11 @@ def rows_of(line, first, t0, length, i_h, R, BT: tl.constexpr):
 @triton.jit
 def sums_read(G, D, first, t0, length, i_h, R, BT: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr,
               EARLIER: tl.constexpr):
-    """Return the log2 decay, [BT], of the state that each token's prediction reads, since its block began.
+    """Return the sum of log2 decays, [BT], from the start of the block to each token's prediction.
 
-    Without EARLIER this is D, the sums that include the token's own decay. With EARLIER (Comba), it is the
-    sum up to the token before. G is summed within blocks of BLOCK tokens. Rows after the end of the sequence
-    have its last sum.
+    The state that the prediction reads has decayed by this sum. Without EARLIER this is D, which includes the
+    token's own decay. With EARLIER (Comba), it is the sum up to the token before. G is summed within blocks
+    of BLOCK tokens. Rows after the end of the sequence have the last sum of the sequence.
     """
     if EARLIER and DECAY == 2:
         at = tl.minimum(t0 + tl.arange(0, BT), length)

@@ -24,15 +24,16 @@ With dY, the gradient of T needs no product of three matrices. The gradients of 
 
 They all contract over V, so one program computes one chunk. From the gradients of the scores, the gradients
 of q, k, a and b are computed level by level, like the scores. Let Z_1 = dR and Z_2 = dL, made symmetric, and
-let C be dP below the diagonal and dN^T above it. Then Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2 have what
-each row gets from the other half. Without a second writing vector, C is dP below and dL^T above the diagonal,
-and is all that is needed.
+let C be dP below the diagonal and dN^T above it. Let Y1 = C X2 + Z_1 X1 and Y2 = C^T X1 + Z_2 X2. Then row i
+of Y1 is the gradient that row i of X1 gets from the rows of the other half. Y2 is the same for X2. Without a
+second writing vector, C is dP below and dL^T above the diagonal, and no Z_1 and Z_2 are needed.
 
-The gate is treated as in ``kernels/gla``: it scales everything that passes from before token t to t or later.
-A pair is added at the row that reads and subtracted at the row that is written, as the same product of the
-same rounded numbers. a reads the state before the decay of its own token, so it counts at the previous row.
-Some pairs do not decay: q with the writes of its own token, and a with the writes of the previous token. They
-are computed outside of the levels, because in the gate they would cancel only on paper.
+The gradient of the gate is computed as in ``kernels/gla``. The gate of token t scales everything that the
+state carries from tokens before t to token t or later. The term of a pair is added at the row that reads and
+subtracted at the row that writes, as the same product of the same rounded numbers. a reads the state before
+the decay of its own token, so its terms count at the previous row. Some pairs do not decay: q with the writes
+of its own token, and a with the writes of the previous token. They are computed outside of the levels,
+because their terms in the gate's gradient would cancel only in exact arithmetic.
 
 For KDA, the gradient of a = -beta k gives those of k and beta, and dv = beta dY. For Gated DeltaNet 2
 (ERASE_RATE), the gradient of a = -rate k gives those of k and the rate, and dv = dY.
@@ -429,7 +430,8 @@ def dplr_grads(
 ):
     """Compute the gradients of all chunks by halving, with one program per chunk and head.
 
-    S programs share a packed sequence. ``grads_of_chunk`` describes the inputs and outputs.
+    The chunks of a packed sequence are divided among S programs. ``grads_of_chunk`` describes the inputs and
+    outputs.
     """
     program = tl.program_id(0)
     i_h = program % HV
@@ -560,8 +562,8 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
         if whole:
             start_chunks(plan, (dplr_grads, dplr_grads_one, dplr_grads_rest),
                          dict(constants, ERASE_RATE=erases(x.a, x.b)), part, GAPS=batch.gaps)
-    # Only the gate of one writing vector needs this. Others skip it, because it passes over the largest
-    # gradient.
+    # Only families with one writing vector need these zeros. With two writing vectors they are skipped,
+    # because the launch would read and write all of dg, the largest gradient.
     if x.b is None:
         zero_forgotten(grads["dg"], x.g)
     return batch.by_tensor(grads)

@@ -24,16 +24,17 @@ The families differ as follows:
 1. DPLR (TWO_WRITES) has two writing vectors, b and k, as above.
 2. KDA has a_i = -beta_i k_i, which reads the state after its decay (G_i instead of G_{i-1}), b = k and N =
    Diag(beta). There is no second writing vector, so no R and no k'.
-3. Gated DeltaNet 2 (ERASE_RATE) is KDA with a rate per channel, a_i = -rate_i k_i. Its v is already weighted,
-   so N is the identity.
+3. Gated DeltaNet 2 (ERASE_RATE) is KDA with a rate per channel, a_i = -rate_i k_i. Its v is already
+   multiplied by the write rates, so N is the identity.
 
 Scores are computed by halving (``kernels/gla``) or with one decay reference (``one_reference.py``). In a
-level of halving, each row either reads (q, a) or is written (k, b). Let X1 have the rows q or k, and X2 the
+level of halving, each row either reads (q, a) or writes (k, b). Let X1 have the rows q or k, and X2 the
 rows a or b. Then X1 X2^T has P below and N^T above the diagonal, X1 X1^T has R, and X2 X2^T has L. If b = k,
 the first product has P and L^T, and is the only one needed.
 
 The scan gets W = T a' and M = T N instead of T, so each step has a chain of only two products. Both are
-computed from the inverse in float32. In bf16, rows that cancel because keys are similar would be lost.
+computed from the inverse in float32. If keys are similar, rows of W and M are small differences of large
+terms, which an inverse in bf16 would lose.
 
 The chunked delta rule is from Yang et al. 2024 (arXiv 2406.06484), DPLR from Peng et al. 2025 (arXiv
 2503.14456) and KDA from Kimi 2025 (arXiv 2510.26692). Halving and W are our own.
@@ -113,7 +114,7 @@ def prepare_chunk(
             put(k_out, b_k * left, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
         if BACKWARD:
             put(a_in, b_a * tl.exp2(b_B), first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK)
-        for level in range(LEVELS):  # not unrolled, so that registers have the tiles of one level at a time
+        for level in range(LEVELS):  # not unrolled, so that registers hold the tiles of one level only
             half = halves(level, BT)
             second = (half % 2 == 1)[:, None]
             partner = (half ^ 1)[:, None] == half[None, :]
@@ -192,7 +193,8 @@ def dplr_prepare(
 ):
     """Compute the operands of the scans for all chunks, with one program per chunk and head.
 
-    S programs share a packed sequence. The operands are, with decays relative to a chunk:
+    The chunks of a packed sequence are divided among S programs. All decays are those within one chunk. The
+    operands are:
 
     q_in: q times its decay since the chunk's start, times scale; it reads the entering state.
     a_in: a times its decay from the chunk's start until it reads the entering state.
@@ -331,8 +333,8 @@ def dplr_scan(
             h += tl.dot(tl.trans(b_k), b_v, input_precision=PRECISION)
         b_x = x.to(b_W.dtype)
         h += tl.dot(tl.trans(b_b), b_x, input_precision=PRECISION)
-        # The weighted v is rounded before this kernel. If keys are similar, this product is a small
-        # difference of large terms, so the rounding error of X is added.
+        # The weighted v is rounded before this kernel. If keys are similar, the update of h is a small
+        # difference of large terms. So the product with the rounding error of X is also added to h.
         if ERASE_RATE and b_x.dtype != tl.float32:
             h += tl.dot(tl.trans(b_b), (x - b_x).to(b_W.dtype))
         b_o += tl.dot(b_P, b_x, input_precision=PRECISION)
@@ -348,7 +350,7 @@ def prepare(plan: Plan, x: dict[str, Any], backward: bool = False) -> None:
     ``dplr_prepare`` describes the operands; those that the call lacks are None. The backward calls this again
     instead of keeping the results.
 
-    x: the values that the launches for a group of sequences share, by parameter name.
+    x: the arguments that all launches for one slice of the batch have in common, by parameter name.
     backward: whether the operands of the reverse scan are needed.
     """
     q, launch = x["q"], plan.launch("dplr_prepare_one", "dplr_prepare")

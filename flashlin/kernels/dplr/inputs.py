@@ -12,9 +12,9 @@ class Inputs(NamedTuple):
     q, k: [B, T, H, K].
     v: [B, T, HV, V], where HV is a multiple of H. Value head j uses q and k of head j // (HV / H).
     g: [B, T, HV, K], decays per key channel as natural logarithms.
-    a, b: [B, T, HV, K], for DPLR the vectors with which the state is read and written. For Gated DeltaNet 2
-        only a is given: the rate per channel at which the value read by k is erased, and v is already
-        weighted.
+    a, b: [B, T, HV, K]. For DPLR, a is the vector that reads the state, and b the one that writes to it. For
+        Gated DeltaNet 2 only a is given. It is the erase rate per key channel, and v is already multiplied
+        by the write rates.
     beta: [B, T, HV], for KDA, or None.
     h0: initial states [N, HV, K, V] or, with ``state_v_first``, [N, HV, V, K]; or None.
     bounds: [N + 1], increasing, within 0 .. T, or None for a dense batch. Sequence n is the rows bounds[n] ..

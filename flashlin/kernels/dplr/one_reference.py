@@ -1,15 +1,16 @@
 """Operands and gradients of chunks with one decay reference, for delta families with a decay per key channel.
 
 Scores by halving (``forward.py``) need six products. A chunk fits one decay reference if no channel forgets
-more than 120 bits. Then all scores need one product, and one more for the rounding error of an operand. As in
-``kernels/gla/one_reference.py``, each step has two kernels. The first computes the chunks that fit and stores
-which they are. The second, ``dplr_prepare_rest`` or ``dplr_grads_rest``, halves the remaining chunks. The
-sums of decays are a separate launch, because they would cost twice as much here (benchmarks/NOTES.md).
+more than 120 bits. Then one product gives each matrix of scores, and in bf16 a second product corrects the
+rounding error of one operand. As in ``kernels/gla/one_reference.py``, each step has two kernels. The first
+computes the chunks that fit and stores which they are. The second, ``dplr_prepare_rest`` or
+``dplr_grads_rest``, halves the remaining chunks. The sums of decays are a separate launch, because they would
+take twice as long within these kernels (benchmarks/NOTES.md).
 
 Four scores [BT, BT] and four gradients [BT, BK] exceed the registers of a thread. So with two writing vectors
-the work is ordered. The scores of a come first, and their system is inverted; the scores of q follow. In the
-gradients, q and a come first, which contract with the states. Then follow b and k, which contract with the
-states' gradients.
+the kernels compute them one after the other. The first kernel computes the scores of a, inverts their
+triangular system, and then computes the scores of q. The gradients' kernel first computes the gradients of q
+and a, which need the states. Then it computes the gradients of b and k, which need the states' gradients.
 """
 
 import triton
@@ -312,8 +313,9 @@ def grads_from_reference(
             b_b = tile(b, first, t0, length, i_h, HV, D=K, d0=k0, BT=BT, BD=BK) if TWO_WRITES else b_k
             X_b = (b_b * written).to(b_q.dtype)
             b_dq *= entered * scale
-            # The gate's terms at a row and before it. A pair is added at the row that reads and subtracted at
-            # the row that is written, as the same product of the same rounded numbers.
+            # Terms of the gate's gradient: ``here`` counts at a row, ``there`` before it. The term of a pair
+            # is added at the row that reads and subtracted at the row that writes, as the same product of
+            # the same rounded numbers.
             here = b_q.to(tl.float32) * b_dq
             X_q = (b_q * reading).to(b_q.dtype)
             y = tl.dot(b_P, X_b, input_precision=PRECISION)
@@ -356,7 +358,7 @@ def grads_from_reference(
                     b_dbeta -= tl.sum(b_k.to(tl.float32) * b_da, 1)
                 b_da *= -rate_of(
                     a, b_beta, first, t0, length, i_h, HV, K=K, k0=k0, BT=BT, BK=BK, ERASE_RATE=ERASE_RATE)
-            # Gradients of the rows that are written: b and k.
+            # Gradients of the rows that write: b and k.
             b_db = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
             for v0 in range(0, V, BV):

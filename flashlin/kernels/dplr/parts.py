@@ -30,8 +30,9 @@ def dplr_alone(
 ):
     """Compute the final state of each segment from a zero initial state, and its transfer matrix.
 
-    Both are computed only where they are needed. One program computes BV columns of one head's state or
-    transfer. The operands come from ``dplr_prepare``.
+    The state is not computed for the last segment of a sequence. The transfer is not computed for the first
+    segment without HAS_H0, and not for the last one without HAS_DHT. One program computes BV columns of one
+    head's state or transfer. The operands come from ``dplr_prepare``.
 
     alone: receives the final states of segments that start from zero.
     transfer: receives the K x K matrices that map initial states to their contribution to final states.

@@ -37,14 +37,16 @@ TIMED = (3, 5)
 @recurrent.or_token_by_token
 @scans.narrow_where_idle
 def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ...]:
-    """Return the launches of a problem: decay sums, operands of chunks, the scan and any backward.
+    """Return the launches of a problem: decay sums, operands of chunks, the scan and the backward.
 
-    The backward has a scan that recomputes the states, a reverse scan, and the gradients of each chunk.
+    Only a problem with gradients has a backward. The backward has a scan that recomputes the states, a
+    reverse scan, and the gradients of each chunk.
 
     narrow: whether scans use strips of ``scans.NARROW`` columns of the state.
     """
     if not halves_all(problem, target):
-        # The kernels that halve the remaining chunks can do without the tiles of Hopper's known issue.
+        # The kernels for the remaining chunks can choose other tiles, so they always avoid the tiles of the
+        # known issue hopper-narrow-grads.
         wide = problem._replace(avoid=problem.avoid | trait_set("narrow_grads"))
         by_one = planned(wide, target, narrow, one=True)
         # With gradients and heads of 64 channels, chunks of 64 tokens would use 4 % more memory than halved
@@ -69,7 +71,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
     two = "b" in problem.options or not {"a", "beta"} & set(problem.options)
 
     def scanning(config: Config, tall: int = 3, square: int = 2) -> int:
-        """Return the shared bytes of a scan.
+        """Return the bytes of shared memory that a scan needs.
 
         tall, square: numbers of tiles [BT, BK] and [BT, BT] that are in shared memory at the same time.
             With one stage Triton reuses buffers, so a kernel may load more tiles than these.
@@ -110,7 +112,7 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         return made[scans.least_spilled(list(made), target)]
 
     def facts(config: Config) -> frozenset[str]:
-        """Return the traits of a scan's tile and of the other tiles with the same chunks."""
+        """Return the traits of a scan's tile, and of the score and gradient tiles for the same chunks."""
         forward = scans.narrow_state(config) | of_tile("narrow_scores", config.BT, wide)
         return forward | narrow_grads(config.BT, strip_beside(config.BT)) if problem.needs_grad else forward
     longest = 16 if bytes_each == 4 and problem.K > 64 else SHORT if two and not one else BLOCK
@@ -139,10 +141,11 @@ def planned(problem: Problem, target: Target, narrow: bool, one: bool) -> tuple[
         gradients = [grads(BT, strip, "dplr_grads_one"), grads(BT, strip_beside(BT), "dplr_grads_rest")]
     else:
         preparation, gradients = [prepared("")], [grads(BT, strip_beside(BT))]
-    # About ``tall`` of walk(): the scans multiply operands as they were loaded. Then no state is too tall for
-    # 4 warps, unless Triton 3.0 or 3.1 pipelines the loop (compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0).
-    # KDA's forward spends most of its time in the kernel that prepares chunks. Its scan is short, so a split
-    # into 4 segments gains nothing.
+    # Why walk() has ``tall``: it marks scans for which the known issue tall-state-32 may crash the compiler.
+    # These scans multiply operands as they were loaded, so 4 warps crash only in a pipelined loop (several
+    # stages) of Triton 3.0 or 3.1. This was compiled for sm_90 with 3.0.0, 3.1.0 and 3.2.0.
+    # Why KDA's forward has a higher ``worth``: it spends most of its time in the kernel that prepares chunks.
+    # Its scan takes little time, so a split into 4 segments gains nothing.
     worth = scans.WORTH if two or problem.needs_grad else 2 * scans.WORTH
     part = scans.part_length(problem, target, -(-problem.V // scan.BV), scans.BY_TRANSFER, worth)
     # Narrow states need a second stage, for which two writing vectors leave no registers.

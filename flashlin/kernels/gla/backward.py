@@ -12,8 +12,8 @@ In the notation of ``forward.py``, dh is the gradient of the state that leaves a
     dk_j = e^{G_L - G_j} (v_j dh^T) + sum_i ds_ij q_i e^{G_i - G_j}
 
 The sums over pairs are computed level by level like the scores. In a level, each row of X is either an i or a
-j. Let Z be the level's pairs of ds, made symmetric. Then Y = Z X has what each row gets from the other half:
-dq for rows that are an i, and dk for rows that are a j.
+j. Let Z be the level's pairs of ds, made symmetric. Then each row of Y = Z X is a sum over the rows of the
+other half. It is a term of dq for rows that are an i, and of dk for rows that are a j.
 
 The gate g_t scales everything that passes from before token t to token t or later, separately in each
 channel. Per channel, let
@@ -22,7 +22,8 @@ channel. Per channel, let
     f_i = q_i . (the first term of dq_i)
     c_j = k_j . (the first term of dk_j)
 
-x is the same number at both ends of a pair; a pair is added at i and subtracted at j. Then
+A pair (i, j) contributes the same number to x_i and to x_j. It is added at i and subtracted at j, so it
+counts only for gates between its tokens:
 
     dg_t = sum_{i >= t} (f_i + sum over levels of (x_i if i is in a second half, else -x_i))
            + sum_{j < t} c_j + e^{G_L} <h, dh>
@@ -30,16 +31,16 @@ x is the same number at both ends of a pair; a pair is added at i and subtracted
 Pairs i = j do not decay and are left out. Each chunk starts again with <h, dh>, so rounding errors do not add
 up along the sequence.
 
-For RWKV-6 (EARLIER), G_{i-1} replaces G_i wherever it goes with q_i. The diagonal adds ds_ii u k_i to dq_i,
-ds_ii u q_i to dk_i, and sum_i ds_ii q_i k_i to du. A pair decays by the tokens strictly between its two
-tokens, so the gate at token i counts from i - 1:
+For RWKV-6 (EARLIER), G_{i-1} replaces G_i in all factors of q_i and dq_i. The diagonal adds ds_ii u k_i to
+dq_i, ds_ii u q_i to dk_i, and sum_i ds_ii q_i k_i to du. A pair decays by the tokens strictly between its two
+tokens, so the gate g_t affects the reading of token i only if t < i:
 
     dg_t = sum_{i > t} (f_i + x_i where i reads) - sum_{j >= t} (x_j where j is read)
            + sum_{j < t} c_j + e^{G_L} <h, dh>
 
-Here adjacent tokens do not decay. Like the diagonal, they are computed outside of the levels. Within the
-levels they would cancel only on paper, and their rounding errors would exceed the result if every decay is
-strong.
+Here pairs of adjacent tokens do not decay. Like the diagonal, they are computed outside of the levels. Within
+the levels their terms in dg would cancel only on paper, and their rounding errors would exceed the result if
+every decay is strong.
 """
 
 import torch
@@ -280,7 +281,7 @@ def gla_grads(
 ):
     """Compute dq, dk and dg of all chunks by halving, with one program per chunk and head.
 
-    S programs share a packed sequence.
+    In a packed batch, S programs divide the chunks of a sequence.
 
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
@@ -291,7 +292,7 @@ def gla_grads(
     share = program // H % S
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # nested: "GAPS and share == 0" would be a run-time condition and keep the code below
+    if GAPS:  # a compile-time test; with "and", the code inside would still be compiled
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)

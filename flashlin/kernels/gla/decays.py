@@ -161,7 +161,7 @@ def others_summed(x, REVERSE: tl.constexpr):
 
 @triton.jit
 def logs(x):
-    """Return the decays x with base 2, x / ln 2, but at least -126, as ``gla_sums`` sums them."""
+    """Return the natural log decays x as log2 decays, clamped to at least -126 like in ``gla_sums``."""
     x = x * LOG2_E
     return tl.where(x < -126.0, -126.0, x)
 
@@ -192,8 +192,8 @@ def decays_of_gates(
         b_G = tl.cumsum(x, 0)
         b_R = b_G
     if SUM:
-        # Use the last row of the cumulative sum. Its rounding errors cancel against those of the other rows,
-        # which would not be so for a sum in another order.
+        # Use the last row of the cumulative sum. Its rounding errors cancel against those of the other rows.
+        # Those of a sum in another order would not cancel.
         total = tl.sum(tl.where((tl.arange(0, BT) == last)[:, None], b_G, 0.0), 0)
         columns = k0 + tl.arange(0, BK)
         tl.store(G + ((first + t0 + last) * H + i_h) * K + columns, total, mask=columns < K)
@@ -272,9 +272,9 @@ def still_served(serves, forgotten):
 def two_of(x, DTYPE: tl.constexpr):
     """Split x in fp32 into its value rounded to DTYPE and the remainder, also rounded to DTYPE.
 
-    With bf16, products with rows that are written use both. With halving, adjacent tokens meet at a factor of
-    1. With one decay reference, both rows of a pair have a factor, and the error would be larger if both were
-    rounded.
+    With one decay reference in bf16, products use both numbers of the rows that are written. The reason is
+    that both rows of a pair are multiplied by a factor, and the error would be larger if both were rounded.
+    Halving does not need this, because there the factors of adjacent tokens are 1.
     """
     rounded = x.to(DTYPE)
     return rounded, (x - rounded.to(tl.float32)).to(DTYPE)

@@ -8,21 +8,24 @@ that enters the chunk. Row i of a matrix is token i:
     h' = Diag(e^{G_L}) h + sum_j (k_j e^{G_L - G_j})^T v_j
 
 The decay of a pair is a vector. So A is a product of matrices only with a token m between j and i as
-reference: (q_i e^{G_i - G_m}) . (k_j e^{G_m - G_j}), where both factors are at most 1. No m serves all pairs,
-since e^{-G_j} alone overflows. Halving gives each pair its own m: the boundary between the two halves of a
-block that contain i and j. Take the level with blocks of 2 s tokens. A row of a block's second half is only
-ever an i, and a row of its first half is only ever a j. So one matrix X with rows q_i e^{..} and k_j e^{..}
-serves both sides. The level's scores are X X^T, masked to the pairs whose highest differing bit is s. The
-diagonal is computed separately; it does not decay.
+reference: (q_i e^{G_i - G_m}) . (k_j e^{G_m - G_j}), where both factors are at most 1. No m is suitable for
+all pairs, since for tokens j after m, e^{G_m - G_j} can overflow. Halving gives each pair its own m: the
+boundary between the two halves of a block that contain i and j. Take the level with blocks of 2 s tokens. A
+row of a block's second half is only ever an i, and a row of its first half is only ever a j. So one matrix X
+with rows q_i e^{..} and k_j e^{..} is enough for both sides. The level's scores are X X^T, masked to the
+pairs in which s is the highest bit that differs between the indices i and j in the chunk. The diagonal is
+computed separately; it does not decay.
 
 Six levels need six products and exponentials. If a chunk forgets little, one decay reference is enough for
 all of its pairs (``one_reference.py``).
 
 RWKV-6 (EARLIER) reads the state before token i decays and updates it, and reads token i itself with a bonus
-u. So q_i goes with G_{i-1} instead of G_i, A_ij is for j < i only, and A_ii = scale sum_c q_ic u_c k_ic.
-Halving works in the same way: a row of a second half is at least one token after the boundary. So the
-difference of its sum and the boundary's is still a sum of decays, and exactly 0 for the two tokens at the
-boundary.
+u. So q_i is multiplied by e^{G_{i-1}} instead of e^{G_i}, A_ij is for j < i only, and A_ii = scale sum_c q_ic
+u_c k_ic.
+
+Halving works in the same way for RWKV-6: a row i of a second half is at least one token after the boundary m.
+So G_{i-1} - G_m is still a sum of decays. The exponents are exactly 0 for the two tokens at the boundary,
+i = m + 1 and j = m.
 
 The chunked form is from Yang et al. 2023 (arXiv 2312.06635), RWKV-6 is from Peng et al. 2024 (arXiv
 2404.05892). Halving is our own.
@@ -62,9 +65,9 @@ def gla_sums(
 ):
     """Sum the decays g / ln 2 within chunks of BT tokens of each sequence, into G.
 
-    S programs share a sequence; each computes BC of the C channels of all heads. A decay below -126 (in bits)
-    is raised to -126, near the exponent of float32's smallest normal number. So differences of sums stay
-    precise after a token that forgets everything, even by -inf.
+    S programs divide the chunks of a sequence. Each computes BC of the C channels of all heads. A log2 decay
+    below -126, the exponent of float32's smallest normal number, is raised to -126. So differences of sums
+    stay precise after a token that forgets everything, even if its decay is -inf.
     """
     NC = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -100,8 +103,8 @@ def decay_to_meeting(
 ):
     """Return the decay between each row and the boundary of the two halves of its block, [BT, BK].
 
-    All values are at most 1, because rows after the end of the sequence have the sum G_L. With EARLIER
-    (RWKV-6), second halves read one row earlier, which is never before the boundary.
+    All values are at most 1. This includes rows after the end of the sequence, because they have the sum G_L.
+    With EARLIER (RWKV-6), second halves read one row earlier, which is never before the boundary.
 
     b_G: decays summed from the start of the chunk, [BT, BK].
     half, level: indices of half-blocks from ``halves``, and the level.
@@ -175,7 +178,7 @@ def gla_scores(
 ):
     """Compute the scores of each chunk, and the weighted q and k that the scans read, by halving.
 
-    One program computes one chunk of one head; S programs share a packed sequence.
+    One program computes one chunk of one head. In a packed batch, S programs divide the chunks of a sequence.
 
     u: [H, K], the bonus of RWKV-6, with EARLIER; otherwise None.
     A: receives the scores of pairs within a chunk.
@@ -296,7 +299,7 @@ def gla_scan(
 def sums_of_chunks(plan: Plan, x: dict[str, Any]) -> torch.Tensor:
     """Start ``gla_sums`` and return the decays summed within each chunk, [B, T, HV, K] in fp32.
 
-    x: the values that the launches for a group of sequences share, by parameter name.
+    x: the arguments that the launches of a batch slice share, by parameter name.
     """
     g, launch = x["g"], plan.launch("gla_sums")
     G, C = torch.empty_like(g), g.shape[2] * g.shape[3]
@@ -313,7 +316,7 @@ def prepare(plan: Plan, x: dict[str, Any]) -> None:
     ``gla_scores``). q_in and k_out are allocated unless x has them. The backward calls this again instead of
     keeping the results, because it is cheap.
 
-    x: the values that the launches for a group of sequences share, by parameter name.
+    x: the arguments that the launches of a batch slice share, by parameter name.
     """
     q, launch = x["q"], plan.launch("gla_scores_one", "gla_scores")
     B, T, H, K = q.shape
@@ -337,7 +340,7 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
 
     kernels: (whole, one, rest).
     constants: constants of all three kernels.
-    x: the values that the launches for a group of sequences share, by parameter name.
+    x: the arguments that the launches of a batch slice share, by parameter name.
     last: constants of ``whole`` and ``rest``.
     """
     whole, one, rest = kernels
@@ -351,8 +354,9 @@ def start_chunks(plan: Plan, kernels: tuple[Any, Any, Any], constants: dict[str,
     if first:
         x["served"] = torch.empty(x["slots"], x["HV"], dtype=torch.int32, device=x["q"].device)
     start(launch, one, x["N"] * x["S"] * x["HV"], constants | first, x)
-    # Few chunks remain for the third kernel, so each sequence gets only as many programs as keep a GPU busy.
-    # Packed sequences get one program per chunk, since one sequence may be as long as all others together.
+    # Few chunks remain for the kernel ``rest``, so each sequence gets only as many programs as keep a GPU
+    # busy. Packed sequences get one program per chunk, since one sequence may be as long as all others
+    # together.
     shares = x["S"] if x["bounds"] is not None else max(1, min(x["S"], BUSY // max(1, x["N"] * x["HV"])))
     start(plan.launch(rest.fn.__name__), rest, x["N"] * shares * x["HV"],
           dict(constants, shares=shares, **last), x)

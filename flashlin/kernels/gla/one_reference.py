@@ -12,14 +12,14 @@ computes the chunks that fit and stores which they are. The second, ``gla_scores
 halves the remaining chunks. In one kernel, the two methods would compete for registers. The first kernels
 also sum the decays. They store only the sums of whole chunks, which the scans read.
 
-Halving is always used for float16, whose largest number is below 2^16, and for float32, where rounding in
-such large sums costs more than halving. It is also used on GPUs other than Hopper (``halves_all`` in
-``recipe.py``).
+Halving is always used for float16, because its largest number is below 2^16. It is used for float32, because
+the rounding of such large sums causes larger errors than halving. It is also used on GPUs other than Hopper
+(``halves_all`` in ``recipe.py``).
 
 The gradients need only two products within a chunk, with ds below the diagonal and with its transpose. The
-gradients of rows that read (q) come first; they contract with the states. Then follow the gradients of rows
-that are written (k), which contract with the states' gradients. So the registers of a thread have few tiles
-at a time.
+gradients of rows that read (q) come first; their products need the states. Then follow the gradients of rows
+that are written (k); their products need the gradients of states. So a thread has few tiles in registers at a
+time.
 """
 
 import triton

@@ -48,7 +48,7 @@ def gla_alone(
 
     x, y: k_out and v or, with REVERSE, q_in and do (see ``gla_scores``).
     alone: receives the states or gradients.
-    kept: receives the sums of the segment's decays over its chunks, to base 2.
+    kept: receives the sum of the segment's log2 decays for each channel.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

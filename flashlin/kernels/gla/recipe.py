@@ -45,9 +45,10 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     # attention in the launch table.
     per_chunk = traits_of(problem, "dot", "mixed_sum", *["before"] * ("u" in problem.options))
 
-    # In 16 bits a scan also has the scores in shared memory, and decays that change their layout. In fp32
-    # these are never there at the same time. But with chunks of 16 tokens, unpadded, Triton 3.8 changes the
-    # layout of k through shared memory if there are more than 16 columns of v.
+    # In 16 bits, a scan also needs shared memory for the scores and for decays that change their layout. In
+    # fp32 these are never in shared memory at the same time. But with chunks of 16 tokens in rows without
+    # padding, Triton 3.8 changes the layout of k through shared memory if there are more than 16 columns of
+    # v.
     def shared(config: Config) -> int:
         columns = config.BT + (scans.PADDING if scans.moves(target) else 0)
         more = (config.num_stages * bytes_each * config.BT * columns + 16 * config.BK if bytes_each == 2
@@ -56,8 +57,8 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     candidates = over_v(problem.K, problem.V, bytes_each, problem.max_warps, target)
     scan = scans.fitting(candidates, shared, problem, target)
     BT, wide = scan.BT, min(SCORES, padded(problem.K))
-    # Both operands, in fp32 two halves of each; the scores; decays that change their layout (seen with 3.4
-    # and chunks of 32 tokens).
+    # The shared memory of the scores' kernel: both operands (two halves of each in fp32), the scores, and
+    # decays that change their layout (seen with Triton 3.4 and chunks of 32 tokens).
     scoring = 2 * bytes_each * BT * wide * (2 if bytes_each == 4 else 1) + 4 * BT ** 2 + 16 * wide
 
     def grads(kernel: str, columns: int) -> Launch:
@@ -75,8 +76,8 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
         kernels += [walk("gla_alone", scan), scans.carry_launch(problem, target, part)]
     kernels.append(walk("gla_scan", scan))
     if problem.needs_grad:
-        # On Hopper in 16 bits a second stage lowers the time from 0.39 to 0.32 ms (benchmarks/NOTES.md,
-        # change 6).
+        # On Hopper in 16 bits a second stage lowers the time of gla_reverse from 0.39 to 0.32 ms
+        # (benchmarks/NOTES.md, change 6).
         two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
         single = scan if two else scan._replace(num_stages=1)
         kernels += [walk("gla_states", scan), walk("gla_reverse", single)]
@@ -92,8 +93,8 @@ def halves_all(problem: Problem, target: Target) -> bool:
 
     1. float16.
     2. float32. There the sums of up to 120 bits have rounding errors that exceed those of halving: 4e-6 of a
-       gradient instead of 2e-7. The interpreter is excepted. It computes bfloat16 wrongly, so float32 tests
-       one reference there.
+       gradient instead of 2e-7. The interpreter is an exception. It computes bfloat16 wrongly, so there the
+       kernels for one decay reference are tested in float32.
     3. Problems where a prefix must give the same bits, since one reference depends on a chunk's last token.
     4. GPUs other than Hopper, because one reference has not been timed there.
     """
@@ -105,10 +106,10 @@ def halves_all(problem: Problem, target: Target) -> bool:
 def one_is_proven(problem: Problem, target: Target, launches: tuple[Launch, ...], fit: bool = True) -> bool:
     """Return True if these launches for one decay reference may run.
 
-    They must fit, Triton must be 3.6 or later, and the kernels for one decay reference must have run on this
-    kind of GPU before. The interpreter may always run them.
+    ``fit`` must be True, Triton must be 3.6 or later, and the kernels for one decay reference must have run
+    on this kind of GPU before. The interpreter may always run them.
 
-    fit: whether the caller found that the tiles fit.
+    fit: the result of further conditions that the caller checks, such as the chunk length for DPLR.
     """
     if target.backend == "interpreter":
         return True

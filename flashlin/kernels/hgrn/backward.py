@@ -37,7 +37,7 @@ def hgrn_backward(
     """Compute dx and dg [rows, D], the gradients of x and g, and dh0 [N, D] unless it is None.
 
     A program computes BD channels of one segment of a sequence, from its last token to its first. decays and
-    ends, [N, S - 1, D], are the transfers of all segments but the last, which hgrn_ends computes.
+    ends, [N, S - 1, D], come from ``hgrn_ends``. They are the transfers of all segments but the last.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)

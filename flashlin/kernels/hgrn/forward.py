@@ -6,8 +6,8 @@ loads the next block during the computation of the current one. Within a block i
 (decay 0).
 
 A sequence may be split into S segments. A first kernel, hgrn_ends, computes the transfer of each segment,
-which is also a pair (a, x). A program of the main kernel scans these pairs for the state at its segment's
-first token.
+which is also a pair (a, x). A program of the main kernel combines the pairs of all earlier segments. The
+result is the state before its own segment.
 
 Forward visits tokens from the first to the last (STEP = 1), backward from the last to the first (STEP = -1).
 The i-th token in this order is row ``origin + STEP * i``.
@@ -113,9 +113,8 @@ def hgrn_ends(
     """Compute the transfer of each segment but the last: decays and ends, both [N, S - 1, D] in fp32.
 
     A segment turns a state h into decays * h + ends, so ``ends`` is its final state if it starts from zero.
-    STEP = -1 is for
-    backward: it numbers segments from the end of the sequence, and x is the gradient of o. A program computes
-    BD channels of one segment.
+    STEP = -1 is for backward: it numbers segments from the end of the sequence, and x is the gradient of o. A
+    program computes BD channels of one segment.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     BACK: tl.constexpr = (1 - STEP) // 2
@@ -179,8 +178,8 @@ def hgrn_forward(
 ):
     """Compute the states of all tokens as o [rows, D], and the final state ht [N, D] unless it is None.
 
-    A program computes BD channels of one segment of a sequence. decays and ends, [N, S - 1, D], are the
-    transfers of all segments but the last, which hgrn_ends computes.
+    A program computes BD channels of one segment of a sequence. decays and ends, [N, S - 1, D], come from
+    ``hgrn_ends``. They are the transfers of all segments but the last.
     """
     STRIPS: tl.constexpr = (D + BD - 1) // BD
     program = tl.program_id(0)

@@ -35,8 +35,8 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
 def segments(problem: Problem, target: Target) -> int:
     """Return the number of segments of each sequence.
 
-    Segments read the inputs a second time. Sequences are therefore split only if the GPU has too few programs
-    otherwise.
+    In split sequences, ``hgrn_ends`` reads the inputs a second time. Sequences are therefore split only if
+    the GPU has too few programs otherwise.
     """
     programs = max(1, problem.N * strips(problem.K))
     if problem.invariant or programs >= ENOUGH * target.sms:

@@ -20,7 +20,7 @@ def compute(x: Tensor, g: Tensor, h0: Tensor | None, bounds: Tensor | None) -> t
     N = x.shape[0] if bounds is None else bounds.shape[0] - 1
     h0 = x.new_zeros(N, x.shape[2]) if h0 is None else h0.to(x.dtype)
     if x.shape[1] == 0 or N == 0:
-        return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # zeros with gradients
+        return torch.where(x.new_ones(1, dtype=torch.bool), 0, x + g), h0.clone()  # zeros with a graph
     if bounds is not None:
         return _packed(x, g, h0, bounds)
     o = joined(g.exp(), x, h0)

@@ -28,8 +28,8 @@ from flashlin.kernels.recurrent.forward import softplus
 def spread(t, BD: tl.constexpr):
     """Return the scalar t as an int32 vector [BD].
 
-    Its comparison with a scalar gives a mask. In the interpreter of Triton 3.9, a comparison of two scalars
-    does not.
+    A comparison of this vector with a scalar gives a mask. In the interpreter of Triton 3.9, a comparison of
+    two scalars gives none.
     """
     return tl.zeros([BD], dtype=tl.int32) + t
 

@@ -26,6 +26,6 @@ def step(
     heads = x.shape[1] // max(B.shape[1], 1)
     B, C = (t.repeat_interleave(heads, 1) for t in (B, C))
     state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)  # not a matrix product, which traced autocast would round
+    y = (state * C[:, :, None]).sum(-1)  # autocast would round a matrix product in a traced graph
     y = y if D is None else y + D * x
     return y if z is None else y * F.silu(z), state

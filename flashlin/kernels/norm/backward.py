@@ -13,10 +13,10 @@ equal to ds.
 
 A program processes several blocks of BT rows, in a grid-stride loop, and keeps its partial sums of dw and db
 in registers. The partial sums of all programs are [programs, D] in fp32, and torch adds them. The weight of a
-group norm has G rows. In that case the stride of the loop is a multiple of G. Each row of the registers then
-belongs to one row of the weight, and the partial sums are [programs * BT / G, G, D]. During the computation
-of one block, loads of the next blocks to shared memory are in flight, because one row at a time leaves most
-of the memory bandwidth idle.
+group norm has G rows. In that case the stride of the loop is a multiple of G. Each of a program's BT rows
+then uses the same row of the weight in all blocks, and the partial sums are [programs * BT / G, G, D]. While
+a program computes one block, it loads the next blocks to shared memory. Loads of a single row would leave
+most of the memory bandwidth idle.
 
 Rows that are too long for the registers need two kernels: norm_backward_rows reads along rows for ds, and
 norm_backward_columns reads down columns for dw and db. The kernels use no atomics, and a plan fixes the order
@@ -277,7 +277,7 @@ def launch_backward(
     mean, rstd: the statistics that launch_forward returned.
     dy: gradient of the output. dtotal: gradient of x + residual, or None.
     kind, activation: constants of norm/recipe.py: the norm, and the activation of the gate.
-    dresidual_dtype: dtype of dresidual, or None if no dresidual is needed apart from dx.
+    dresidual_dtype: dtype of dresidual; None if dresidual is not needed, or if dx also serves as dresidual.
 
     All tensors are contiguous.
     """

@@ -138,8 +138,9 @@ def norm_forward(
     if BD >= D:
         # Loads with "evict_first" are 3 to 5 % slower here (benchmarks/results/norms-*).
         s = summed(x, residual, first, rows, 0, D=D, BT=BT, BD=BD, HAS_RESIDUAL=HAS_RESIDUAL, EVICT="")
-        # The weight is loaded before the sums, because threads wait for each other there. With a bias both
-        # are loaded later, because otherwise they would use registers that the rows in flight need.
+        # The weight is loaded before the sums, so that the load runs while the threads of a sum wait for each
+        # other. With a bias, weight and bias are loaded after the sums. Otherwise they would use registers
+        # that the rows in flight need.
         if not HAS_BIAS:
             w, b = lines(
                 weight, bias, first, 0,

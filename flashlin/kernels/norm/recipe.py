@@ -21,12 +21,14 @@ NO_GATE, SWISH, SIGMOID = 0, 1, 2  # activation of the gate, a constexpr of the 
 class Config(NamedTuple):
     """The configuration of a norm kernel for rows of up to D elements.
 
-    D: largest number of elements of a row; 0 if rows may have any length.
-    elements: elements of a tile. A program takes that many as whole rows, but at least one row.
+    D: largest number of elements of a row; 0 if rows may have any length. For ``norm_backward_columns``, the
+        number of columns of a strip.
+    elements: elements of a tile [BT, BD]. BD is the row length, rounded up to a power of two, and BT is the
+        largest number of rows that fit. Rows that are longer than a tile are read in blocks.
     num_warps: warps of a program.
     per_sm: programs per multiprocessor, if each takes several blocks of rows; 0 for one program per block.
-    num_stages: most blocks of rows that such a program has at once; it computes one, and the others are being
-        loaded.
+    num_stages: largest number of blocks of rows in flight in such a program. The program computes one of them
+        while it loads the others.
     """
     D: int
     elements: int
@@ -73,7 +75,7 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
         more = sum(name in problem.options for name in ("bias", "gate"))
         per_sm = config.per_sm - config.per_sm * more // 4
         programs = _aligned(min(programs, per_sm * target.sms), BT, problem)
-        # The tensors that are loaded ahead: x, dy, the gate, and with a residual the gradient of the sum.
+        # Number of tensors that are loaded ahead: s, dy, the gate, and with a residual the gradient dtotal.
         ahead = 2 + sum(name in problem.options for name in ("gate", "residual"))
         stages = next(stages for stages in range(config.num_stages, 0, -1)
                       if stages == 1 or per_sm * _bytes(BT, BD, ahead * (stages - 1)) <= target.shared)
@@ -84,8 +86,8 @@ def _rows(kernel: str, config: Config, problem: Problem, target: Target) -> Laun
 def _bytes(BT: int, BD: int, tiles: int) -> int:
     """Return the bytes of shared memory for the given number of tiles with 16-bit elements.
 
-    Tiles have 16 bits, because rows in fp32 are not loaded ahead, and warps exchange no more than one such
-    tile. The result includes the sums of each warp and the statistics of the rows.
+    Elements have 16 bits, because rows in fp32 are not loaded ahead. An exchange between warps needs no more
+    than one such tile. The result includes the sums of each warp and the statistics of the rows.
     """
     return 2 * BT * BD * tiles + 16 * BT + 4096
 

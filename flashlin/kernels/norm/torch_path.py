@@ -14,7 +14,7 @@ def compute(
     eps: float,
     kind: int, activation: int = NO_GATE, groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalised rows y and x + residual, both in float64 if any tensor has it, else in fp32.
+    """Return the normalised rows y and x + residual, both in float64 if any tensor is, else in fp32.
 
     The arguments are described in ``launch_forward`` of forward.py.
 

@@ -1,7 +1,8 @@
 """Backward of the elementwise ops, whose definitions and symbols are in forward.py.
 
-In these formulas, ' marks the gradient of a parameter before its sum over rows. The gradients of A, and of a
-D with one element per head, are also summed over the columns of a head.
+In these formulas, A', b', c', u', x_i' and D' are the gradients of the parameters for each row. The gradient
+of a parameter is their sum over all rows. The gradients of A, and of a D with one element per head, are also
+summed over the columns of a head. But silu' is the derivative of silu.
 
     gate         dg = -e^A sigmoid(z) dy,  A' = dy y,          b' = dg     where z = g + b
       bounded    dg = L s (1 - s) e^A dy,  A' = z dg,          b' = dg     where s = sigmoid(e^A z)
@@ -55,7 +56,7 @@ from flashlin.kernels.recurrent.forward import softplus
 def put_share(shares, total, parameter: tl.constexpr, share, count, cols, there, D: tl.constexpr):
     """Store a program's partial sum of the gradient of a parameter: ``total`` [BT, BD], summed over its rows.
 
-    parameter: index of the parameter. share: number of the program among the ``count`` programs of its strip.
+    parameter: index of the parameter. share: index of the program among the ``count`` programs of its strip.
     """
     tl.store(shares + (count.to(tl.int64) * parameter + share) * D + cols, tl.sum(total, 0), mask=there)
 
@@ -386,8 +387,8 @@ def launch_backward(plan: Plan, tensors: tuple[Tensor | None, ...], dys: tuple[T
 
     A gradient has the dtype and shape of its input. Gradients of parameters are None unless sums is True.
 
-    tensors: the inputs of launch_forward. The h of a mix may be None, and so may a float32 o of a skip
-        without z.
+    tensors: the inputs of launch_forward. The h of a mix may be None, because no gradient needs its values.
+        For the same reason, the o of a skip without z may be None if it is float32.
     dys: the contiguous gradients of the outputs.
     bound: lower bound of a gate, or None.
     """

@@ -37,9 +37,9 @@ from flashlin.kernels.recurrent.forward import softplus
 
 @triton.jit
 def strip_of(D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr):
-    """Return this program's strip of W columns, and its number among the programs of the strip.
+    """Return this program's strip of W columns, and its index among the programs of the strip.
 
-    Returns (number of the program, number of programs of the strip, columns [BD], mask [BD]). The mask is
+    Returns (index of the program, number of programs of the strip, columns [BD], mask [BD]). The mask is
     True for columns that exist and belong to the strip.
     """
     STRIPS: tl.constexpr = (D + W - 1) // W

@@ -63,7 +63,7 @@ def _launch(kernel: str, config: Config, problem: Problem, target: Target) -> La
     strips, blocks = cdiv(columns, strip_width(problem, BD)), cdiv(problem.T, BT)
     if config.per_sm:
         blocks = min(blocks, cdiv(config.per_sm * target.sms, max(strips, 1)))
-    # Shared memory is for the sums of each warp.
+    # The sums of each warp need shared memory; this is an upper bound.
     return moving(kernel, problem, strips * blocks, dict(BT=BT, BD=BD), shared=4 * elements + 4096,
                   span=BT * columns, num_warps=warps)
 
@@ -74,12 +74,12 @@ def gates_of_heads(sizes: Sizes) -> Sizes:
 
 
 def rows(sizes: Sizes) -> Sizes:
-    """Return sizes with one row for each token; a row has H * K columns without heads."""
+    """Return sizes with one row of H * K columns for each token; the row is not divided into heads."""
     columns = sizes.H * sizes.K
     return Sizes(T=sizes.B * sizes.T, K=columns, V=columns)
 
 
-MAX_COLUMNS = 4096  # most columns of a head over which a program sums
+MAX_COLUMNS = 4096  # limit of the columns per head, for kernels that sum over the columns of a head
 _AXES = {"T": "rows", "K": "columns of a head"}
 _LIMITS = (Limit("K", MAX_COLUMNS, "heads of {} columns"),)
 _ROWS = {"training": Sizes(T=16384, K=4096), "decoding": Sizes(T=64, K=4096)}

@@ -1,7 +1,7 @@
 """Differentiable torch path of the elementwise ops.
 
 It is used for CPUs, float64 tensors, and GPUs that no Triton release supports. torch.compile also uses it, to
-fuse the ops with the surrounding code. All functions compute in float64 if any tensor has it, else in fp32.
+fuse the ops with the surrounding code. All functions compute in float64 if any tensor is, else in fp32.
 """
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(o: Tensor, x: Tensor, c: Tensor, z: Tensor | None, d: Tensor) -> Tensor
     """Return (d_t o_{t-1} + c_t x_t) silu(z_t) for each row t, [..., H, K].
 
     o, x, z: [..., H, K]; z may be None. c, d: [..., H]. Where d is 0, the previous row is not used. The
-    caller must set d to 0 in the first row of all, which has no previous row.
+    caller must set d to 0 in row 0 of the whole batch, which has no previous row.
     """
     o, x, c, z, d = wide(o, x, c, z, d)
     above = o.flatten(0, -3).roll(1, 0).view(o.shape)

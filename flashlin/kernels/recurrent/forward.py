@@ -336,7 +336,7 @@ def launch_forward(plan: Plan, x: Inputs, flags: tuple[str, ...], scale: float, 
 def by_sequence(states: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
     """Return the kept states as a view [N, kept, HV, K, V].
 
-    For packed sequences return them unchanged, because each sequence may have another number of them.
+    For packed sequences return them unchanged, because the number of kept states differs between sequences.
     """
     if states is None or batch.packed:
         return states

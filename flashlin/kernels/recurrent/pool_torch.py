@@ -3,8 +3,8 @@
 The results of a sequence are bitwise independent of the other sequences and of how it is divided into calls.
 A prompt gives the same bits in one call, in pieces, packed with others, and token by token. A product or
 reduction of a library may use another algorithm for another batch size, so sums over K are made of
-elementwise additions. On a CPU, torch's sigmoid, softplus and log1p round differently at the end of a tensor,
-so they are made of exp and log, which do not.
+elementwise additions. On a CPU, torch's sigmoid, softplus and log1p round differently at the end of a tensor.
+So this module computes them from exp and log, which round in the same way at every position.
 """
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rows_of(y: Tensor, bounds: Tensor, wanted: Tensor) -> Tensor:
     wanted: [N], True for each sequence whose rows are kept. bounds: [N + 1].
     """
     number, _ = sequences_of(bounds, y.shape[1])
-    mine = torch.cat([wanted, wanted.new_zeros(1)])[number]  # the last entry is for numbers -1 and N
+    mine = torch.cat([wanted, wanted.new_zeros(1)])[number]  # -1 and N take the last entry
     return torch.where(mine.view(-1, *[1] * (y.ndim - 2)), y, 0)
 
 

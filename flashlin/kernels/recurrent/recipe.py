@@ -18,9 +18,10 @@ BACKWARD_TILE = 2048
 # Tiles of forward on Hopper; other GPUs have not been timed (benchmarks/results/decode-tiles-*). Delta rules
 # and DPLR reduce over K twice per token, and warps wait for each other in a reduction. One warp per program
 # does not wait. Its tile has at most COLUMNS columns and OF_A_WARP elements; with 32 columns, a loop over
-# tokens was slow. Two kinds of calls with a single token are faster with another tile. With ``erase``, which
-# needs most registers, it is twice as wide. With MANY states (heads of all sequences) or more, 4 warps have a
-# tile of OF_MANY elements, unless a third vector over K needs their registers.
+# tokens was slow. Two kinds of calls with a single token are faster with another tile:
+# - A call with ``erase``, whose kernel needs the most registers, has a tile with twice as many columns.
+# - A call with MANY states (heads of all sequences) or more has 4 warps and a tile of OF_MANY elements. The
+#   exception are calls with a third vector over K, which needs the registers.
 COLUMNS, OF_A_WARP, OF_MANY, MANY = 16, 2048, 8192, 1024
 
 
@@ -80,4 +81,4 @@ def kept(T: int, N: int, packed: bool) -> int:
     return T // SEGMENT if packed else N * (max(T - 1, 0) // SEGMENT)
 
 
-SPECS = (over_heads("recurrent", launches),)  # the recipes of the chunked families list its ops
+SPECS = (over_heads("recurrent", launches),)  # the chunked families list the public ops that use it

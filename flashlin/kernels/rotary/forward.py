@@ -29,7 +29,7 @@ def sequences_of(bounds, token, inside, N, steps):
 
     token: indices of the tokens. inside: mask of tokens that exist. steps: number of steps of the search.
 
-    Returns, for each token: the number of its sequence, the index of the sequence's first token, and True if
+    Returns, for each token: the index of its sequence, the index of the sequence's first token, and True if
     the token belongs to a sequence.
     """
     low = tl.zeros_like(token)  # the result is the last sequence that begins at or before the token
@@ -112,7 +112,7 @@ def rotary(
         tl.store(to_y + (at_y[:, None] + b[None, :]), (x_a * s + x_b * c).to(y.dtype.element_ty), mask=there)
     else:
         col = 2 * R + (strip - TURNED) * 2 * BR + tl.arange(0, 2 * BR)
-        left = inside[:, None] & (col < D)[None, :]  # not named "there", which has another shape
+        left = inside[:, None] & (col < D)[None, :]  # not "there": a name needs one shape in both branches
         value = tl.load(from_x + (at_x[:, None] + col[None, :]), mask=left & belongs[:, None], other=0.0)
         tl.store(to_y + (at_y[:, None] + col[None, :]), value.to(y.dtype.element_ty), mask=left)
 

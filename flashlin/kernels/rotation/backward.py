@@ -1,10 +1,10 @@
 """Backward kernels of Mamba-3's rotation.
 
-A gradient of a rotated row, rotated back, is the gradient of the row plus its bias. The q or k of a group
-gets the sum of these gradients over the group's heads. The gradient of an angle is the cross product of each
-channel pair with its gradient. An angle affects all later tokens. So the gradient of a token's own turn is
-the sum of the angles' gradients from that token to the end of the sequence. As in the forward, this sum is
-computed per chunk, over the later chunks, and then for each token.
+Let x be a row of q or k, b its bias, and y the rotated x + b. The gradient of x + b is the gradient of y,
+rotated back. The q or k of a group gets the sum of these gradients over the group's heads. The gradient of an
+angle is the cross product of each channel pair with its gradient. An angle affects all later tokens. So the
+gradient of a token's own turn is the sum of the angles' gradients from that token to the end of the sequence.
+As in the forward, this sum is computed per chunk, over the later chunks, and then for each token.
 """
 
 import torch
@@ -60,11 +60,11 @@ def with_line(
 
 @triton.jit
 def heads_of(G, H, S, shares):
-    """Return the sequence, group, chunk offset, slice of heads, first head and end head of this program.
+    """Return the sequence, group, first chunk, slice of heads, first head and end head of this program.
 
     The H / G heads of a group are divided into ``shares`` slices. The heads of a slice run from the first
-    head to the end head, which is excluded. The chunk offset is the program's number among the S programs of
-    a sequence, group and slice.
+    head to the end head, which is excluded. S programs divide the chunks of a sequence, group and slice.
+    Program i of them computes the chunks i, i + S, i + 2 S and so on.
     """
     program = tl.program_id(0)
     share = program % shares
@@ -266,7 +266,7 @@ def turn_finish(
     S,  # programs per sequence and head
     R: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, VARLEN: tl.constexpr,
 ):
-    """Compute the gradients of the raw angles, the steps and the initial angles from those of the angles.
+    """Compute the gradients of the raw angles, the steps and the initial angles from ``dtheta``.
 
     dtheta: gradients of the accumulated angles.
     carried: sum of dtheta over all later chunks, for each chunk.

@@ -104,7 +104,7 @@ def turn_carry(
         angle = tl.load(began + program.to(tl.int64) * R + pairs, mask=pairs < R, other=0.0).to(tl.float64)
         sums += angle * 0.15915494309189535
     for s0 in range(0, chunks, BS):
-        at = s0 + tl.arange(0, BS)  # counted in the order of the loop: from the end with BACK
+        at = s0 + tl.arange(0, BS)  # the loop visits chunks in this order: with BACK, 0 is the last chunk
         if BACK:
             chunk = chunks - 1 - at
             before = chunk + 1
@@ -227,7 +227,8 @@ def put_q(
 ):
     """Store the rotated q of a chunk one row early, and the q of the sequence's first token into q_first.
 
-    The first token's row belongs to the last token of the previous sequence, so it gets zeros.
+    One row early, the first token's q would be in the row of the previous sequence's last token. This row
+    gets zeros instead.
     """
     is_first = (t0 + tl.arange(0, BT) == 0)[:, None]
     stored(q_turned, tl.where(is_first, 0.0, x), first, t0, length, i_h, H, D=K, d0=d0, BT=BT, BD=BD)
@@ -281,7 +282,7 @@ def turn(
     alike: the product q . k of each token.
     angle: the angle of each channel pair.
 
-    The first 2 BR channels are rotated; pairs from number R have the angle 0. The other BX channels are not
+    The first 2 BR channels are rotated; pairs from index R on have the angle 0. The other BX channels are not
     rotated.
     """
     program = tl.program_id(0)

@@ -18,7 +18,7 @@ BS = 32  # chunks that turn_carry adds in one step
 # took 402 us instead of 463 us on an H200 (benchmarks/NOTES.md). On other GPUs, the backward kernels would
 # spill 1 KB per thread or more with 2 warps.
 WARPS, FEWER = 4, 2
-SHARED = 16  # most heads of a group whose gradients one program adds
+SHARED = 16  # limit of the heads whose gradients one program adds; larger groups are divided into slices
 
 
 def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:

@@ -42,7 +42,7 @@ def alike(x: Inputs, compute: torch.dtype) -> Tensor:
     (H, N), G = x.q_bias.shape, x.q.shape[2]
     q, k = x.q.to(compute), x.k.to(compute)
     of_q, of_k = (bias.to(compute).view(G, H // max(G, 1), N) for bias in (x.q_bias, x.k_bias))
-    # torch.compile under autocast would round the backward of a matrix product.
+    # torch.compile under autocast would round the backward of a matrix product to the dtype of autocast.
     crossed = [(y[:, :, :, None] * bias).sum(-1) if torch.compiler.is_compiling()
                else torch.einsum("btgn,ghn->btgh", y, bias) for y, bias in ((q, of_k), (k, of_q))]
     products: Tensor = (q * k).sum(-1)[..., None] + crossed[0] + crossed[1] + (of_q * of_k).sum(-1)
@@ -135,7 +135,7 @@ def _heads(x: Tensor, bias: Tensor | None, angle: Tensor) -> Tensor:
 class Packed(NamedTuple):
     """Positions of sequences that are packed along T, as tensors of row indices.
 
-    sequence: [T], the number of each row's sequence.
+    sequence: [T], the index of each row's sequence.
     first, end: [T], the first row of that sequence, and the row after its last one. A row outside of all
         sequences counts as a sequence of one row.
     covered: [T], True for rows inside a sequence.
@@ -289,8 +289,8 @@ def _prefix(x: Tensor) -> Tensor:
     """Return the sums of the rows of x [B, T, ...] up to each row; x may be overwritten.
 
     Sums are computed in blocks of 64 rows. On CUDA a cumulative sum runs one thread per column unless the
-    summed dimension is the innermost. A copy of x to make it so takes longer than the sums by blocks.
-    torch.compile has its own scans, and one graph with them serves all lengths.
+    summed dimension is the innermost. A transposed copy of x would take longer than the sums by blocks.
+    torch.compile generates its own scans. It needs only one graph for all lengths if there are no blocks.
     """
     T = x.shape[1]
     if torch.compiler.is_compiling() or T <= BLOCK:

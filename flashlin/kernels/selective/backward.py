@@ -5,8 +5,8 @@ each segment it recomputes the states from the state that the forward kept. It w
 scratch memory, because writing all of them would take as long as the arithmetic. Then it walks backwards over
 the tokens.
 
-With p = dy silu(z), dh the gradient of h_t before the walk backwards over token t, and w = dh e^{step A}
-h_{t-1}:
+Let p = dy silu(z) and w = dh e^{step A} h_{t-1}. Here dh is the gradient of h_t. It begins as the gradient
+from the later tokens, and the third line adds the gradient from y_t before the other lines use it:
 
     dz = dy (h . C + D u) silu'(z)
     dC = h p
@@ -18,8 +18,8 @@ h_{t-1}:
     dA = step w
     gradient of h_{t-1}: e^{step A} dh
 
-Sums over channels are partial sums of a strip, which torch adds. So the results are deterministic, without
-atomics.
+A program sums over the channels of its strip, and torch adds the sums of all strips. So the results are
+deterministic, and the kernel uses no atomics.
 """
 
 import torch
@@ -64,7 +64,7 @@ def advanced(h, rates, step, x, B):
 
 @triton.jit
 def walked(dh, of_A, before, rates, step, x, p, B, C, h, real, WHOLE: tl.constexpr):
-    """Walk backwards over one token: from the gradient of the state after it to that of the state before it.
+    """Return the gradient of the state before one token, given the gradient of the state after the token.
 
     Returns seven tensors: the gradient of the state before the token and the running sum of dA, both [BN,
     BD]; the sums h . C, dh . B and w . A log2(e) over the states, each [BD]; and the strip's part of dB and
@@ -206,9 +206,9 @@ def selective_backward(
             h = advanced(h, rates, s7, x7, B7)
         tl.debug_barrier()  # other threads may read the scratch memory that this thread wrote
         # The walk backwards takes 4 tokens at a time, because more would not fit into registers. States are
-        # loaded before values per channel: where two layouts meet, the compiler continues with the layout of
-        # the later load, and in the layout of the states each row is in four threads. The next tile is
-        # loaded at the point where most registers are free.
+        # loaded before values per channel, because an operation on two layouts gets the layout of the later
+        # load. In the layout of the states, each row is in four threads, which would all compute the same
+        # values. The next tile is loaded at the point where most registers are free.
         final = (tokens - 1) // 4 * 4
         latest = tl.load(scratch + (final // 2 + 1) * (BN * BD))
         next_u = tile(u, i0 + final, here, T, u_t, U_TOGETHER, WHOLE, BD, 4)

@@ -31,7 +31,7 @@ from flashlin.kernels.tile_ops import LOG2_E
 def place(D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Return the position of this program and the channels and states of its strip.
 
-    The results are the number of the strip, the group, the row of the batch, the channels [BD] and their
+    The results are the index of the strip, the group, the row of the batch, the channels [BD] and their
     mask, and the states [BN] and their mask. The masks are True for channels and states that exist.
     """
     STRIPS: tl.constexpr = (D // G + BD - 1) // BD
@@ -121,7 +121,7 @@ def tile(x, t, here, T, x_t, TOGETHER: tl.constexpr, WHOLE: tl.constexpr, ROWS: 
         values = tl.load(x[:, None] + t + tl.arange(0, TOKENS)[None, :],
                          mask=inside(t, here, T, WHOLE, TOKENS), other=0.0)
     else:
-        ODD: tl.constexpr = 0 if WHOLE else 1  # if WHOLE, the first token decides for the whole tile
+        ODD: tl.constexpr = 0 if WHOLE else 1  # if WHOLE, all masks are that of the first token
         step = tl.cast(x_t, tl.int64)
         x += t * step
         x0 = tl.load(x, mask=here & (t < T), other=0.0)
@@ -389,7 +389,7 @@ def wide(x: Tensor) -> Tensor:
 def together(x: Tensor | None) -> bool:
     """Return True if a tile of x [b, D, T] can be loaded row by row, with contiguous tokens.
 
-    Rows must begin at multiples of 16 bytes as Triton sees them. Otherwise the threads that load a tile would
-    get other rows than the threads that compute with it.
+    The strides between rows must be multiples of 16 elements. Only then Triton knows that each row begins at
+    a multiple of 16 bytes. Otherwise a tile would be loaded by other threads than those that compute with it.
     """
     return x is not None and x.stride(2) == 1 and not (x.stride(0) % 16 or x.stride(1) % 16)

@@ -12,7 +12,7 @@ from flashlin.guards.plan_types import Launch, Problem
 from flashlin.kernels.elementwise import block, cdiv, moving
 
 FAMILY = "selective"
-BD = 32  # most channels of one program
+BD = 32  # limit of the channels per program
 SEGMENT = 32  # tokens between two states that the forward keeps for the backward
 PER_THREAD = 16  # elements of the states per thread
 
@@ -23,9 +23,9 @@ def launches(problem: Problem, target: Target) -> tuple[Launch, ...]:
     BN, groups = block(problem.K, 4), max(problem.H, 1)
     rows = min(BD, 8 * 32 * PER_THREAD // BN)
     strips = groups * cdiv(problem.V // groups, rows)
-    # Shared memory is for the sums of each warp and for at most one layout conversion of a tile. The span
-    # bounds the offsets of the states in B and C, which are 32-bit numbers. States are T elements apart if
-    # tokens are contiguous.
+    # Shared memory is for the sums of each warp and for at most one layout conversion of a tile. The kernels
+    # compute the offsets of the BN states in B and C in 32 bits. The span bounds these offsets: with
+    # contiguous tokens, states are T elements apart.
     return tuple(moving(kernel, problem, problem.N * strips, dict(BN=BN, BD=rows),
                         shared=8 * BN * rows + 4096, span=BN * max(rows, problem.T),
                         num_warps=max(1, BN * rows // (32 * PER_THREAD))) for kernel in kernels)
@@ -44,7 +44,7 @@ def columns_of(states: int) -> int:
     return -(-states // 4) * 4
 
 
-MAX_STATES = 256  # most states per channel, because one program has all of them in registers
+MAX_STATES = 256  # limit of the states per channel, because one program has all of them in registers
 SPECS = (Family(
     FAMILY, launches, (Op("selective_scan_fn", "selective_scan"),),
     axes={"H": "groups that share B and C", "K": "states of a channel", "V": "channels"},

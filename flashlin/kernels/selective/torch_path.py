@@ -11,7 +11,7 @@ from torch import Tensor
 from flashlin.kernels.hgrn.torch_path import joined
 from flashlin.kernels.sequences import wide
 
-BLOCK = 64  # tokens whose states exist at the same time; these [b, BLOCK, D, N] take most of the memory
+BLOCK = 64  # tokens per block; the states of one block, [b, BLOCK, D, N], take most of the memory
 
 
 def compute(

@@ -44,7 +44,7 @@ def problem_of(kernel: str, read: Source, declared: Declared, named: dict[str, A
     tile = tuple((name, named[name]) for name in constants if type(named.get(name)) is int)
     traits = with_operands(read.traits | trait_set("foreign"), dtypes, half, tile)
     size = batch_of(declared, named)
-    # A kernel that computes any offset in 64 bits is trusted with long tensors.
+    # If the source names int64, we assume that the kernel computes the offsets of long tensors in 64 bits.
     reach = () if read.wide else tuple(
         _reach(tensor, declared.batch.get(name), size)
         for name, tensor in tensors.items() if _last_offset(tensor) > OFFSET_LIMIT)
@@ -104,7 +104,7 @@ def _whole(declared: Declared, tensors: dict[str, Tensor], grid: tuple[int, ...]
                      if programs > limit), "AXIS")
         return (f'declare the batch with shield(..., batch={{"tensor": dimension, ...}}, batch_axis={axis}, '
                 f'batch_size="argument"): then it can run in parts')
-    if all(declared.batch.get(name) is None for name in tensors):  # each part would repeat the first
+    if all(declared.batch.get(name) is None for name in tensors):  # every slice would run on the same data
         return (f"none of {', '.join(declared.batch)} is a tensor with the batch in this call: name one in "
                 f"batch={{...}}")
     programs = grid[declared.axis] if declared.axis < len(grid) else 1

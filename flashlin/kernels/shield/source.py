@@ -1,7 +1,7 @@
 """Traits of a Triton kernel, read from its source text; known issues test them.
 
-The code only parses the text, and runs nothing. It is conservative: a trait that the text cannot exclude
-counts as present if this costs only speed.
+The code only parses the text, and runs nothing. If the text leaves it open whether a kernel has a trait, the
+trait counts as present, provided that a wrong guess costs only speed.
 """
 from __future__ import annotations
 
@@ -125,7 +125,11 @@ def _carries_state(loop: ast.For | ast.While) -> bool:
 
 
 def _sums(loop: ast.AST) -> Iterator[set[str]]:
-    """Yield, for each matrix product that a loop adds to an accumulator, the names in the accumulator."""
+    """Yield sets of names to which a loop adds a matrix product.
+
+    For each sum or difference with a matrix product on one side, the set contains the names on the other
+    side. For each dot with an accumulator (``acc``), it contains the names in that argument.
+    """
     for node in ast.walk(loop):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)):
             for side, other in ((node.left, node.right), (node.right, node.left)):
@@ -209,7 +213,7 @@ def _handed_on(loop: ast.For | ast.While) -> set[str]:
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            if node.value is not None:  # it is read before the targets are set
+            if node.value is not None:  # Python reads the value before it sets the targets
                 visit(node.value)
             for target in _targets(node):
                 visit(target)

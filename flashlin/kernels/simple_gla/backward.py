@@ -19,31 +19,32 @@ Then
 
     dg_t = sum_{i >= t} (a_i - b_i) + sum_{j < t} c_j + e^{G_L} <h, dh>
 
-This avoids differences of two large sums. Pairs i = j cancel on paper but not in floating point, and under
-strong decays they exceed everything else, so a and b leave them out. Each chunk starts again with <h, dh>, so
-rounding errors do not add up along the sequence.
+This avoids differences of two large sums. The terms of pairs i = j cancel on paper but not in floating point.
+Under strong decays they exceed everything else, so a and b leave them out. Each chunk starts again with
+<h, dh>, so rounding errors do not add up along the sequence.
 
 Without a gate, there are three scans, each split so that no partial sums are needed. A decay that is the same
-for all tokens, or no decay, needs no gradient. ``simple_gla_dq`` needs the state and ``simple_gla_dk`` its
-gradient, both contracted over V, so these split K. ``simple_gla_dv`` contracts over K, so it splits V.
+for all tokens, or no decay, needs no gradient. ``simple_gla_dq`` multiplies by the state, and
+``simple_gla_dk`` by the gradient of the state. Both products sum over V, so these two kernels split K. The
+products of ``simple_gla_dv`` sum over K, so it splits V.
 
 With a gate, there are two scans and one kernel over all chunks. ``simple_gla_states`` stores the state that
 enters each chunk. ``simple_gla_dv`` also stores the gradient of the state that leaves it.
-``simple_gla_grads`` computes everything else, with one program per chunk and head. The plan may choose this
-also for calls without a gate.
+``simple_gla_grads`` computes everything else, with one program per chunk and head. The plan may also choose
+these kernels for calls without a gate.
 
 If heads of v share q and k (Mamba2), ``simple_gla_shared`` replaces the last kernel and adds the dq and dk of
-these heads. Sums over their pairs are then one product with the sum of ds over heads. The gate's terms of one
-head come from the scores q_i . k_j, which all heads share, and from products with the state on the narrower
-side:
+these heads. It adds ds over these heads first. Then the sums over pairs in dq and dk need one product for all
+heads. The scores q_i . k_j are also the same for all heads. The terms of one head's gate use them, and the
+products q_i h and k_j dh, which have V columns (in Mamba2, V is smaller than K):
 
     a_i = scale e^{G_i} do_i . (q_i h) + sum_j ds_ij (q_i . k_j)
     b_j = sum_i ds_ij (q_i . k_j)
     c_j = e^{G_L - G_j} v_j . (k_j dh)
 
 The gradient of the state that leaves a chunk has as many elements as the chunk's rows of dq and dk if V is
-twice the tokens of a chunk. Then it can be stored in these rows until its only reader overwrites them, and it
-takes no memory of its own. The constant SIDE enables this; it is the side of the stored blocks.
+twice the tokens of a chunk. Then it is stored in these rows until its only reader overwrites them, and it
+needs no memory of its own. The constant SIDE enables this and is the side of the stored blocks.
 """
 
 from typing import Any
@@ -212,9 +213,10 @@ def dstate_at(
     """Return pointers to a [BK, BV] tile of the gradient of the state that leaves a chunk, and its mask.
 
     Without SIDE, the gradient is in dstates, which has one entry per chunk. With SIDE, it is in the chunk's 2
-    BT rows of dq and dk, as blocks [SIDE, SIDE], one below the other. The reader overwrites SIDE columns of
-    dq and dk after it has read the SIDE rows of the gradient that are stored there. The last chunk of a
-    sequence may have too few rows, so its gradient is in ``tails``.
+    BT rows of dq and dk, as blocks [SIDE, SIDE]. Blocks of the same rows of the state are one below the
+    other; blocks of the same columns are next to each other. So SIDE rows of the state are in SIDE columns of
+    dq and dk, and the reader overwrites these columns after it has read them. The last chunk of a sequence
+    may have too few rows, so its gradient is in ``tails``.
 
     dstates: with SIDE, dq.
     rest: with SIDE, dk.
@@ -446,7 +448,7 @@ def simple_gla_grads(
     share = program // H % S
     n = program // H // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # nested: "GAPS and share == 0" would be a run-time condition and keep the code below
+    if GAPS:  # a compile-time test; with "and", the code inside would still be compiled
         if share == 0:
             for k0 in range(0, K, BK):
                 zero_gaps(dq, bounds, n, T, N, i_h, H, D=K, d0=k0, BT=BT, BD=BK)
@@ -591,7 +593,8 @@ def simple_gla_shared(
 
     One program computes BK channels of one chunk for a slice of the GROUP heads that share one q and k. A
     slice has at most BH heads, and dq and dk are sums over them. torch adds the sums of several slices, and
-    the parts of dg from several blocks of channels. S programs share a packed sequence.
+    the parts of dg from several blocks of channels. In a packed batch, S programs divide the chunks of a
+    sequence.
 
     states: the states that enter the chunks.
     dstates: the gradients of the states that leave the chunks.
@@ -605,7 +608,7 @@ def simple_gla_shared(
     i_c = program // NK // shares % S
     n = program // NK // shares // S
     first, length = sequence_of(n, bounds, T, VARLEN)
-    if GAPS:  # nested: "GAPS and i_c == 0" would be a run-time condition and keep the code below
+    if GAPS:  # a compile-time test; with "and", the code inside would still be compiled
         if i_c == 0:
             k0 = i_k * BK
             zero_gaps(dq, bounds, n, T, N, i_s, shares, D=K, d0=k0, BT=BT, BD=BK)
@@ -650,7 +653,7 @@ def launch_backward(plan: Plan, x: Inputs, how: Scalars, do: torch.Tensor, dht: 
     NK = -(-K // finishing.block("BK"))
     shares, strips = (-(-group // finishing.block("BH")), NK) if shared else (1, 1)
     if OVERLAPPED in finishing.traits:
-        strips = 2  # each group of warps stores its part of dg
+        strips = 2  # each of the kernel's two groups of warps stores its own part of dg
     side = dict(walking.tile).get("SIDE", 0)  # if not 0, dstates is stored in dq and dk
     own = {} if side else {"SIDE": 0}
     dv = batch.new(V, dtype=x.v.dtype)
@@ -715,7 +718,8 @@ def as_gate(x: Inputs) -> torch.Tensor:
 def scan_overlapped(batch: Batch, constants: dict[str, Any], part: dict[str, Any]) -> None:
     """Start the overlapping scan of ``overlapping_back.py`` in place of ``simple_gla_dv``.
 
-    batch, part: the call, and the values that the launches for a group of sequences share.
+    batch: the call.
+    part: the arguments that the launches of a batch slice share, see ``Batch.parts``.
     constants: constants of ``simple_gla_dv``.
     """
     from flashlin.kernels.simple_gla.overlapping_back import simple_gla_overlapped_back

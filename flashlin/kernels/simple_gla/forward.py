@@ -8,7 +8,7 @@ of L tokens, and h is the state that enters it. Row i of a matrix is token i:
 
 One program computes BV columns of the state of one head and one sequence or segment. The state stays in
 registers while the program walks over the chunks and writes the outputs. So only q, k, v and o pass through
-memory. Differences of G are masked before exp, so no factor exceeds a decay.
+memory. Differences of G with j > i are positive. They are masked before exp, because exp could overflow.
 """
 
 import torch
@@ -82,7 +82,7 @@ def simple_gla_scan(
         else:
             s *= scaled_decay(D, D, causal, scale)
             b_o *= (tl.exp2(D) * scale)[:, None]
-            b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)  # v is narrower than k
+            b_w = (b_v * tl.exp2(total - D)[:, None]).to(b_v.dtype)  # scales v, which is narrower than k
             h *= tl.exp2(total)
         b_o += tl.dot(s.to(b_v.dtype), b_v, input_precision=PRECISION)
         h += tl.dot(tl.trans(b_k), b_w, input_precision=PRECISION)

@@ -30,7 +30,9 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 @gluon.jit
 def load(q, k, v, ring_q, ring_k, ring_v, full, empty, row0, qk_column, v_column, chunks,
          BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
-    """Run the warp that loads: put chunk i into slot i % STAGES of the rings, once that slot is empty.
+    """Load q, k and v of all chunks into the rings; this is the program of the loading warp.
+
+    Chunk i goes to slot i % STAGES, once that slot is empty.
 
     ring_q, ring_k, ring_v: shared memory with STAGES slots.
     full, empty: one barrier per slot.
@@ -71,7 +73,7 @@ def state_offsets(nh, v0, layout: gl.constexpr, BK: gl.constexpr, V: gl.constexp
 def factors(of_row, of_column, total, causal, scale):
     """Return the factors of a chunk: scale 2^{G_i - G_j} or 0 where not causal, 2^{G_L - G_j}, and 2^{G_L}.
 
-    of_row, of_column: the sums of decays G to base 2, in the layouts of rows and columns.
+    of_row, of_column: the sums of log2 decays G, in the layouts of rows and columns.
     total: G_L, the sum over the whole chunk.
     causal: mask [BT, BT] of the pairs with j <= i.
     """
@@ -84,10 +86,12 @@ def multiply(o, G, line, rate, h0, ht, ring_q, ring_k, ring_v, s_h, s_o, full, e
              row0, v0, v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
              BV: gl.constexpr, DECAY: gl.constexpr, HAS_H0: gl.constexpr, HAS_HT: gl.constexpr,
              V_FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """Run the four warps that multiply: compute o of all chunks, and the final state if HAS_HT.
+    """Compute o of all chunks, and the final state if HAS_HT.
+
+    This is the program of the four warps that multiply.
 
     G: sums of decays; the program's rows begin at ``line``.
-    rate: decay of the head per token, to base 2, if it is constant (DECAY is 1).
+    rate: log2 decay of the head per token, if it is constant (DECAY is 1).
     ring_q, ring_k, ring_v: shared memory with STAGES chunks.
     s_h, s_o: shared memory for the state and for o.
     full, empty: one barrier per slot of the rings.

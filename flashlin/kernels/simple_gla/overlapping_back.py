@@ -10,8 +10,8 @@ registers where the next product reads it:
 with s_ij = scale e^{G_i - G_j} (q_i . k_j) for j <= i.
 
 A program computes one or two groups of 64 columns of v, with four warps for each group; the groups share q
-and k. One more warp loads the preceding chunks by TMA into a ring of STAGES slots and stores factors made of
-their decays. The kernel requires whole chunks of dense sequences (``recipe.py``).
+and k. One more warp loads the preceding chunks by TMA into a ring of STAGES slots. It also computes factors
+from their decays and stores them. The kernel requires whole chunks of dense sequences (``recipe.py``).
 """
 
 from triton.experimental import gluon
@@ -33,17 +33,18 @@ from flashlin.kernels.simple_gla.overlapping import async_load, async_store
 def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, line, row0, qk_column,
               v_column, chunks, scale, BT: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
               GROUPS: gl.constexpr, LINES: gl.constexpr, DECAY: gl.constexpr, STAGES: gl.constexpr):
-    """Run the warp that loads q, k and do of the chunks, from the last chunk to the first.
+    """Load q, k and do of the chunks, from the last chunk to the first.
 
-    Chunk i of this order goes to slot i % STAGES, once all groups of warps have released that slot. The slot
-    is full after its bytes have arrived and its vectors of decays are written. With G to base 2, these are
-    G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i + log2(scale).
+    This is the program of the loading warp. Chunk i of this order goes to slot i % STAGES, once all groups of
+    warps have released that slot. The slot is full after its bytes have arrived and its vectors of decays are
+    written. With sums G of log2 decays, these are G_i, scale 2^{G_i}, 2^{G_L - G_i}, 2^{G_L}, and G_i +
+    log2(scale).
 
     ring_q, ring_k, ring_do: shared memory with STAGES slots.
     lines: shared memory for the vectors, LINES per slot.
     full, empty: one barrier per slot.
-    line: where the rows of the program's segment begin in G.
-    rate: decay of the head per token, to base 2, if it is constant (DECAY is 1).
+    line: offset of the program's segment in G.
+    rate: log2 decay of the head per token, if it is constant (DECAY is 1).
     row0: first row of the program's segment.
     """
     tokens = gl.arange(0, BT, gl.BlockedLayout([BT // 32], [32], [1], [0]))
@@ -71,7 +72,7 @@ def load_back(q, k, do, G, rate, ring_q, ring_k, ring_do, lines, full, empty, li
             lines.index(first + 2).store(gl.exp2(total - sums))
             lines.index(first + 3).store(gl.exp2(total))
             lines.index(first + 4).store(sums + gl.log2(scale))
-        barrier()  # all lanes have written before one of them arrives
+        barrier()  # all lanes must have written before one signals
         mbarrier.arrive(bar, count=1)
 
 
@@ -82,13 +83,13 @@ def multiply_back(dv, leaves, dht, dh0, ring_q, ring_k, ring_do, lines, squares,
                   LINES: gl.constexpr, GROUPS: gl.constexpr, SIDE: gl.constexpr, STATES: gl.constexpr,
                   DECAY: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr, V_FIRST: gl.constexpr,
                   STAGES: gl.constexpr):
-    """Run one group of four warps that multiply: compute dv of all chunks, and dh0 if HAS_DH0.
+    """Compute dv of all chunks, and dh0 if HAS_DH0; this is the program of one group of four warps.
 
-    leaves: with STATES, the descriptor that receives the gradient of the state that leaves each chunk. Chunk i
-        is stored at row ``table`` + i ``step``, from column ``column``. SIDE: its blocks of columns are stored
-        next to each other.
+    leaves: with STATES, the descriptor that receives the gradient of the state that leaves each chunk. The
+        gradient of chunk i is stored at row ``table`` + i ``step``, from column ``column``. With SIDE, each
+        block of SIDE rows of the state goes to the next SIDE columns.
     lines: vectors of decays from ``load_back``.
-    squares: shared memory of each group for the weights or dv.
+    squares: shared memory of each group, for the scores times their decays, and then for dv.
     states_of: shared memory of each group for the state.
     entering: index of the gradient in dht.
     leaving: index of the state in dh0, negative if it is not stored.
@@ -216,7 +217,7 @@ def simple_gla_overlapped_back(
 
     It gives the results of ``simple_gla_dv``. With STATES it also stores the gradients of the states that
     leave the chunks. One program computes GROUPS times BV columns of one head's state, where GROUPS is 1 or
-    2. With SIDE these must be all columns. BK equals K.
+    2. With SIDE, one program must compute all V columns. BK equals K.
     """
     NV: gl.constexpr = V // (GROUPS * BV)
     LINES: gl.constexpr = 5 if DECAY > 0 else 1

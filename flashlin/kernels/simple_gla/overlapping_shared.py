@@ -8,10 +8,10 @@ same time. One program computes a slice of the heads that share q and k:
 
 with s_ij = (do_i . v_j) scale e^{G_i - G_j} for j <= i, summed over heads.
 
-One group of four warps adds dq, another adds dk. Both run the same code, with do and v, h and dh, q and k
-exchanged. Each computes the pairs that it needs itself, so neither waits for the other, and each writes its
-own part of dg. One warp loads the next heads by TMA into a ring of STAGES slots and stores factors made of
-their decays.
+One group of four warps computes dq, and another computes dk. Both run the same code, with do and v, h and dh,
+q and k exchanged. Each computes the pairs that it needs itself, so neither waits for the other, and each
+writes its own part of dg. One more warp loads the next heads by TMA into a ring of STAGES slots. It also
+computes factors from their decays and stores them.
 
 The kernel requires whole chunks of dense sequences, heads of 64 columns and states of 128 (``recipe.py``).
 """
@@ -34,11 +34,11 @@ from flashlin.kernels.simple_gla.overlapping import async_load
 def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_h, ring_dh, lines, ready,
                full, empty, row, qk_column, table, begin, heads, R, scale, BT: gl.constexpr,
                BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
-    """Run the warp that loads q and k of the chunk, then v, do and both states of one head after another.
+    """Load q and k of the chunk, then for each head v, do, the state and the gradient of the state.
 
-    Head i goes to slot i % STAGES, once both groups of warps have released that slot. The slot is full after
-    its bytes have arrived and its vectors of decays are written. With G to base 2, these are G_i, scale
-    2^{G_i}, 2^{G_L - G_i}, and 2^{G_L}.
+    This is the program of the loading warp. Head i goes to slot i % STAGES, once both groups of warps have
+    released that slot. The slot is full after its bytes have arrived and its vectors of decays are written.
+    With sums G of log2 decays, these are G_i, scale 2^{G_i}, 2^{G_L - G_i}, and 2^{G_L}.
 
     lines: shared memory for the vectors, 4 per slot.
     ready: barrier for q and k.
@@ -68,7 +68,7 @@ def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_
         lines.index(slot * 4 + 1).store(gl.exp2(sums) * scale)
         lines.index(slot * 4 + 2).store(gl.exp2(total - sums))
         lines.index(slot * 4 + 3).store(gl.exp2(total))
-        barrier()  # all lanes have written before one of them arrives
+        barrier()  # all lanes must have written before one signals
         mbarrier.arrive(bar, count=1)
 
 
@@ -76,10 +76,11 @@ def load_heads(q, k, v, do, G, states, dstates, s_q, s_k, ring_v, ring_do, ring_
 def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_dh, lines, vectors, scores_of,
               ready, full, empty, group: gl.constexpr, row, i_s, shares, begin, heads, H, scale,
               BT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
-    """Run one group of four warps: group 0 computes dq, group 1 computes dk, both their parts of dg.
+    """Compute dq (group 0) or dk (group 1), and the group's part of dg.
 
-    Group 0 uses the rows of q, x = do and the states h. Group 1 uses the rows of k, x = v and the gradients
-    dh. Each group also computes half of the channels of <h, dh>, which contributes to all gates of the chunk.
+    This is the program of one group of four warps. Group 0 uses the rows of q, x = do and the states h. Group
+    1 uses the rows of k, x = v and the gradients dh. Each group also computes half of the channels of <h,
+    dh>, which contributes to all gates of the chunk.
 
     grad: dq or dk.
     s_own, s_other: q and k in shared memory, or k and q.
@@ -137,7 +138,7 @@ def add_heads(grad, dg, s_own, s_other, ring_x, ring_y, ring_own, ring_h, ring_d
         out += beyond
         read = gl.convert_layout(gl.sum(s_own.load(of_own).to(gl.float32) * beyond, 1), a_row)
         pair = (i % 2) * 4 + group * 2
-        if group == 0:  # the gate's terms from later tokens, then from earlier tokens
+        if group == 0:  # a token's terms in dg_t for its own and earlier t, then for later t
             vectors.index(pair).store(across + read + pairs)
             vectors.index(pair + 1).store(across)
         else:
@@ -203,8 +204,8 @@ def simple_gla_overlapped_shared(
     """Compute dq, dk and dg of one chunk where heads of v share q and k, as an overlapping kernel for Hopper.
 
     It gives the results of ``simple_gla_shared``. The heads that share one q and k are divided into slices of
-    at most BH heads. A program adds dq and dk over one slice. dg has two parts per head, which torch adds. BK
-    equals K and BV equals V.
+    at most BH heads. A program computes the sums of dq and dk over one slice. dg has two parts per head,
+    which torch adds. BK equals K and BV equals V.
     """
     SHARES: gl.constexpr = (GROUP + BH - 1) // BH
     dtype: gl.constexpr = q.dtype

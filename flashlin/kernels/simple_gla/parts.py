@@ -33,7 +33,7 @@ def simple_gla_alone(
 
     x, y: k and v or, with REVERSE, q and do.
     alone: receives the states or gradients.
-    kept: receives the sum of the segment's decays, to base 2.
+    kept: receives the sum of the segment's log2 decays.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)

@@ -20,8 +20,8 @@ OF_GROUPS = {2: (Strip(128, 64, 8), Strip(64, 32, 4), Strip(32, 32, 4)),
 # Shared memory in bytes for storing the state's gradient before Triton 3.3 (at most 11 KB when compiled for
 # five head sizes and three GPUs with 3.2.0).
 ON_ITS_WAY = 12288
-# Up to this many tokens the Gluon scan is faster without splitting sequences, and it uses less memory: 25 us
-# on the GPU compared with 30 us in 4 segments at 8x1024x8x64 (benchmarks/results/parts-*).
+# Up to this many tokens the Gluon scan is faster on whole sequences: at 8x1024x8x64 it takes 25 us of GPU
+# time, and 30 us with 4 segments (benchmarks/results/parts-*). Whole sequences also need less memory.
 WHOLE = 1024
 # Without a gate, the backward is three scans in a row. They leave most of a GPU idle if there are few heads.
 # The kernels for a gate are two scans and one kernel over all chunks, so sequences of SHORT to WHOLE tokens
@@ -30,7 +30,7 @@ SHORT = 512
 # A bound on registers lets two programs share a multiprocessor, each with four warps that multiply and one
 # that loads. Without a bound, one program occupies all registers.
 HALF_OF_REGISTERS, ALL_REGISTERS = {"REGISTERS": 128}, {"REGISTERS": 0}
-HEADS = 16  # most heads whose dq and dk one program adds
+HEADS = 16  # the largest number of heads over which one program sums dq and dk
 
 
 @scans.calm
@@ -53,7 +53,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
         return scans.shared_bytes(config, bytes_each, target)
 
     def stored(config: Config) -> int:
-        """Return the shared bytes of a scan that stores the state's gradient; more before Triton 3.3."""
+        """Return the shared bytes of a scan that stores the state's gradient (more before Triton 3.3)."""
         more = bytes_each == 2 and release(target.triton) < (3, 3) and not is_hopper(target)
         return shared(config) + ON_ITS_WAY * more
     size = problem.K, problem.V, bytes_each, problem.max_warps
@@ -98,7 +98,7 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
 def _short(problem: Problem, target: Target, strips: int) -> bool:
     """Return True if the backward of a problem without a gate uses the kernels for a gate.
 
-    These were timed in 16 bits only.
+    The kernels for a gate were timed only with 16-bit tensors.
 
     strips: number of programs per head's state.
     """

@@ -5,8 +5,8 @@ then the state is carried through them. Nothing depends on the value of T. So to
 for all lengths from 65 to 8,192 tokens, and another graph for a single chunk. Longer sequences are walked in
 segments of 8,192 tokens.
 
-Values of different chunks are never multiplied by a matrix of zeros, because 0 times NaN is NaN. So a value
-that is not finite does not affect earlier chunks.
+The state is carried by a loop. A matrix that combines all chunks would contain zeros, and 0 times NaN is NaN.
+With the loop, a value that is not finite does not affect earlier chunks.
 """
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def lower(size: int, like: torch.Tensor) -> torch.Tensor:
 def decay_between(g: torch.Tensor) -> torch.Tensor:
     """Return the decays e^{g_{j+1} + ... + g_i} for j <= i as [..., T, T], with zeros above the diagonal.
 
-    Each sum is added separately. Differences of running sums would be noise if these are large, after
-    thousands of tokens or one token with a very strong decay, and NaN after a decay of -inf. The diagonal is
-    a constant 1, so it contributes nothing to the gradient of g.
+    Each sum is added separately, because a difference of running sums loses its digits if the sums are large.
+    They are large after thousands of tokens, or after one token with a very strong decay. After a decay of
+    -inf the difference would be NaN. The diagonal is a constant 1, so it contributes nothing to the gradient
+    of g.
 
     g: [..., T], the decays of tokens, or the sums of chunks.
     """

@@ -98,7 +98,7 @@ def check_packed(x: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any = None, first: 
 
     x: the tokens [B, T, ...]. Without cu_seqlens each row of x is one sequence, and the result is (None, B).
     first: the name of x in errors.
-    values: refuse bounds without readable values, such as meta tensors.
+    values: refuse a cu_seqlens without readable values, such as a meta tensor.
     """
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:

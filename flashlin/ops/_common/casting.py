@@ -11,7 +11,8 @@ from flashlin.guards.plan_types import Plan
 
 X = TypeVar("X", bound=tuple[Any, ...])
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# The dtypes most likely to lack support on a machine come first.
+# Strictest first: the dtypes that a machine is most likely not to support. A call with several dtypes is
+# planned for the strictest one.
 STRICTEST = (torch.float64, torch.bfloat16, torch.float16, torch.float32)
 ALIGNED = 16  # bytes
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: str(dtype).removeprefix("torch.") for dtype in STRICTEST}
@@ -28,7 +29,7 @@ def dtypes_of(tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
 
 
 def strictest(dtypes: Collection[torch.dtype]) -> str:
-    """Return the name of the dtype that comes first in STRICTEST."""
+    """Return the name of the dtype that a machine is least likely to support: the first one in STRICTEST."""
     for dtype in STRICTEST:
         if dtype in dtypes:
             return name_of(dtype)
@@ -83,9 +84,10 @@ def dense(gradient: Tensor | None, x: Tensor) -> Tensor:
 def aligned(x: Iterable[Tensor | None]) -> Any:
     """Return the tensors, with a copy of each tensor whose address is not a multiple of 16 bytes.
 
-    Tensor descriptors need that alignment. For unaligned tensors plain Triton compiles different code, which
-    does not overlap loads with products. That code faults if states are narrow (hopper-narrow-state). A copy
-    keeps ``requires_grad``, from which compile_ahead.py derives the kernels of backward.
+    Tensor descriptors need that alignment. For an unaligned tensor, Triton compiles different code, which
+    does not overlap loads with matrix products. With narrow states, that code makes illegal memory accesses
+    or gives wrong results (known issue hopper-narrow-state). A copy keeps ``requires_grad``, from which
+    compile_ahead.py derives the kernels of backward.
     """
     addresses = 0
     for y in x:

@@ -109,10 +109,11 @@ class Chunked:
     kept: names of the tensors that forward keeps for backward.
     room: ``room(needs_grad, *tensors)`` returns empty tensors like the kept tensors.
     one_graph: True if one traced graph of the torch path is valid for all lengths.
-    decays: returns log decays [B, HV] or [B, HV, K] by which the tokens of a call scale each state; None if
-        the tokens change a state in any other form.
-    scalars: NamedTuple class of the other arguments. A class with more fields ends with the two fields of
-        ``Scalars``, and the torch path gets the additional fields by name.
+    decays: ``decays(x)`` returns the log decays [B, HV] or [B, HV, K] by which all tokens of x together scale
+        a state. The field is None for a family whose tokens do more to a state than scale it.
+    scalars: NamedTuple class of the arguments that are no tensors: ``Scalars``, or a class with additional
+        fields. Such a class also ends with ``needs_grad`` and ``call``, and the torch path gets the
+        additional fields by name.
     over_ranks: runs a call whose sequences several ranks share (``run_over_ranks``).
     options: names and indices of the optional tensors that planning distinguishes.
     operator: the kernels of the family as a differentiable operator.
@@ -192,7 +193,7 @@ class Chunked:
         return operands, how
 
     def forward(self, plan: Plan, x: Any, how: Scalars, call: Call | None = None) -> Any:
-        """Run the family's forward kernels, by a replay if one is recorded."""
+        """Run the family's forward kernels, by a replay if a replay recipe exists."""
         return run_replayed(kernels(self.name, "forward").launch_forward, plan, x, (how,),
                             forward_of=self.operator, call=call, align=True)
 
@@ -262,7 +263,7 @@ def run_chunked(
                                  called=called, **own)
     op, scale, h0, has_ht, cu_seqlens, cu_seqlens_cpu, state_v_first, mode, reverse, *_ = request
     given = (*tensors, h0, cu_seqlens)
-    # A key does not contain the values of cu_seqlens, so packed calls have none.
+    # A key does not contain the values of cu_seqlens, so a call with packed sequences has no key.
     key = None if run is not None or cu_seqlens is not None or cu_seqlens_cpu is not None else key_of(
         given, op, scale, has_ht, state_v_first, mode, reverse, out_dtype, *own.values())
     # The key is None while torch.compile traces; otherwise the graph would guard on the table of calls.
@@ -340,8 +341,10 @@ def by_chunks(family: Chunked, op: str, mode: str, tensors: tuple[Tensor | None,
               *others: Tensor | None) -> bool:
     """Return True if an op with a choice of modes computes chunk by chunk.
 
-    The plan decides for mode "auto". A traced call, whose T may be unknown, computes chunk by chunk. A beta
-    per value channel requires token by token.
+    The modes "chunk" and "fused_recurrent" decide it. In mode "auto", a call with one beta per value channel
+    computes token by token, because the chunked kernels cannot compute it. Any other traced call computes
+    chunk by chunk, because its T may be unknown. For all other calls the plan decides. If the plan leaves
+    the mode at "auto", calls with more than FEW_TOKENS tokens or with gradients compute chunk by chunk.
     tensors: the family's tensors in its order; q, k and v are already checked.
     others: further tensors that may require gradients.
     """

@@ -7,12 +7,14 @@ makes buffers and views. The deferred launches start in their order at the end o
 in two cases:
 
 - torch is called for any other operation, which may read the kernels' results.
-- A kernel is launched that is already deferred, because the next part of the batch reuses its memory.
+- A kernel is launched that needs compilation and is already deferred. The launch may be for the next slice
+  of the batch, which reuses the memory of the deferred launches.
 
 The launches themselves determine which kernels compile, so no list of kernels has to be maintained.
 
 To find the launches of backward, its host code runs on tensors without memory, and the kernels it would
-launch are only compiled. A wrong guess costs seconds of one core and has no effect on results.
+launch are only compiled. This assumes that backward will run, with a gradient of the first output only. If
+that is wrong, seconds of one core are lost, and the results are the same.
 """
 from __future__ import annotations
 
@@ -119,7 +121,8 @@ class Queue:
                 warps: int, stages: int) -> None:
         """Compile a launch's kernel in a thread, unless a thread already compiles it.
 
-        load: also load the kernel to the GPU. A load could disturb a later capture of a CUDA graph.
+        load: also load the kernel to the GPU. The kernels of backward are not loaded ahead, because a load
+            could disturb the capture of a CUDA graph that has begun in the meantime.
         """
         if (key, load) not in _compiling:
             # Triton creates this cache on first access, which must not happen in a thread.
@@ -133,9 +136,10 @@ class Queue:
 
     def _compile(self, first: threading.Thread | None, load: bool, known: Kernel, values: tuple[Any, ...],
                  warps: int, stages: int) -> None:
-        if first is not None:  # a thread that compiles this kernel, but does not load it
+        if first is not None:  # another thread compiles this kernel without loading it; wait for it
             first.join()
-        # Errors are dropped, because the launch raises the same one. The interpreter waits for this thread.
+        # An error is dropped here, because the launch compiles again and raises it. At exit the interpreter
+        # waits for this thread, so the thread compiles only while the main thread is alive.
         with self.slots, suppress(Exception):
             if threading.main_thread().is_alive():
                 if torch.cuda.is_initialized():
@@ -187,8 +191,8 @@ class _Order(Mode):
 class _Shadows(Mode):
     """Dispatch mode that computes nothing and returns tensors without memory.
 
-    It makes such tensors itself, because torch would import its compiler and sympy for them. Raises
-    NotImplementedError for an operation whose result it cannot derive.
+    For operations on tensors without memory, torch would import its compiler and sympy. So this mode
+    derives the shape and the dtype of a result itself. It raises NotImplementedError if it cannot do so.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,8 +8,8 @@ plain torch, between the exchanges.
 
 Forward:
 1. Each rank takes its tokens of its last sequence and computes the state after them. It starts from the
-   caller's initial state if the sequence starts on this rank, else from zero. If that sequence starts on this
-   rank and is its only one, the op itself computes that state.
+   caller's initial state if the sequence starts on this rank, else from zero. If the rank has tokens of only
+   one sequence, and this sequence starts on the rank, the op's own run computes that state.
 2. Each rank computes the effect of its tokens on an entering state, by ``Chunked.decays`` or by the op
    itself.
 3. The op runs. Before its first kernel that reads the entering states (``launch.enter``), it waits for all
@@ -152,8 +152,9 @@ class _Chain:
 
     Its outputs are the family's outputs, ``began`` and ``transfers``.
     began: the states that this rank's sequences started from.
-    transfers: this rank's last sequence may continue on later ranks. For each later rank that does not
-        contain its end, the effect of that rank's tokens on the state that enters it.
+    transfers: the transfers of the later ranks that this rank's last sequence passes through completely. A
+        transfer is the effect of a rank's tokens on the state that enters the rank. The rank on which the
+        sequence ends is not included.
     """
 
     def __init__(self, family: Chunked) -> None:
@@ -221,7 +222,7 @@ class _Chain:
             dht[n - B:] += came
             grads = grads._replace(ht=dht)
         gradients = dict(self._backward(plan, x, y, grads, how, wanted))
-        if not shard.after:  # no earlier line has waited for the exchange
+        if not shard.after:  # without later ranks, nothing above has waited for the exchange
             arrived()
         dh0 = gradients.get("h0")
         # The first entering states came from earlier ranks, so the caller's gradient for them is zero.
@@ -246,10 +247,12 @@ class _Chain:
         return _turned(left, how)
 
     def _transfer(self, x: Any, how: Scalars, shard: Shard) -> Tensor | None:
-        """Return the effect of this rank's tokens on an entering state, or None if no rank can need it.
+        """Return the effect of this rank's tokens on an entering state, or None in a group of two ranks.
 
-        The effect is a decay [B, HV] or [B, HV, K], or a matrix [B, HV, K, K]. It is zero if no rank needs
-        the effect of this one.
+        The effect is a decay [B, HV] or [B, HV, K], or a matrix [B, HV, K, K]. Other ranks need it only if
+        one sequence enters this rank, covers all its tokens and continues on the next rank. Otherwise the
+        result is zeros, because all ranks exchange tensors of the same shape. In a group of two ranks, no
+        rank lies between two others, so no effect is exchanged.
         """
         if shard.size == 2:
             return None
@@ -267,7 +270,7 @@ class _Chain:
                                  how._replace(state_v_first=False))
 
     def _state_after(self, x: Any, how: Scalars) -> Tensor:
-        """Return the final states of a separate call on these tokens, which is planned separately."""
+        """Return the final states of a separate call on these tokens, with its own plan."""
         how = how._replace(has_ht=True, needs_grad=False, out_dtype=x.v.dtype)
         return self.family.trimmed(self.family.operator.run_planned(x, how), x, how)[1]
 

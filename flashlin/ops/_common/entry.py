@@ -215,8 +215,9 @@ class _Hooks:
     last: True if the node makes an output and its next nodes have no hooks yet.
 
     Why ``behind`` is stored: it keeps the destruction of a long graph from overflowing the stack. If Python
-    has seen a node, newer torch (2.13 and 2.15, but not 2.9) frees it within the destructor of the node
-    before it. So a long graph recurses deeply. Python bounds that depth for its own objects.
+    code has read a node, newer torch (2.13 and 2.15, but not 2.9) frees it within the destructor of the node
+    before it. So freeing a long graph would recurse deeply. With ``behind``, Python objects own the next
+    nodes, and Python bounds the depth of the recursion in which it frees its own objects.
     """
 
     def __init__(self, node: Any, behind: Sequence[tuple[Any, int]], first: int, last: bool = False) -> None:
@@ -239,7 +240,7 @@ class _Hooks:
         self.made = _next_node()
 
     def after(self, made: Sequence[Tensor | None], _: Any) -> None:
-        """Hook the autograd nodes that an op's backward made under create_graph, since they belong to it.
+        """Hook the autograd nodes that an op's backward made under create_graph; they also belong to the op.
 
         made: the gradients that the backward of one node of the op returned.
         """

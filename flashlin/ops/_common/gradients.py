@@ -1,9 +1,9 @@
 """Errors for second-order gradients, and gradients by plain torch inside library operators.
 
 The kernels compute first-order gradients only. Differentiating those gradients again raises an error that
-names the op, and never returns an incomplete gradient. ``create_graph=True`` alone is allowed. The error must
-be reachable from every input that a gradient depends on. Therefore backward reads only inputs and outputs of
-its autograd function.
+names the op, and never returns an incomplete gradient. ``create_graph=True`` alone is allowed. Every input
+that a gradient depends on must lead to the error. Therefore backward reads only inputs and outputs of its
+autograd function.
 """
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def once(who: Callable[[Any], tuple[str, str]]) -> Callable[[Callable[..., Any]]
 
     The decorated backward gets a list of its saved tensors as second argument and may empty the list. The
     tensors may be unpacked only once, as torch.utils.checkpoint requires. If the gradients are differentiated
-    again, an error names the op. Unlike torch's once_differentiable, this includes a derivative with respect
-    to saved tensors.
+    again, an error names the op. A derivative of a gradient with respect to a saved tensor also raises this
+    error; with torch's once_differentiable it does not.
     who: maps ctx to (call string that begins with the op's name, hint about an alternative with second-order
         gradients).
     """

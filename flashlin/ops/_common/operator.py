@@ -6,7 +6,7 @@ line in one class.
 
 In eager mode the caller has a plan, and the operator runs its kernels. Under torch.compile there is no plan
 yet. flashlin::<name> and flashlin::<name>_backward plan when they run, so torch.compile never specialises a
-length. By then the plan may no longer choose kernels, because of ``settings``, a launch table or a canary. In
+length. By then the plan may no longer choose kernels, because of ``settings``, a launch table or a trial. In
 that case forward and backward compute in plain torch, each by its own plan.
 """
 
@@ -55,11 +55,11 @@ class Operator(Planned[X, S], Generic[X, S, Y]):
     forward: ``forward(plan, x, how)`` returns the outputs, by kernels. A forward that replays runs
         (replay.py) may receive the record of the call as a fourth argument.
     kept: ``kept(x, y, how)`` returns the tensors that backward reads, in the order of x and of y, with None
-        for the others. A tensor may be replaced by another one of the same shape. ``Planned.problem``
-        may receive such an x.
+        for the others. A tensor may be replaced by another one of the same shape. For a traced backward,
+        ``Planned.problem`` receives the kept x, in which tensors may be missing or replaced.
     backward: ``backward(plan, x, y, grads, how, wanted)`` returns, by kernels, at least the wanted gradients
-        by name, None for zeros. x and y are the kept tensors, y after ``own``. grads: gradients of y, None
-        for zeros.
+        by name, None for zeros. x and y are the kept tensors. y has passed through the method ``own``, so
+        backward may empty its tensors. grads: gradients of y, None for zeros.
     same: ``same(how)`` maps an input to the input or output that has the same gradient.
     in_place: name of an input that forward may overwrite and return as an output.
     instead: text for errors: which alternative has second-order gradients.

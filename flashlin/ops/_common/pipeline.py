@@ -30,7 +30,8 @@ from flashlin.ops._common.casting import DTYPE_NAMES, strictest
 from flashlin.ops._common.replay import calls, remember
 from flashlin.trial import canary
 
-# Read the policy at import: inside torch.compile a first read of os.environ would fail and not be cached.
+# Read the policy at import. Inside torch.compile the first read of os.environ would fail, and the policy
+# would not be stored.
 policy.current()
 X = TypeVar("X", bound=tuple[Any, ...])
 S = TypeVar("S", bound=tuple[Any, ...])

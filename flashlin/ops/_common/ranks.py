@@ -94,7 +94,7 @@ class Shard(NamedTuple):
     def there(self, x: Tensor | None, way: int = 1) -> Any:
         """Return the rank's own contiguous tokens from the caller's x [B, T, ...].
 
-        way: 1, or -1 for the opposite direction.
+        way: 1; or -1 to return the caller's tokens from the rank's own contiguous tokens x.
         """
         if x is None or not self.zigzag:
             return x
@@ -127,8 +127,8 @@ class Shard(NamedTuple):
     def window(self, x: Tensor, size: int, states: Tensor | None) -> Tensor:
         """Return the ``size`` tokens before each sequence on this rank as convolution states [n, D, size].
 
-        Tokens before the first sequence come from the previous rank, if it began on an earlier rank. All
-        others come from ``states``. The newest token is the last one.
+        If the rank's first sequence began on an earlier rank, the tokens before it come from the previous
+        rank. The tokens before all other sequences come from ``states``. The newest token is the last one.
         x: the rank's tokens [B, T, D].
         states: the initial states [N, D, size] of the whole call, None for zeros.
         """
@@ -146,7 +146,8 @@ class Shard(NamedTuple):
         to = torch.arange(self.size, device=x.device).view(-1, 1, 1, 1)
         sent = torch.where((to == self.rank + 1) & (self.after > 0), left, 0)
         came = exchanged(self, sent)[self.rank - 1]
-        # Zeros came if no window came. They are added, so that every rank's gradient joins the exchange.
+        # A rank that receives no window receives zeros. It adds them, so that its backward also takes part in
+        # the exchange of gradients, in which every rank must take part.
         return torch.cat([came if self.before else own[:B] + came, own[B:]])
 
 
@@ -173,9 +174,10 @@ def check_group(name: str, group: Any) -> None:
 
 @untraced
 def in_rows(cp_context: Any, process_group: Any, n: int) -> tuple[Any, int]:
-    """Return (context whose edges count rows, number of ranks) for tokens that consist of n rows each.
+    """Return a context and a number of ranks for an op that computes n rows for each token.
 
-    With a cp_context the number of ranks is 1. With a process_group the context is None.
+    With a cp_context, the context is a copy whose edges count rows instead of tokens, and the number of
+    ranks is 1. With a process_group, the context is None, and the number of ranks is the group's size.
     """
     check_ranks(cp_context, process_group)
     if cp_context is None:
@@ -323,7 +325,8 @@ def agree(op: str, group: Any, sizes: tuple[int, ...], device: torch.device, wai
     """Raise ValueError unless all ranks pass the same sizes.
 
     sizes: B, T, the number of values in cu_seqlens (0 without it), the index of the dtype in FLOATS, and
-        further numbers. Each call sends them, so that data of one call is never read as data of another.
+        further numbers. Every call exchanges its sizes. If only some calls did, a rank could take
+        the sizes that another rank sends for other data.
 
     Reading the sizes of other ranks waits for the GPU. A rank waits if its own sizes are new to it, in debug
     mode, with ``tokens="sync"``, and in calls that wait anyway (``waits``). Otherwise the GPU compares the

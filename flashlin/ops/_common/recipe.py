@@ -1,10 +1,10 @@
 """Recipes for replays of a run of kernels (replay.py), derived from one watched run.
 
-A watched run shows which kernel is the first and the last to use each buffer. If it saves memory, the recipe
-has two stages. Between the stages it frees the buffers that no later kernel uses: scratch, and tensors that
-forward kept for this run alone. Only then it makes the buffers that no earlier kernel used. Within a stage,
-scratch buffers that are never needed at the same time share memory. The kernels of one stream run in order,
-so memory can be reused at once.
+A watched run shows which kernel is the first and the last to use each buffer. A recipe has two stages if two
+stages need less memory. After the first stage, the replay frees the buffers that no later kernel uses:
+scratch, and tensors that forward kept for this run alone. Then it makes the buffers of the second stage.
+Within a stage, scratch buffers that are never needed at the same time share memory. The kernels of one stream
+run in order, so memory can be reused at once.
 """
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ class Stage(NamedTuple):
 
     gone: places of tensors to free before this stage.
     made: templates for ``torch.empty_like``, one for each buffer to make; this takes half the time of
-        ``torch.empty``. A template itself has one element of memory. First come the tensors that torch
-        operations use, then one buffer for all scratch that is freed together.
-    inside: addresses within a buffer that kernels get as well, each as (index of the argument with the start
-        of the buffer, offset in bytes).
+        ``torch.empty``. A template itself has one element of memory. First come the tensors that the run
+        returns or that torch operations use. Then come the scratch buffers: one that stays until the end of
+        the run, and one that is freed before the second stage.
+    inside: the addresses inside buffers, other than their starts, that kernels get as arguments. Each is
+        (index of the argument with the start of the buffer, offset in bytes).
     steps: the launches and torch operations of the stage, in order.
     """
     gone: tuple[int, ...]
@@ -89,7 +90,7 @@ class _Watch(Mode):
 
     buffers: the buffers that the run made, kept alive so that no two have the same address.
     steps: in-place torch operations and kernel launches, in order.
-    plain: True if the run did nothing else.
+    plain: True if the run did nothing but make buffers and views, write in place and launch kernels.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:

@@ -254,7 +254,7 @@ def _on_torch(x: Inputs, how: Scalars) -> tuple[Tensor, Tensor]:
     x = x._replace(h0=x.h0.mT) if v_first and x.h0 is not None else x
     plain = "reverse" not in words and all(y is None for y in (x.gamma, x.gv, x.a, x.b))
     chunked = plain and x.q.shape[1] > LONG and ("before" in words) == (x.bonus is not None)
-    # The same recurrence in its chunked form.
+    # These two branches compute the same recurrence chunk by chunk, with gla or with a delta rule.
     if chunked and not delta and x.gk is not None and x.g is None and x.q.shape[2] == x.v.shape[2]:
         o, ht = chunked_gla.compute(GLAInputs(x.q, x.k, x.v, x.gk, x.bonus, x.h0, x.bounds), how.scale)
     elif chunked and delta and x.gk is None and x.bonus is None and (x.beta is None or x.beta.ndim == 3):

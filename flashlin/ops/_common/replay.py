@@ -11,8 +11,8 @@ watched: its buffers, its launches, its torch operations and the origin of each 
 this can be repeated with other tensors, later runs are replays. A replay allocates one buffer for each result
 and one for all scratch. It launches the compiled kernels with the same numbers and the new addresses.
 
-Some runs stay ordinary: a run with other operations, a run that hooks watch, and a run for which Triton would
-compile again.
+Some runs stay ordinary: a run with operations that cannot be repeated, a run while hooks of Triton are set,
+and a run for which Triton would compile again.
 """
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _replay(made: Recipe, tensors: Sequence[Tensor | None], addresses: list[int]
     every: list[Any] = [stream, *made.numbers, *addresses]
     for stage in made.stages:
         for at in stage.gone:
-            if at < len(tensors):  # the caller also refers to it, so free its memory
+            if at < len(tensors):  # the caller keeps the tensor object, so empty it to free its memory
                 there[at].data = made.nothing
             there[at] = None
         first = len(there)

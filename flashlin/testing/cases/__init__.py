@@ -15,9 +15,10 @@ from flashlin.testing.compare import Case
 
 
 def _of_scalars(cases: list[Case]) -> Iterator[Case]:
-    """Yield a case for each number and flag of an op that no given case sets.
+    """Yield a case for each float option and each flag of an op that no given case sets.
 
-    It is the op's first case with twice the default number, or with the opposite flag.
+    The new case is the op's first case with another value of this option: twice the default number (0.5 if
+    the default is 0), or the opposite flag.
     """
     chosen: dict[str, set[str]] = {}
     for case in cases:

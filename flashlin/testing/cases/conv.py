@@ -18,8 +18,8 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dweight": 0.02, "dbias": 0.02}
-# B, T, C, W: batch, tokens, channels, filter width. of: x is a slice, the first C of C*of columns. others:
-# dtype of all tensors except x.
+# B, T, C, W: batch, tokens, channels, filter width. of: x has C * of columns, and the op gets a slice of it,
+# the first C columns. others: dtype of all tensors except x.
 OTHERS = {"bias": Input("C", dtype="others", when="given"),
           "residual": Input("B T C", dtype="others", when="given"),
           "initial_state": Input("N C W", dtype="others", when="given")}
@@ -32,7 +32,7 @@ _make_shift = Maker({"x": Input("B T C*of"), "cache": Input("N C", dtype="others
 
 
 def of_first_part(function: Callable[..., Any], x: Tensor, weight: Tensor, **given: Any) -> Any:
-    """Call a function on the first columns of x, as many as the filter has channels, `len(weight)`."""
+    """Call a function on the first `len(weight)` columns of x, one for each channel of the filter."""
     return function(x[..., :len(weight)], weight, **given)
 
 
@@ -95,5 +95,6 @@ CASES += [_shift("random", quick=True), _shift("packed", edges=PACKED), _shift("
           _shift("empty-sequences", edges=(0, 0, 0, 7, 7)), _shift("many-short", B=50, T=3, C=16),
           _shift("fp32-cache", others="float32"), _shift("sliced", of=2, C=20), _shift("D=1", C=1),
           _shift("D=300", C=300)]
-# So many blocks of rows that, even on a large GPU, a program sums the weight gradients of several blocks.
+# This case has more blocks of rows than a large GPU runs programs at once. So each program sums the weight
+# gradients of several blocks.
 CASES += [_conv("many-blocks", SILU, B=1, T=1200, C=4096, given=("bias",))]

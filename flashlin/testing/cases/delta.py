@@ -21,12 +21,14 @@ from flashlin.testing.cases.sequences import INSIDE, L2, V_FIRST
 from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dA_log": 0.02, "ddt_bias": 0.02}
-# One key with beta = 1: every token overwrites the previous value. The state's contribution to the gates'
-# gradients is then cancelled through the prediction, and the rounding errors of 16-bit states remain.
+# Tolerance of cases in which all tokens have the same key and beta = 1. Every token overwrites the previous
+# value. The prediction then cancels the state's contribution to dg, and the rounding errors of 16-bit states
+# remain.
 FORGETFUL = {"dg": 0.05}
-# One key with beta = 2 and no decay: every token reflects the state. Nothing is forgotten, so each rounding
-# of u to 16 bits adds up over the sequence (matrix/results/holes-delta-* also records fla). float32 must
-# still meet 1e-4, as in all cases.
+# Tolerances of cases in which all tokens have the same key, beta = 2 and no decay: every token reflects the
+# state. Nothing is forgotten, so the errors of rounding u to 16 bits add up over the sequence. Here, u is beta
+# times (v minus its prediction). The record matrix/results/holes-delta-* has the errors of fla and flashlin in
+# this case. float32 must still meet 1e-4, as in all cases.
 REFLECTED = {"*": 0.6, "d*": 0.6, "dbeta": 0.6}
 
 
@@ -83,7 +85,8 @@ CASES: list[Case] = [*_family(Op("chunk_delta_rule", rule, reference, TOLERANCES
 def _of_rows(of: Values, first: Callable[[int], int]) -> Values:
     """Return a function that draws values with one row per token, for q or g of the delta product.
 
-    k, v and beta have n rows per token. The function draws n rows per token and keeps the row first(n).
+    k, v and beta have n rows per token. The function also draws n rows per token with ``of``, but keeps only
+    row number first(n) of each token.
     """
     return lambda draw, shape: of(draw, shape.replace("T", "T*n"))[:, first(draw.size("n"))::draw.size("n")]
 

@@ -1,7 +1,7 @@
 """Cases of the delta rules with a decay for each key channel, including Gated DeltaNet 2.
 
-Some cases have strong next to weak decays, similar keys, and vectors a and b as fla's layers compute them.
-Other cases have states, packed sequences and odd sizes.
+Some cases have strong decays next to weak ones, similar keys, and vectors a and b as fla's layers compute
+them. Other cases have states, packed sequences and odd sizes.
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dg": 0.02, "dgk": 0.02, "dw": 0.02, "dbeta": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# Tolerances of cases in which all tokens have the same key. Each token overwrites its value (FORGETFUL) or,
-# with a rate of 2 and no decay, negates it (REFLECTED). Terms of the gradients then cancel, and 16-bit rounding
-# errors stay in the state. float32 must still meet 1e-4, as in all cases.
+# Tolerances of cases in which all tokens have the same key or similar keys. Each token overwrites the value
+# of the key (FORGETFUL) or, with a rate of 2 and no decay, negates it (REFLECTED). Terms of the gradients
+# then cancel, and 16-bit rounding errors stay in the state. float32 must still meet 1e-4, as in all cases.
 FORGETFUL = {"dbeta": 0.06, "dg": 0.05, "dgk": 0.05, "da": 0.02, "db": 0.02}
 REFLECTED = dict.fromkeys(("*", "d*", "dg", "dgk", "dbeta"), 0.1)
 
@@ -37,9 +37,10 @@ def _minus_read(draw: Draw, shape: str) -> Tensor:
 
 
 def _back(draw: Draw, shape: str) -> Tensor:
-    """Return the vectors b: -a times the rate that the case's setting ``rate`` gives.
+    """Return the vectors b: -a times a rate of the kind in the case's setting ``rate``.
 
-    With the setting ``free``, b is an independent random vector of length 0.5.
+    A random rate has one value per channel. With the setting ``free``, b is an independent random vector of
+    length 0.5.
     """
     share = draw(shape).sigmoid() if draw["rate"] == "random" else float(draw["rate"])
     return F.normalize(draw(shape), dim=-1) / 2 if draw["free"] else draw.kept["read"] * share
@@ -59,8 +60,8 @@ def _beta(draw: Draw, shape: str) -> Tensor:
 DECAY = Input("B T HV K", decays(size=4.0), FLOAT32)
 STATE = delta.REST["initial_state"]
 VECTORS = {"a": Input("B T HV K", _minus_read), "b": Input("B T HV K", _back)}
-# keys: one of KEYS. rate: kind of beta; for DPLR, the factor of the read vector in b. raw: gates become
-# decays inside the op. free: b is independent of a.
+# keys: one of KEYS. rate: kind of beta; for DPLR, kind of the factor of -a in b. raw: gates become decays
+# inside the op. free: b is independent of a.
 FACTS = {**delta.FACTS, "B": 1, "HV": "H", "free": False}
 kda = Maker({**delta.QKV, "g": DECAY, "beta": Input("B T HV", _beta, FLOAT32), "A_log": delta.REST["A_log"],
              "dt_bias": Input("HV*K", dtype=FLOAT32, when="raw"), "initial_state": STATE}, FACTS)

@@ -1,6 +1,6 @@
 """Cases of gated linear attention and of RWKV-6.
 
-Strong and weak decays are next to each other. Other cases have states, packed sequences and odd sizes.
+Some cases have strong decays next to weak ones. Other cases have states, packed sequences and odd sizes.
 """
 from __future__ import annotations
 

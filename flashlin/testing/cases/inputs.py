@@ -22,10 +22,11 @@ STRENGTHS = (-math.inf, -1e9, -1e6, -1e4)
 
 
 def with_resets(g: Tensor) -> Tensor:
-    """Set log decays of all STRENGTHS at some tokens of g [B, T, ...], in place, and return g.
+    """Make some tokens of the log decays g [B, T, ...] forget everything, in place, and return g.
 
-    The tokens include neighbours, both sides of a chunk boundary and the last token. Every other head or
-    channel also forgets everything at its first token, so that its initial state has no effect.
+    The log decays of these tokens are the values of STRENGTHS in turn. The tokens include neighbours, both
+    sides of a chunk boundary and the last token. Every other head or channel also forgets everything at its
+    first token, so that its initial state has no effect.
     """
     T, strengths = g.shape[1], cycle(STRENGTHS)
     for t in (3, 4, 29, 31, 32, 63, 64, 77, T - 1):
@@ -65,7 +66,7 @@ class Draw:
 
     generator: torch's generator.
     facts: the settings.
-    kept: values that several tensors share.
+    kept: tensors that a ``Values`` function stores by name, so that another one can use them.
     """
 
     def __init__(self, generator: torch.Generator, facts: Mapping[str, Any]) -> None:

@@ -27,8 +27,9 @@ SCAN = {"*": 0.005, "d*": 0.008, "ddt": 0.02, "dA": 0.02, "dD": 0.02, "ddt_bias"
 # x, B and C are rounded between the convolution and the scan, y before its norm and its projection.
 LAYER = {**SCAN, "*": 0.01, "d*": 0.016}
 # A constant that is added to dt before its softplus, by kind of step. ``usual``: about 0.1 after the
-# softplus, as layers initialise dt. ``large``: decays down to e^-50. ``tiny``. ``positive``: for calls
-# without softplus. ``forgetting``: usual steps, but some heads or channels keep nothing.
+# softplus, as layers initialise dt. ``large``: decays down to e^-50. ``tiny``: about 1e-4 after the softplus.
+# ``positive``: for calls without softplus. ``forgetting``: usual steps, but some heads or channels keep
+# nothing.
 STEPS = {"usual": -2.0, "large": 3.0, "tiny": -9.0, "positive": 0.0, "forgetting": -2.0}
 UPDATE = ("y", "y_of_the_kernel", "state", "state_too")
 
@@ -344,10 +345,11 @@ _rmsnorm, _layernorm = (
     Op(name, _make_norm, partial(norm_reference, kind=kind), SCAN, {"y": "rows D"}, {"bias": None})
     for name, kind in (("rmsnorm_fn", "rms"), ("layernorm_fn", "layer")))
 VARLEN, ONLY_Y = {"return_varlen_states": True}, {"return_final_states": False}
-# The case gate-first has 16 heads, because the norm enlarges rounding errors. At the first tokens of a
-# sequence y is little more than D x. With two heads per group and a small D, the norm divides by nearly 0,
-# which enlarges the rounding of B and C to 16 bits. Over 12 seeds, the error of dconv1d_weight is up to 0.019
-# (with P = 64 up to 0.034); with eight heads it is up to 0.005.
+# The case gate-first has 16 heads, so eight per group, because the norm enlarges rounding errors. At the
+# first tokens of a sequence, y is little more than D x. With the usual two heads per group and small values
+# of D, the norm divides by nearly 0, which enlarges the rounding of B and C to 16 bits. Over 12 seeds, the
+# error of dconv1d_weight is then up to 0.019 (up to 0.034 if a head has 64 columns). With eight heads per
+# group, it is up to 0.005.
 GATE_FIRST, LINEAR = {"norm_before_gate": False}, {"activation": None}
 CASES: list[Case] = [
     _scan("random", quick=True), _scan("bare", given=(), T=70),

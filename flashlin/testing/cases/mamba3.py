@@ -13,7 +13,8 @@ from flashlin.testing.cases.op import Op
 from flashlin.testing.compare import Case
 
 STATES = ("angle_state", "ssm_state", "k_state", "v_state")
-# k and v are rounded to 16 bits twice, also before the scan. Gradients are sums of many such values.
+# The rotated q and k are rounded to 16 bits before the scan, and the scan rounds its operands again.
+# Gradients are sums of many such values.
 TOLERANCES = {"*": 0.008, "d*": 0.012, "dADT": 0.02, "dDT": 0.03, "dTrap": 0.02, "dAngles": 0.03, "dD": 0.02,
               "dQ_bias": 0.02, "dK_bias": 0.02, "dangle_state": 0.03}
 

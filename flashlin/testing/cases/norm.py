@@ -62,7 +62,7 @@ def reference(
     num_groups: int = 1, activation: str = "swish", is_rms_norm: bool = False,
     prenorm: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute a norm in float64; with ``prenorm``, return also the sum of x and the residual.
+    """Compute a norm in float64; with ``prenorm``, also return the sum of x and the residual.
 
     kind: ``layer``, ``rms`` or ``l2``, the kind of the op.
     eps: default eps of the op.
@@ -90,7 +90,8 @@ for _norm in (_layer, _rms, _l2):
               _norm("eps", {"eps": 0.1}), _norm("one-row", shape=(1, 64)),
               _norm("flat", shape=(96,)), _norm("heads", shape=(2, 37, 3, 64)),
               *(_norm(f"D={_D}", shape=(_rows_of, _D)) for _D, _rows_of in ROWS.items())]
-# More rows than a large GPU runs programs, so each program sums the weight gradients of several rows.
+# These cases have more rows than a large GPU runs programs at once. So each program sums the weight gradients
+# of several rows.
 CASES += [_layer("many-heads", shape=(20000, 64)),
           _rms("many-rows", shape=(300, 5000))]
 CASES += [_layer("shifted", kind="shifted"),
@@ -117,8 +118,8 @@ for _norm in (_layer_gated, _rms_gated):
               _norm("residual", residual="same"),
               _norm("prenorm", {"prenorm": True, "residual_in_fp32": True}, residual="float32"),
               _norm("prenorm-no-residual", {"prenorm": True, "activation": "silu"}, bias="")]
-# Group sizes that divide a program's tile of columns, and sizes that do not. More rows than a large GPU has
-# programs that share them.
+# Some cases have group sizes that divide a program's tile of columns, and others do not. The case many-rows
+# has more rows than a large GPU runs programs at once.
 CASES += [_group("random", {"num_groups": 4}, True), _group("one-group"),
           _group("is-rms-norm", {"num_groups": 2, "is_rms_norm": True}),
           _group("groups-of-one", {"num_groups": 6, "is_rms_norm": True}, shape=(50, 6)),

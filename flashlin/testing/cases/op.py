@@ -22,14 +22,15 @@ WITHOUT_EFFECT = {"safe_gate", "disable_recompute", "use_graph", "return_interme
 class Op(NamedTuple):
     """The properties that the cases of one op share.
 
-    A call with the special properties of one case returns that Case.
+    An Op is callable: it takes the special settings and options of one case, and returns that Case.
 
     name: public name of the op.
     make: declares the tensors.
     reference: the op in float64, with the op's own names for tensors and options.
     tolerances: see Case.
-    outputs: names of the outputs of op and reference. A mapping also gives their shapes, for ops without
-        their own call in tests/isolation.py; "" for outputs that only some calls return.
+    outputs: names of the outputs of op and reference. A mapping also gives the shape of each output, from
+        which tests/isolation.py declares a call of the op. The shape is "" for an output that only some calls
+        return.
     always: options of every call, which do not change results.
     call: called instead of the op, if a case needs more than a call with its tensors and options.
     constant: names of the tensors without gradients.

@@ -25,8 +25,8 @@ from flashlin.testing.compare import Case, Tensors
 
 TOLERANCES = {"*": 0.006, "d*": 0.008, "dbeta": 0.02, "dg": 0.02, "dgk": 0.02, "dgv": 0.02, "dA_log": 0.02,
               "ddt_bias": 0.02}
-# Tensors to hold constant in a case without gradients. There the kernel computes the norms, the gate and the
-# sigmoid itself, and the states may be a pool.
+# Tensors to hold constant in a case without gradients. In such a case the kernel computes the norms, the gate
+# and the sigmoid itself, and the states may be a pool.
 INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "p", "u", "A_log", "dt_bias",
              "initial_state")
 
@@ -34,7 +34,8 @@ INFERENCE = ("q", "k", "v", "r", "w", "beta", "g", "gk", "gv", "kk", "a", "b", "
 def forward_in_parts(case: Op, D: int) -> Case:
     """Return a case without gradients in which each program computes all columns of a state of D x D.
 
-    It needs many sequences and heads. Without gradients the float64 reference fits in memory.
+    Programs compute all columns only if there are many sequences and heads. The case has no gradients, so
+    that its float64 reference fits in memory.
     """
     return case._replace(constant=INFERENCE)(f"in-parts-forward-{D}", gate=sequences.SLOW, B=16, T=1600,
                                              H=128 // D, K=D, V=D)
@@ -42,7 +43,8 @@ def forward_in_parts(case: Op, D: int) -> Case:
 
 def _gate(draw: Draw, shape: str) -> Tensor:
     decay = draw.decay(draw["g"], shape)
-    # With `raw`, both are drawn, because the tensors drawn later depend on the number of draws.
+    # With `raw`, draw both the decay and the gate, because tensors that are drawn later depend on the number
+    # of draws.
     return inputs.raw_gates(draw["g"], 8 * draw(shape)) if draw["raw"] else decay
 
 
@@ -182,7 +184,8 @@ OTHERS = {"a": Input("B T HV K", _minus_unit, when="given"), "b": Input("B T HV 
           "gamma": Input("HV", lambda draw, shape: -draw.uniform(shape), FLOAT32, "given"),
           "gk": Input("B T HV K", WEAK, FLOAT32, "given"), "gv": Input("B T HV V", WEAK, FLOAT32, "given"),
           "u": Input("HV K", dtype=FLOAT32, when="given")}
-# unsigned: a and b are as in the layer: a vector and its rate.
+# unsigned: a is a vector and b its rate per channel, as in the layer of RWKV-7. Otherwise a is the negative
+# vector, and b is the vector times the rate.
 _other_make = Maker(OTHERS, {"B": 1, "T": 5, "HV": 2, "K": 16, "V": 24, "gate": "random", "unsigned": False,
                               "bounds": torch.int64})
 
@@ -197,7 +200,7 @@ def call_other(**given: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _before(k: Tensor, before: bool = False, **rest: Any) -> tuple[Tensor, Tensor]:
-    """Compute linear attention in which a token reads the state before it is stored (a bonus of 0)."""
+    """Compute linear attention; with ``before``, a token reads the state before its own update (bonus 0)."""
     return recurrence_of_decays(k=k, **rest, **({"u": k.new_zeros(k.shape[2:])} if before else {}))
 
 

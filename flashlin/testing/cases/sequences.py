@@ -41,16 +41,17 @@ def outputs(
 
     It applies the op's options before and after its recurrence, without any code of the op itself.
 
-    names: the op's names of tensors, keyed by the recurrence's names, where they differ. NAMES are added.
+    names: the op's names of tensors that differ from the recurrence's, keyed by the recurrence's names. Names
+        in NAMES need not be given.
     scale: None for K ** -0.5.
-    given: the op's tensors, and options that the recurrence has itself.
+    given: the op's tensors, and options to pass on to the recurrence.
     """
     ours = {theirs: ours for ours, theirs in {**NAMES, **names}.items()}
     x = {ours.get(name, name): value for name, value in given.items()}
     if use_qk_l2norm_in_kernel:
         x |= {name: normalise("l2", x[name], eps=1e-6)[0] for name in ("q", "k")}
     if use_gate_in_kernel:
-        name = "g" if "g" in x else "gk"  # decays of heads, or KDA's of channels
+        name = "g" if "g" in x else "gk"  # one decay per head, or one per channel as in KDA
         rule = gate_of_heads if x[name].ndim == 3 else gate
         x[name] = rule(x[name], x.pop("A_log", None), x.pop("dt_bias"), lower_bound)
     if use_beta_sigmoid_in_kernel:

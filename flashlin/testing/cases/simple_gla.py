@@ -19,7 +19,7 @@ from flashlin.testing.compare import Case
 
 TOLERANCES = {"*": 0.005, "d*": 0.008, "dg": 0.02}
 LAYER: dict[str, Any] = {"layer_idx": 3, "num_layers": 12}
-# Decays that are built into an op, for head h of H. ALWAYS: options that all its calls have.
+# Decays that are built into an op, for head h of H. ALWAYS: options of every call of an op.
 SLOPES: dict[str, Callable[[int, int], float]] = {
     "retention": lambda h, H: math.log1p(-2.0 ** (-5 - h)),
     "lightning_attn": lambda h, H: -(8 / H) * (1 - LAYER["layer_idx"] / LAYER["num_layers"]) * h}
@@ -123,7 +123,8 @@ for _mode in ("chunk_", "fused_recurrent_"):
     for _kind in ("simple_gla", "retention", "linear_attn", "lightning_attn"):
         CASES += _family(_op(_mode, _kind))
     CASES.append(_normalized(_mode))
-# The other ops use the same kernels, so their cases test only how arguments are passed on, and the scores.
+# The other ops use the same kernels. So their cases test only that arguments reach the kernels, and the
+# attention scores.
 for _kind in ("simple_gla", "retention", "linear_attn"):
     _fused = _op("fused_chunk_", _kind)
     CASES += [_fused("random", quick=True, T=70), _fused("packed", edges=(0, 1, 1, 66, 70))]
@@ -136,6 +137,6 @@ _parallel, _chunk = _op("parallel_", "simple_gla"), _op("chunk_", "simple_gla")
 CASES += [_normalized("fused_chunk_"), _op("fused_chunk_", "simple_gla")("resets", gate="resets", T=70, B=1),
           _parallel("g=0", gate="0"), _parallel("g=-20", gate="-20"), _parallel("resets", gate="resets")]
 # Heads up to the widest that kernels support, and sizes just above a power of two. Only chunk_simple_gla has
-# them, because the ops share the plumbing.
+# these cases, because the other chunked ops run the same code.
 CASES += [_chunk(f"K={_K},V={_V}", K=_K, V=_V, B=1, T=80)
           for _K, _V in ((256, 256), (512, 64), (64, 512), (129, 20))]
