@@ -153,6 +153,10 @@ OPS: dict[str, list[Op]] = {
     "delta_rule": _both("delta_rule", "q k:unit v beta"),
     "simple_gla": _both("simple_gla", "q k v g", refused=True),
     "retention": _both("retention", "q k v"),
+    "linear_attn": [Op("chunk_linear_attn", "fla.ops.linear_attn", "q k v", SHAPES[:2],
+                       options=(("normalize", False),))],
+    "lightning_attn": [Op("chunk_lightning_attn", "fla.ops.lightning_attn", "q k v", SHAPES[:2],
+                          options=(("layer_idx", 4), ("num_layers", 12)))],
     "gla": _both("gla", "q k v g:gk", decoding="q k v gk"),
     "kda": [
         *_both("kda", "q k:unit v g:gk beta", backends="TileLang"),
