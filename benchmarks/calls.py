@@ -35,6 +35,8 @@ class Shape(NamedTuple):
         """Return the size of a dimension that ROLES names."""
         if dimension.isdigit():
             return int(dimension)
+        if "*" in dimension:
+            return math.prod(map(self.size, dimension.split("*")))
         if dimension == "2T":  # rows of a delta product with two steps per token
             return 2 * self.T
         return self.HV or self.H if dimension == "HV" else int(getattr(self, dimension))
@@ -57,7 +59,11 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     "channels": ("B H T", BF16), "channels_last": ("B H T", BF16), "poles": ("H D", FP32),
     "columns": ("B D T", BF16), "weights": ("H", FP32),
     # norms and the convolution
-    "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16)}
+    "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16),
+    # inputs as layers pass them: raw gates and logits, and the parameters of a gate
+    "raw_g": ("B T HV", BF16), "raw_gk": ("B T HV D", BF16), "logits": ("B T HV", BF16), "A_log": ("HV", FP32),
+    "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
+    "raw_dt": ("B T H", BF16), "skip": ("H", FP32), "dt_bias_h": ("H", FP32)}
 
 
 class Op(NamedTuple):
@@ -73,6 +79,9 @@ class Op(NamedTuple):
         (https://github.com/fla-org/flash-linear-attention/issues/640).
     gradients: also time a backward.
     keeps: request the final state.
+    layer: the layer or model whose arguments the call has; "" for a plain call.
+    backends: other packages that fla calls by default for this op, if they are installed. Such an op is also
+        compared with fla's own Triton kernels.
     small: a shape for trying the benchmark itself.
     """
     name: str
@@ -84,11 +93,18 @@ class Op(NamedTuple):
     refused: bool = False
     gradients: bool = True
     keeps: bool = False
+    layer: str = ""
+    backends: str = ""
     small: Shape = Shape(1, 66, 2, 16)
 
     @property
     def peer(self) -> str:
         return self.home.partition(".")[0]
+
+    @property
+    def label(self) -> str:
+        """The name of the op, and the layer whose call it is."""
+        return self.name + (f", as {self.layer} calls it" if self.layer else "")
 
     @property
     def roles(self) -> dict[str, str]:
@@ -118,23 +134,53 @@ def _both(family: str, arguments: str, decoding: str = "", more: tuple[Shape, ..
                gradients=False, keeps=True, small=Shape(2, 1, 2, 16))]
 
 
+# Heads of q and k that several heads of v share, as in Qwen3-Next and Qwen3.5.
+GROUPED = (Shape(1, 8192, 16, 128, HV=32), Shape(1, 8192, 16, 128, HV=64))
+LOWEST = -math.exp(-0.5)  # the lowest log decay of RWKV-7
 # Ops by the name of their family, as the option --op takes it.
 OPS: dict[str, list[Op]] = {
-    "gated_delta_rule": _both("gated_delta_rule", "q k:unit v g beta", more=(Shape(1, 8192, 16, 128, HV=48),),
-                              refused=True),
+    "gated_delta_rule": [
+        *_both("gated_delta_rule", "q k:unit v g beta", more=(Shape(1, 8192, 16, 128, HV=48),), refused=True,
+               backends="FlashQLA, TileLang"),
+        Op("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", "q k v g beta", SHAPES + GROUPED,
+           options=(("use_qk_l2norm_in_kernel", True),), refused=True, layer="Qwen3-Next",
+           backends="FlashQLA, TileLang"),
+        Op("chunk_gated_delta_rule", "fla.ops.gated_delta_rule",
+           "q k v g:raw_g beta:logits A_log dt_bias", SHAPES[:2],
+           options=(("use_qk_l2norm_in_kernel", True), ("use_beta_sigmoid_in_kernel", True),
+                    ("use_gate_in_kernel", True), ("state_v_first", True)),
+           refused=True, layer="GatedDeltaNet", backends="TileLang")],
     "delta_rule": _both("delta_rule", "q k:unit v beta"),
     "simple_gla": _both("simple_gla", "q k v g", refused=True),
     "retention": _both("retention", "q k v"),
+    "linear_attn": [Op("chunk_linear_attn", "fla.ops.linear_attn", "q k v", SHAPES[:2],
+                       options=(("normalize", False),))],
+    "lightning_attn": [Op("chunk_lightning_attn", "fla.ops.lightning_attn", "q k v", SHAPES[:2],
+                          options=(("layer_idx", 4), ("num_layers", 12)))],
     "gla": _both("gla", "q k v g:gk", decoding="q k v gk"),
-    "kda": _both("kda", "q k:unit v g:gk beta"),
+    "kda": [
+        *_both("kda", "q k:unit v g:gk beta", backends="TileLang"),
+        Op("chunk_kda", "fla.ops.kda", "q k v g:raw_gk beta:logits A_log dt_bias:dt_bias_k",
+           (*SHAPES, Shape(8, 2048, 16, 128)),
+           options=(("use_qk_l2norm_in_kernel", True), ("use_gate_in_kernel", True),
+                    ("use_beta_sigmoid_in_kernel", True), ("safe_gate", True), ("lower_bound", -5.0),
+                    ("state_v_first", True)),
+           layer="KimiDeltaAttention", backends="TileLang")],
     "gdn2": _both("gdn2", "q k:unit v g:gk b:erase w:write"),
     "comba": _both("comba", "q k:unit v p:unit g beta"),
     "gated_delta_product": [Op("chunk_gated_delta_product", "fla.ops.gated_delta_product",
                                "q k:units v:values g beta:betas", SHAPES, options=(("num_householder", 2),))],
-    "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus"),
-    "rwkv7": _both("rwkv7", "r:q w:gk k v a b"),
-    "mamba2": [Op("mamba_chunk_scan_combined", MAMBA2, "x:v dt A:pole B:shared C:shared",
-                  (Shape(8, 2048, 80, 64),), options=(("chunk_size", 256),))],
+    "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus", backends="TileLang"),
+    "rwkv7": [
+        *_both("rwkv7", "r:q w:gk k v a b", backends="TileLang"),
+        Op("chunk_rwkv7", "fla.ops.rwkv7", "r:q w:rwkv7_w k v a b",
+           (Shape(4, 4096, 32, 64), Shape(1, 32768, 16, 64), Shape(1, 8192, 32, 64)),
+           options=(("scale", 1.0), ("safe_gate", True), ("lower_bound", LOWEST), ("chunk_size", 64)),
+           layer="RWKV7Attention", backends="TileLang")],
+    "mamba2": [Op("mamba_chunk_scan_combined", MAMBA2,
+                  "x:v dt:raw_dt A:pole B:shared C:shared D:skip dt_bias:dt_bias_h",
+                  (Shape(8, 2048, 80, 64), Shape(1, 32768, 80, 64)),
+                  options=(("chunk_size", 256), ("dt_softplus", True)), layer="Mamba2")],
     "mamba3": [Op("mamba3_siso_combined", MAMBA3,
                   "Q:shared K:shared V:v ADT:decays DT:steps Trap:traps Q_bias:bias K_bias:bias "
                   "Angles:angles D:weights Z:v", (Shape(8, 2048, 32, 64),))],
@@ -172,7 +218,7 @@ def cases(family: str, small: bool = False, shapes: Sequence[str] = ()) -> dict[
     for op in OPS[family]:
         for one in (op.small,) if small else op.shapes:
             if not shapes or str(one) in shapes:
-                found[f"{op.name} {one} {op.output}"] = op, one
+                found[f"{op.label} {one} {op.output}"] = op, one
     return found
 
 
@@ -201,6 +247,15 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
             return -0.1 * draw(role, torch.rand)
         if role in ("pole", "poles"):
             return -draw(role, torch.rand) - 0.5
+        if role == "raw_dt":  # steps of about 0.02 after softplus
+            return draw(role) - 4
+        if role == "rwkv7_w":
+            return LOWEST * draw(role).sigmoid()
+        if role in ("A_log", "skip"):  # the values with which training begins
+            return torch.full_like(draw(role), role == "skip")
+        if role.startswith("dt_bias"):  # inverse softplus of steps between 0.001 and 0.1, evenly in the logarithm
+            step = torch.exp(draw(role, torch.rand) * math.log(100) + math.log(0.001))
+            return step + torch.log(-torch.expm1(-step))
         return draw(role)
     tensors: dict[str, Any] = {name: made(role).to(ROLES[role][1]).requires_grad_(op.gradients)
                                for name, role in op.roles.items()}

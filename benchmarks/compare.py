@@ -1,77 +1,44 @@
-"""Compare ops of flashlin with fla, mamba_ssm and FlashQLA, on the same work in one process.
+"""Compare ops of flashlin with fla, mamba_ssm, FlashQLA and cuDNN, on the same work in one process.
 
     python -m benchmarks.compare --op gated_delta_rule --out benchmarks/results [--warm-fla 16]
     python -m benchmarks.compare --op gla --op rwkv6 --shape 1x32768x8x128
+    python -m benchmarks.compare --op kda --calls layers              only the calls that layers make
     python -m benchmarks.compare --op gla --device cpu --small        try the script itself
 
 It times forward, and forward with backward, at the shapes of benchmarks/calls.py; benchmarks/timing.py
 describes the method. The packages take turns. The floor of a call is the time in which this GPU copies the
-bytes that the call must move (``calls.floor``).
+bytes that the call must move (``calls.floor``). Each package's output is compared with flashlin's.
 
-fla's autotuning takes minutes. With ``--warm-fla N``, N processes first fill Triton's cache together
-(matrix/warming.py). The configurations that fla's tuners choose are stored in ``fla-winners-*.json`` next to
-the record (mamba_ssm's in a separate file). If that file exists, nothing is tuned again. Each configuration
-is timed for a quarter of the usual time (``warming.hurry``).
+fla runs twice: as it is installed, when it may call FlashQLA and TileLang, and with its Triton kernels alone
+(benchmarks/sides.py). fla's autotuning takes minutes. With ``--warm-fla N``, N processes first fill Triton's
+cache together (matrix/warming.py). The configurations that fla's tuners choose are stored in
+``fla-winners-*.json`` next to the record (mamba_ssm's in a separate file). If that file exists, nothing is
+tuned again. Each configuration is timed for a quarter of the usual time (``warming.hurry``).
 
-fla refuses the backward of its scalar gates on Hopper with Triton 3.4 to 3.7.0
-(https://github.com/fla-org/flash-linear-attention/issues/640). This process switches the refusal off, and the
-row is marked (``refused``). fla's dispatch to other packages is switched off, so that its column measures
-fla's own kernels.
+fla's Triton kernels refuse the backward of scalar gates on Hopper with Triton 3.4 to 3.7.0
+(https://github.com/fla-org/flash-linear-attention/issues/640). The refusal is switched off for Triton alone,
+and the row is marked (``refused``). As installed, fla refuses unless TileLang computes that backward.
 """
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
-import os
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import timing
-from benchmarks.calls import OPS, Op, Shape, cases, floor, inputs, runs
+from benchmarks.calls import OPS, Op, Shape, cases, floor, inputs, output, runs
 from benchmarks.first import CHUNKED
+from benchmarks.sides import FLA, PACKAGES, TRITON, refuses, sides
 from benchmarks.winners import Winners
 from flashlin.compat import target
 from matrix import record, warming
-from matrix.peer_table import module_of
 
 RESULTS = Path(__file__).parent / "results"
-DOORS = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0", "FLA_TILELANG": "0"}
-Function = Callable[..., Any]
-
-
-def sides(op: Op, shape: Shape) -> dict[str, Function | str]:
-    """Return the function of each package, or the reason why it is missing."""
-    import flashlin
-    found: dict[str, Function | str] = {"flashlin": getattr(flashlin, op.name)}
-    loaders: dict[str, Callable[[], Function]] = {op.peer: lambda: getattr(module_of(op.home), op.name)}
-    if op.name == "chunk_gated_delta_rule" and shape.D == 128:
-        loaders["FlashQLA"] = lambda: partial(importlib.import_module("flash_qla").chunk_gated_delta_rule,
-                                              auto_cp=True)
-    for name, load in loaders.items():
-        try:
-            found[name] = load()
-        # The other package is missing or broken here. Its column shows the reason.
-        except Exception as error:
-            found[name] = record.raised(error).removeprefix("error: ")
-    return found
-
-
-def stop_refusing() -> bool:
-    """Switch fla's refusal off, and return True if fla would have refused on this machine."""
-    try:
-        module: Any = importlib.import_module("fla.ops.common.chunk_o")
-    except Exception:  # fla's column shows the reason
-        return False
-    refuses = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
-    module.IS_NVIDIA_HOPPER = False
-    return bool(refuses)
 
 
 def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> dict[str, Any]:
@@ -84,7 +51,8 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
     calls = {name: runs(function, op, shape, device, given) for name, function in found.items()
              if not isinstance(function, str)}
     floors = {what: 1e3 * size / speed for what, size in floor(op, shape).items()}
-    row: dict[str, Any] = {"op": op.name, "shape": str(shape), **shape._asdict(), "arguments": op.arguments}
+    row: dict[str, Any] = {"op": op.name, "layer": op.layer, "shape": str(shape), **shape._asdict(),
+                           "arguments": op.arguments, "options": dict(op.options), "backends": op.backends}
     for what, least in floors.items():
         row[what] = {"floor_ms": float(f"{least:.4g}"),
                      **{name: {"failed": why} for name, why in found.items() if isinstance(why, str)},
@@ -92,7 +60,17 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
         for figures in row[what].values():
             if isinstance(figures, dict) and "device_ms" in figures:
                 figures["share"] = float(f"{least / figures['device_ms']['median']:.4g}")
+    differences(row["forward"], {name: of["forward"] for name, of in calls.items()})
     return row
+
+
+def differences(row: dict[str, Any], calls: dict[str, Any]) -> None:
+    """Add to each package's figures how far its output is from flashlin's: the relative L2 distance."""
+    right = output(calls["flashlin"]()).float() if "failed" not in row["flashlin"] else None
+    for name, call in calls.items():
+        if right is not None and name != "flashlin" and "failed" not in row[name]:
+            distance = (output(call()).float() - right).norm() / right.norm()
+            row[name]["differs"] = float(f"{distance.item():.2g}")
 
 
 def first(op: Op, device: str) -> dict[str, Any]:
@@ -118,7 +96,7 @@ def called(op: Op, shape: Shape, device: str) -> str:
     """
     raised = []
     for name, function in sides(op, shape).items():
-        if isinstance(function, str) or name == "FlashQLA":  # not a Triton kernel
+        if isinstance(function, str) or name == "cuDNN":  # its kernels are not kept on disk
             continue
         for call in runs(function, op, shape, device).values():
             try:
@@ -130,7 +108,7 @@ def called(op: Op, shape: Shape, device: str) -> str:
 
 def told(row: dict[str, Any]) -> str:
     """Return a row as text for the terminal."""
-    lines = [f"{row['op']} {row['shape']}" + (", fla's refusal off" if row["refused"] else "")]
+    lines = [f"{row['name']}" + (f", {TRITON} would refuse its backward" if row["refused"] else "")]
     for what in ("forward", "both"):
         for name, figures in row.get(what, {}).items():
             if name == "floor_ms":
@@ -143,6 +121,7 @@ def told(row: dict[str, Any]) -> str:
             if "launches" in figures:
                 parts.append(f"host {figures['launches']['median']:5.1f} launches")
             parts += [f"{figures['peak_mb']:.0f} MB"] if "peak_mb" in figures else []
+            parts += [f"differs by {figures['differs']:.1e}"] if "differs" in figures else []
             lines.append(f"  {what:8} {name:9} " + "  ".join([*parts, figures["how"]]))
     return "\n".join(lines)
 
@@ -163,6 +142,8 @@ def parsed() -> argparse.Namespace:
                          help="family of ops (repeatable, which saves the start of a process)")
     options.add_argument("--shape", action="append", default=[],
                          help="only this shape, as in the table: 1x32768x8x128 (repeatable)")
+    options.add_argument("--calls", default="all", choices=("all", "layers", "plain"),
+                         help="layers: only the calls with a layer's arguments; plain: only the others")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options.add_argument("--small", action="store_true", help="use small sizes, to try the script itself")
     options.add_argument("--rounds", type=int, default=9)
@@ -185,24 +166,24 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    os.environ.update(DOORS)
     warming.hurry()
-    families = {family: cases(family, given.small, given.shape) for family in given.op}
+    families = {family: {name: (op, shape) for name, (op, shape) in cases(family, given.small, given.shape).items()
+                         if given.calls == "all" or bool(op.layer) == (given.calls == "layers")}
+                for family in given.op}
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
-    versions = {package: record.version(name) for package, name in (
-        ("fla", "fla-core"), ("mamba_ssm", "mamba_ssm"), ("FlashQLA", "flash-qla"))}
+    versions = {package: record.version(name) for package, name in PACKAGES.items()}
     peer = OPS[given.op[0]][0].peer
     file = given.winners or record.place(given.out or RESULTS, f"{peer}-winners", card)
     winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
                              peer: versions[peer]}, (peer,))
-    refused = stop_refusing()
+    refused = peer == FLA and refuses()
     if given.fill:
         every = {name: case for chosen in families.values() for name, case in chosen.items()}
         warming.walk(list(every), given.fill, lambda name: called(*every[name], given.device))
         return
     if given.warm_fla:
         arguments = [*(f"--op={op}" for op in given.op), *(f"--shape={shape}" for shape in given.shape),
-                     "--device", given.device, "--winners", str(file),
+                     "--device", given.device, "--winners", str(file), "--calls", given.calls,
                      *(["--small"] if given.small else [])]
         print(warming.fill("benchmarks.compare", *arguments, processes=given.warm_fla,
                            seconds=given.warm_seconds), flush=True)

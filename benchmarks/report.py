@@ -1,12 +1,12 @@
 """Tables in markdown and plots in SVG of the recorded benchmarks, for docs/benchmarks.
 
-``python -m tools.documents`` inserts them.
+``python -m tools.documents`` writes them. The records are those of benchmarks/compare.py, context.py, invariant.py
+and training.py.
 """
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,11 +15,12 @@ from xml.sax.saxutils import escape
 from matrix import markdown
 
 RESULTS = Path(__file__).parent / "results"
-PLOT = Path(__file__).parents[1] / "docs" / "speed.svg"
-CURVES = PLOT.with_name("training.svg")
-PAGE = PLOT.parent / "benchmarks" / "index.md"
-PLOTTED = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x4096x16")
-NONE = "-"
+DOCS = Path(__file__).parents[1] / "docs"
+PLOT, CURVES = DOCS / "speed.svg", DOCS / "training.svg"
+# Of the plain calls, the overview shows these shapes.
+MAIN = ("4x4096x32x128", "1x32768x8x128", "8x2048x80x64", "8x2048x32x64", "8x2048x4096x16")
+OURS, FLA, TRITON, NONE = "flashlin", "fla", "fla (Triton)", "-"
+PASSES = {"forward": "forward", "both": "with backward"}
 Record = dict[str, Any]
 
 
@@ -27,42 +28,142 @@ def records(folder: Path = RESULTS) -> list[Record]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("speed-*.json"))]
 
 
-class Pair(NamedTuple):
-    """One row of a record, seen as a comparison of flashlin with one other package.
+class Row(NamedTuple):
+    """One measured call of a record.
 
-    row: the row.
-    other: name of the package.
+    record: the record: card, versions, date.
+    row: the call, with the figures of each package for ``forward`` and ``both``.
     """
+    record: Record
     row: dict[str, Any]
-    other: str
 
     @property
     def name(self) -> str:
-        return str(self.row["op"]) + (", channels last" if "channels_last" in self.row["arguments"] else "")
+        layout = ", channels last" if "channels_last" in self.row["arguments"] else ""
+        layer = f", {self.row['layer']}" if self.row.get("layer") else ""
+        return f"`{self.row['op']}`{layout}{layer}"
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.row["forward"] if name not in (OURS, "floor_ms")]
 
     def figures(self, what: str, side: str) -> dict[str, Any]:
-        """Return the metrics of a side for ``forward`` or ``both``; {} if it has none."""
+        """Return the figures of a package for ``forward`` or ``both``; {} if it has none."""
         found = self.row.get(what, {}).get(side, {})
         return {} if "failed" in found else dict(found)
 
+    def best(self, what: str) -> str | None:
+        """Return the fastest other package, or None if no other package ran this call."""
+        ran = [side for side in self.peers if self.figures(what, side)]
+        return min(ran, key=lambda side: milliseconds(self.figures(what, side)), default=None)
+
     def ratio(self, what: str) -> float | None:
-        """Return the GPU time of flashlin divided by the other's; None if either is missing."""
-        ours, theirs = (self.figures(what, side) for side in ("flashlin", self.other))
-        if not ours or not theirs:
-            return None
-        return _card(ours) / _card(theirs)
+        """Return flashlin's GPU time divided by that of the best peer; None if either is missing."""
+        best, ours = self.best(what), self.figures(what, OURS)
+        return milliseconds(ours) / milliseconds(self.figures(what, best)) if best and ours else None
+
+    @property
+    def slower(self) -> bool:
+        """True if a peer is faster than flashlin, forward or with backward."""
+        return any((self.ratio(what) or 0) > 1 for what in PASSES)
 
 
-def pairs(record: Record) -> list[Pair]:
-    """Return a Pair for each row and each other package that ran anywhere in the record.
+def milliseconds(figures: dict[str, Any]) -> float:
+    """Return milliseconds of GPU time.
 
-    A row has at least one pair.
+    Between events the GPU may have waited for a host that waits for it. So the wall time is also an upper
+    bound.
     """
-    every = [[Pair(row, other) for other in row["forward"] if other not in ("flashlin", "floor_ms")]
-             for row in record["rows"]]
-    ran = {pair.other for beside in every for pair in beside if pair.figures("forward", pair.other)}
-    return [pair for beside in every
-            for pair in [one for one in beside if one.other in ran] or beside[:1]]
+    device, wall = (float(figures[clock]["median"]) for clock in ("device_ms", "wall_ms"))
+    return device if figures["how"] == "graph" else min(device, wall)
+
+
+def machines(found: Sequence[Record]) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows by (card, Triton release): the card with the most rows first, then its newest release."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for one in found:
+        rows.setdefault((one["device"], one["triton"]), []).extend(Row(one, row) for row in one["rows"])
+    size = {card: max(len(rows[key]) for key in rows if key[0] == card) for card, _ in rows}
+    return dict(sorted(rows.items(), key=lambda item: (-size[item[0][0]], item[0][0], -len(item[1]))))
+
+
+def overview(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the overview, with the largest ratio first.
+
+    They are the calls with a layer's options. For an op without such a row, they are its plain calls with a
+    backward at the shapes of MAIN. Plain calls in which a peer is faster are always shown.
+    """
+    layers = {row.row["op"] for row in rows if row.row.get("layer")}
+    chosen = [row for row in rows if row.row.get("layer") or row.slower or (
+        row.row["op"] not in layers and row.row["shape"] in MAIN and "both" in row.row and row.best("forward"))]
+    return sorted(chosen, key=lambda row: -max(row.ratio(what) or 0 for what in PASSES))
+
+
+COLUMNS = ("op, and the layer whose call it is", "B x T x H x D", "forward, ms", "best peer", "ratio",
+           "with backward, ms", "best peer", "ratio", "memory, MB")
+
+
+def compared(rows: Sequence[Row]) -> list[str]:
+    """Return a table that compares each row with its best peer."""
+    return markdown.table(COLUMNS, [[
+        row.name, row.row["shape"],
+        *(cell for what in PASSES for cell in _beside_best(row, what)), _memory_of_both(row)] for row in rows])
+
+
+def _beside_best(row: Row, what: str) -> list[str]:
+    best, ratio = row.best(what), row.ratio(what)
+    theirs = f"{best} {_time(row.figures(what, best))}" if best else NONE
+    return [_time(row.figures(what, OURS)), theirs, f"{ratio:.2f}" if ratio else NONE]
+
+
+def _memory_of_both(row: Row) -> str:
+    what = "both" if "both" in row.row else "forward"
+    return " / ".join(_memory(row.figures(what, side)) for side in (OURS, row.best(what)) if side)
+
+
+ALL = ("op, and the layer whose call it is", "B x T x H x D", "package", "forward, ms", "% of floor", "host",
+       "with backward, ms", "% of floor", "host", "memory, MB", "output differs by")
+
+
+def everything(rows: Sequence[Row]) -> list[str]:
+    """Return a table with one line for each package that ran a row."""
+    return markdown.table(ALL, [
+        [row.name, row.row["shape"], side, *(cell for what in PASSES for cell in (
+            _time(row.figures(what, side)), _share(row.figures(what, side)), _host(row.figures(what, side)))),
+         _memory(row.figures("both" if "both" in row.row else "forward", side)),
+         f"{row.figures('forward', side).get('differs', 0):.0e}" if "differs" in row.figures("forward", side)
+         else NONE]
+        for row in rows for side in (OURS, *row.peers) if side == OURS or row.figures("forward", side)])
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return one line for each reason why a package that is installed could not run a row."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for side in row.peers:
+            reasons = {row.row[what][side]["failed"] for what in PASSES
+                       if "failed" in row.row.get(what, {}).get(side, {})}
+            if row.figures("forward", side):  # a package that is not installed has no figures at all
+                for reason in reasons:
+                    found.setdefault((side, reason), []).append(f"`{row.row['op']}`")
+    return [f"- {side}, with backward, in {len(calls)} rows ({', '.join(dict.fromkeys(calls))}): "
+            f"{(reason.partition(': ')[2] or reason).partition('. ')[0]}" for (side, reason), calls in found.items()]
+
+
+def _time(figures: dict[str, Any]) -> str:
+    return NONE if not figures else f"{milliseconds(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
+
+
+def _share(figures: dict[str, Any]) -> str:
+    return f"{100 * figures['share']:.0f}%" if "share" in figures else NONE
+
+
+def _host(figures: dict[str, Any]) -> str:
+    return f"{figures['launches']['median']:.1f}" if "launches" in figures else NONE
+
+
+def _memory(figures: dict[str, Any]) -> str:
+    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
 
 
 def over_ranks(folder: Path = RESULTS) -> str:
@@ -100,12 +201,12 @@ def of_invariance(folder: Path = RESULTS) -> str:
         of = json.loads(path.read_text(encoding="utf-8"))
         shapes = list(dict.fromkeys(row["shape"] for row in of["rows"]))
         ways = {(row["op"], row["shape"]): row for row in of["rows"]}
-        columns = ("op", *(f"{shape}: {words}" for shape in shapes for words in NAMES.values()))
+        columns = ("op", *(f"{shape}: {words}" for shape in shapes for words in PASSES.values()))
         lines += ["Milliseconds of GPU time, bfloat16, B x T x H x D: by default -> with `invariant=True`; "
                   f"{of['device']}, Triton {of['triton']}, torch {of['torch']}, {of['date']}:", "",
                   *markdown.table(columns, [
                       (f"`{op}`", *(_changed(ways.get((op, shape), {}).get(what))
-                                    for shape in shapes for what in NAMES))
+                                    for shape in shapes for what in PASSES))
                       for op in dict.fromkeys(row["op"] for row in of["rows"])]), ""]
     return "\n".join(lines).rstrip()
 
@@ -116,36 +217,6 @@ def _changed(figures: Record | None) -> str:
     return " -> ".join(one if isinstance(one, str) else f"{one:.3g}" for one in figures.values())
 
 
-COLUMNS = ("op", "B x T x H x D", "compared with", "forward, ms", "ratio", "% of floor", "host",
-           "with backward, ms", "ratio", "% of floor", "host", "memory, MB")
-
-
-ABOUT = (
-    "bfloat16. A pair of numbers is flashlin / the other package. Both run in one process and take turns. "
-    "Times are medians of GPU time, measured by replay of a CUDA graph. °: the call cannot be captured, so "
-    "it is timed by events around calls in a full queue, or by wall time if that is less. Ratio: flashlin's "
-    "time divided by the other's; lower is better. % of floor: time of a copy of the bytes that the call "
-    "must read and write, divided by flashlin's time. It exceeds 100 % if kernels copy faster than the "
-    "driver, whose copy is the reference, or if inputs are in the GPU's cache. Host: time of Python for a "
-    "call, in launches of a kernel with eight tensors in the same run. Memory: peak above the memory in use "
-    "before the call, with backward if the op has one. -: it fails, has no backward, or its host waits for "
-    "the GPU. *: fla refuses this backward here, so its refusal was switched off.")
-
-
-def table(found: Sequence[Record]) -> str:
-    """Return a table for each GPU and Triton release; ``""`` without records."""
-    lines: list[str] = []
-    for made_by, together in _by_machine(found):
-        lines += [f"{made_by}:", "",
-                  *markdown.table(COLUMNS, [_cells(pair) for one in together for pair in pairs(one)]), ""]
-        waits = [wait for one in together for wait in one["first"]]
-        if waits:
-            lines += [*markdown.table(FIRST, map(_first, waits)), ""]
-    if lines:
-        lines.append(ABOUT)
-    return "\n".join(lines)
-
-
 FIRST = ("first result of a process, s", "caches empty", "with backward", "caches full", "with backward")
 
 
@@ -154,113 +225,123 @@ def _first(wait: dict[str, Any]) -> list[str]:
     return [f"`{wait['op']}`", *(f"{one:.1f}" if isinstance(one, float) else NONE for one in seconds)]
 
 
-def _by_machine(found: Iterable[Record]) -> list[tuple[str, list[Record]]]:
-    """Return the records by machine and versions, those with the most rows first."""
-    machines: dict[str, list[Record]] = {}
-    for one in found:
-        versions = [f"{name} {one[name if name in one else name.lower()]}"
-                    for name in ("Triton", "torch", "fla", "mamba_ssm", "FlashQLA")]
-        made_by = ", ".join([one["device"], *versions])
-        machines.setdefault(made_by, []).append(one)
-    return sorted(machines.items(), key=lambda machine: -sum(len(one["rows"]) for one in machine[1]))
+# -- pages
+
+GENERATED = "<!-- Generated by python -m tools.documents from benchmarks/results -->"
+LEGEND = """How to read the tables:
+
+- Times are milliseconds of GPU time in bfloat16, the medians of several rounds in which the packages take turns in one
+  process. A CUDA graph of the call is replayed. °: the call cannot be captured, so events around queued calls measure
+  it, or the wall time if that is less.
+- *ratio* is flashlin's time divided by that of the best peer. Lower is better; above 1 the peer is faster.
+- The *best peer* is the fastest of all other packages that ran the call, chosen for each column:
+    - *fla* is flash-linear-attention as it is installed. By default it calls FlashQLA and TileLang for some ops.
+    - *fla (Triton)* is fla with these backends switched off.
+    - *FlashQLA* is called directly. It has the gated delta rule with heads of 128.
+    - *cuDNN* is the Kimi Delta Attention of nvidia-cudnn-frontend. Its backward has no gate in the kernel, so
+      flashlin's functions compute gate, norm and sigmoid first, and their time counts.
+    - *mamba_ssm* has the ops of Mamba, Mamba2 and Mamba-3.
+- *memory* is the peak above the memory in use before the call, with backward if the op has one: flashlin / best peer.
+- A layer or model behind an op's name means that the call has its options: *Qwen3-Next* normalizes q and k in the
+  kernel; *GatedDeltaNet*, *KimiDeltaAttention* and *RWKV7Attention* are layers of fla with gates in the kernel;
+  *Mamba2* passes D, dt_bias and softplus. All other calls are plain, as layers make them.
+- A shape such as 1x8192x16/64x128 has 16 heads of q and k and 64 heads of v. *in 32* means 32 packed sequences.
+"""
 
 
-def _cells(pair: Pair) -> list[str]:
-    cells = [f"`{pair.row['op']}`{pair.name.removeprefix(pair.row['op'])}", pair.row["shape"], pair.other]
-    for what in ("forward", "both"):
-        ratio, ours = pair.ratio(what), pair.figures(what, "flashlin")
-        shown = what == "both" and pair.other == "fla" and pair.row["refused"] and ratio is not None
-        cells += [_beside(pair, what, _time) + "*" * shown, NONE if ratio is None else f"{ratio:.2f}",
-                  f"{ours['share']:.0%}" if ours else NONE, _beside(pair, what, _host)]
-    return [*cells, _beside(pair, "both" if "both" in pair.row else "forward", _memory)]
+def pages(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the pages of docs/benchmarks by their file name."""
+    by_machine = machines(records(folder))
+    cards = list(dict.fromkeys(card for card, _ in by_machine))
+    return {"index.md": _index(by_machine),
+            **{page_of(card): _card_page(card, {release: rows for (of, release), rows in by_machine.items()
+                                                if of == card}) for card in cards},
+            "several-gpus.md": _page("Several GPUs", SEVERAL, over_ranks(folder)),
+            "invariance.md": _page("The cost of reproducible rows", INVARIANT, of_invariance(folder)),
+            "training.md": _page("Training with flashlin and with fla", TRAINING,
+                                 f"![loss curves](../{CURVES.name})")}
 
 
-def _beside(pair: Pair, what: str, tell: Callable[[dict[str, Any]], str]) -> str:
-    told = [tell(pair.figures(what, side)) for side in ("flashlin", pair.other)]
-    return NONE if told == [NONE, NONE] else " / ".join(told)
+SEVERAL = """`benchmarks/context.py` measured one long sequence on one GPU, and on several GPUs that share it. *states*: each
+rank scans its own tokens, and the ranks exchange states (`process_group` or `cp_context`). *all-to-all*: the ranks
+exchange tokens for heads, and each scans whole sequences. *peak* is the memory of one GPU, with backward."""
+INVARIANT = """With `flashlin.settings(invariant=True)`, the bits of a row do not depend on the other rows of its batch.
+`benchmarks/invariant.py` measured the cost. The first shape fills a GPU; the others leave most of it idle, because
+sequences are not split into segments."""
+TRAINING = """`benchmarks/training.py` trained a small Gated DeltaNet on the bytes of Python's standard library: with
+flashlin in bfloat16, with fla in bfloat16, and with flashlin in float32. All begin with the same weights and see the
+same bytes. The curves should lie on each other."""
 
 
-def _card(figures: dict[str, Any]) -> float:
-    """Return milliseconds of GPU time.
-
-    A time between events can be too long: if a call waits for the GPU, the GPU then idles until the host
-    continues. The wall time is another upper bound of the GPU time, so the smaller of the two counts.
-    """
-    device, wall = (float(figures[clock]["median"]) for clock in ("device_ms", "wall_ms"))
-    return device if figures["how"] == "graph" else min(device, wall)
+def page_of(card: str) -> str:
+    """Return the file name of a card's page, such as h200.md."""
+    return next((word for word in card.split() if any(letter.isdigit() for letter in word)), card).lower() + ".md"
 
 
-def _time(figures: dict[str, Any]) -> str:
-    return NONE if not figures else f"{_card(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
+def _page(title: str, about: str, body: str) -> str:
+    return f"# {title}\n\n{GENERATED}\n\n{about}\n\n{body or 'No record yet.'}\n"
 
 
-def _host(figures: dict[str, Any]) -> str:
-    return f"{figures['launches']['median']:.1f}" if "launches" in figures else NONE
+def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
+    about = ("flashlin's ops beside the fastest other package that can be installed. Each op is called as layers "
+             "call it. The rows in which another package is faster come first.")
+    lines = [f"![flashlin's time divided by that of the best peer](../{PLOT.name})", "", LEGEND]
+    for (card, release), rows in by_machine.items():
+        shown = overview(rows)
+        if not shown:
+            continue
+        lines += [f"## {card}, Triton {release}", "", f"{_versions(shown)} All calls and all packages: "
+                  f"[{page_of(card)}]({page_of(card)}).", ""]
+        if any(TRITON in row.peers and FLA not in row.peers for row in shown):
+            lines += ["Here, fla ran with its Triton kernels alone, and some calls had no layer's options. FlashQLA or "
+                      "TileLang may be faster.", ""]
+        for words, some in (("a peer is faster", [row for row in shown if row.slower]),
+                            ("flashlin is the fastest", [row for row in shown if not row.slower])):
+            if some:
+                lines += [f"### {card}, Triton {release}: {words}, {len(some)} of {len(shown)} rows", "",
+                          *compared(some), ""]
+        if found := failures(shown):
+            lines += ["Failures of other packages:", "", *found, ""]
+    lines += ["More: [several GPUs](several-gpus.md), [reproducible rows](invariance.md), [training](training.md). "
+              "The history of the optimizations, with predictions and results, is in `benchmarks/NOTES.md`."]
+    return _page("Benchmarks", about, "\n".join(lines))
 
 
-def _memory(figures: dict[str, Any]) -> str:
-    return f"{figures['peak_mb']:.0f}" if "peak_mb" in figures else NONE
+def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
+    about = (f"Every recorded call on an {card}, with all packages that ran it. The [overview](index.md) explains the "
+             "packages and shapes.\n\n"
+             "*% of floor*: time of a copy of the bytes that the call must read and write, divided by the time of the "
+             "call. It exceeds 100 % if kernels copy faster than the driver, or if inputs are in the GPU's cache. "
+             "*host*: time of Python for a call, in launches of a kernel with eight tensors in the same run. "
+             "*memory*: peak above the memory in use before the call, with backward if the op has one. *output differs "
+             "by*: relative L2 distance from flashlin's output, where it was recorded. -: not measured, no backward, or "
+             "the host waits for the GPU.")
+    lines: list[str] = []
+    for release, rows in releases.items():
+        lines += [f"## Triton {release}", "", _versions(rows), "", *everything(rows), ""]
+        waits = [wait for one in {id(row.record): row.record for row in rows}.values() for wait in one["first"]]
+        lines += [*markdown.table(FIRST, map(_first, waits)), ""] if waits else []
+        if found := failures(rows):
+            lines += ["Failures of other packages:", "", *found, ""]
+    return _page(f"Benchmarks on an {card}", about, "\n".join(lines).rstrip())
 
 
-# --- speed ---
-
-def speed() -> str:
-    """Return the section on speed: the plots, the tables of speed-*.json, then older records.
-
-    Older records come from an earlier script, for calls that benchmarks/compare.py has not measured yet.
-    """
-    def picture(words: str, path: Path) -> str:
-        return f"![{words}]({os.path.relpath(path, PAGE.parent)})"
-    pictures = picture("the time of flashlin over that of others", PLOT)
-    if CURVES.exists():
-        pictures += f"\n\n{picture('losses of a small model', CURVES)}"
-    return f"{pictures}\n\n{table(records())}\n\nMeasured earlier:\n\n{earlier_speed()}"
+def _versions(rows: Sequence[Row]) -> str:
+    """Return the versions and dates of these rows in one sentence."""
+    versions = []
+    for name in ("torch", "fla", "mamba_ssm", "FlashQLA", "TileLang", "cuDNN"):
+        some = sorted({row.record[name] for row in rows if row.record.get(name, "none") != "none"})
+        versions += [f"{name} {' or '.join(some)}"] if some else []
+    dates = sorted({str(row.row.get("date", row.record["date"])) for row in rows})
+    return f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} with {', '.join(versions)}."
 
 
-def earlier() -> list[tuple[Record, Record, str]]:
-    """Return (record, row, name of the compared package) for each older row that is not measured again yet.
+# -- plots
 
-    The rows come from benchmarks/results/compare-fla-*.json.
-    """
-    files = sorted(RESULTS.glob("compare-fla-*.json"))
-    again = {named(row) for record in records() for row in record["rows"]}
-    return [(record, row, "fla" if "fla" in row else "mamba_ssm") for record in
-            (json.loads(file.read_text()) for file in files) for row in record["rows"]
-            if named(row) not in again]
-
-
-def named(row: Record) -> tuple[str, str]:
-    """Return (op, note on the layout of its tensors), the key by which rows of records are compared."""
-    return str(row["op"]), ", channels last" if "channels_last" in row.get("arguments", "") else ""
-
-
-def earlier_speed() -> str:
-    """Return a table of benchmarks/results/compare-fla-*.json with one row for each op and shape."""
-    lines = ["| op | forward, ms | theirs | ratio | with backward, ms | theirs | ratio | first call, s |",
-             "|---" * 8 + "|"]
-    said = set()
-    for record, row, peer in earlier():
-        said.add(f"{record['device']}, Triton {record['triton']}, torch {record['torch']}, {peer} "
-                 f"{record[peer]}, {record['date']}, B={row['B']} T={row['T']} H={row['H']} D={row['D']}")
-        ours, theirs, (op, layout) = row["flashlin"], row[peer], named(row)
-        mark = "*" if row["guard_off"] is True and theirs.get("both_ms") else ""
-        lines.append(f"| `{op}`{layout} | {ours['forward_ms']:.3f} | {theirs['forward_ms']:.3f} | "
-                     f"{row['ratio_forward']:.2f} | {ours['both_ms']:.2f} | {theirs['both_ms']:.2f}{mark} "
-                     f"| {row['ratio_both']:.2f} | {record['first_call']['forward_s']:.1f} |")
-    shape = ("bfloat16. Both packages ran in one process: mamba_ssm for Mamba's scans, fla for the others. First "
-             "call: chunk_simple_gla from empty caches.")
-    return "\n".join([*lines, "",
-                      f"{shape} *: fla refuses this backward here; its refusal was switched off for the "
-                      "timing.", *(f"- {one}" for one in sorted(said))])
-
-
-# --- plots ---
-
-# Sizes in pixels. UNIT: width of the other package's time. LETTER: width of a wide letter.
-UNIT, HIGH, GAP, TOP, LETTER = 300, 11, 10, 56, 6
+# Sizes in pixels. WIDE_PLOT: width of the picture, which fits a phone. UNIT: width of the best peer's time.
+WIDE_PLOT, UNIT, BAR, TOP, TEXT, HEAD = 400, 170, 13, 84, 12, 56
 # for light pages and for dark pages
 FILLS = {"forward": ("#3b76af", "#6aa5dd"), "both": ("#d1812f", "#e09b52")}
-NAMES = {"forward": "forward", "both": "with backward"}
 STYLE = "\n".join([
     "<style>", *(f"{around}.back {{ fill: {back} }} text {{ fill: {fore} }} .theirs {{ stroke: #777 }} "
                  + " ".join(f".{what} {{ fill: {fills[dark]} }}" for what, fills in FILLS.items()) + close
@@ -270,42 +351,44 @@ STYLE = "\n".join([
 
 
 def plot(found: Sequence[Record]) -> str:
-    """Return a bar chart of the ratios in these records; ``""`` without records."""
-    chosen = [(one, pair) for one in found for pair in pairs(one)
-              if pair.row["shape"] in PLOTTED and pair.ratio("forward") is not None]
-    cards, releases = (list(dict.fromkeys(one[name] for one, _ in chosen)) for name in ("device", "triton"))
-    rows = [(f"{pair.name}, {pair.row['shape']}, vs {pair.other}"
-             + f", Triton {one['triton']}" * (len(releases) > 1) + f", {one['device']}" * (len(cards) > 1),
-             {what: ratio for what in FILLS if (ratio := pair.ratio(what)) is not None})
-            for one, pair in chosen]
-    return bars(rows, ", ".join(cards))
+    """Return a bar chart in SVG with a panel for each card, for light and dark pages; ``""`` without records.
 
-
-def bars(rows: Sequence[tuple[str, dict[str, float]]], device: str) -> str:
-    """Return a bar chart in SVG, for light and dark pages; ``""`` without rows.
-
-    A bar is flashlin's time divided by the other package's. A dashed line marks 1, the other's time.
-
-    rows: (label, {``forward``, ``both``: the ratio}).
+    A panel shows the rows of the card's overview, under the Triton release with the most rows. A bar is
+    flashlin's time divided by that of the best peer, which the row names. A dashed line marks 1.
     """
-    if not rows:
-        return ""
-    left, y, body = LETTER * max(len(label) for label, _ in rows), TOP, list[str]()
-    for label, ratios in rows:
-        body.append(_text(left - 8, y + HIGH * len(ratios) / 2 + 4, label, anchor="end"))
-        for what, ratio in ratios.items():
-            # a longer bar would leave the picture; its number still shows the ratio
-            width = min(ratio, 2) * UNIT
-            body += [f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{HIGH}" class="{what}"/>',
-                     _text(left + width + 4, y + HIGH - 2, f"{ratio:.2f}")]
-            y += HIGH
-        y += GAP
-    keys = [f'<rect x="{left + 150 * at}" y="26" width="11" height="11" class="{what}"/>'
-            + _text(left + 150 * at + 16, 36, NAMES[what]) for at, what in enumerate(FILLS)]
-    line = (f'<line x1="{left + UNIT}" y1="{TOP - 8}" x2="{left + UNIT}" y2="{y}" class="theirs" '
-            'stroke-dasharray="3 3"/>' + _text(left + UNIT + 4, TOP - 6, "theirs"))
-    title = _text(left, 16, f"flashlin's time over theirs, {device}", size=13)
-    return _svg(left + 2 * UNIT + 50, y + 8, [title, *keys, line, *body])
+    newest: dict[str, tuple[str, list[Row]]] = {}
+    for (card, release), rows in machines(found).items():
+        newest.setdefault(card, (release, overview(rows)))
+    y, body = 0.0, list[str]()
+    for card, (release, rows) in newest.items():
+        if rows:
+            part, y = _panel(f"{card}, Triton {release}", rows, y)
+            body += part
+    return _svg(WIDE_PLOT, y, body) if body else ""
+
+
+def _panel(title: str, rows: Sequence[Row], above: float) -> tuple[list[str], float]:
+    """Return the panel of one card, and the y at which it ends."""
+    body, y = [_text(10, above + 22, title, size=15)], above + TOP
+    body += [_text(10, above + 40, "flashlin's time / best peer's time, lower is better", size=TEXT)]
+    for at, (what, words) in enumerate(PASSES.items()):
+        body += [f'<rect x="{10 + 90 * at}" y="{above + 49}" width="11" height="11" class="{what}"/>',
+                 _text(26 + 90 * at, above + 59, words, size=TEXT)]
+    for row in rows:
+        label = f"{row.name.replace('`', '')}, {row.row['shape']}"
+        body.append(_text(10, y + 10, label, size=TEXT))
+        y += 15
+        for what in PASSES:
+            if (ratio := row.ratio(what)) is not None:
+                # a longer bar would leave the picture; its number still shows the ratio
+                width = min(ratio, 1.55) * UNIT
+                body += [f'<rect x="10" y="{y}" width="{width:.1f}" height="{BAR}" class="{what}"/>',
+                         _text(14 + width, y + BAR - 2, f"{ratio:.2f} {row.best(what)}", size=TEXT)]
+                y += BAR + 1
+        y += 7
+    line = 10 + UNIT
+    return [f'<line x1="{line}" y1="{above + TOP - 8}" x2="{line}" y2="{y}" class="theirs" stroke-dasharray="3 3"/>',
+            _text(line + 4, above + TOP - 10, "1", size=TEXT), *body], y + 12
 
 
 SMOOTH, WIDE, HIGH_UP = 20, 640, 300  # steps of a running mean; pixels of the plot
@@ -325,11 +408,11 @@ def curves(folder: Path = RESULTS) -> str:
     left, body = 50, list[str]()
 
     def y_of(loss: float) -> float:
-        return TOP + HIGH_UP * (high - loss) / (high - low or 1)
+        return HEAD + HIGH_UP * (high - loss) / (high - low or 1)
     for part in range(5):
         loss, step = low + part * (high - low) / 4, part * of["steps"] // 4
         body += [_text(left - 6, y_of(loss) + 4, f"{loss:.2f}", anchor="end"),
-                 _text(left + WIDE * part / 4, TOP + HIGH_UP + 18, str(step), anchor="middle")]
+                 _text(left + WIDE * part / 4, HEAD + HIGH_UP + 18, str(step), anchor="middle")]
     for at, (way, (colour, name)) in enumerate((way, told) for way, told in WAYS.items() if way in means):
         points = " ".join(f"{left + WIDE * step / max(of['steps'] - 1, 1):.1f},{y_of(loss):.1f}"
                           for step, loss in [*enumerate(means[way])][::5])
@@ -339,7 +422,7 @@ def curves(folder: Path = RESULTS) -> str:
                  _text(left + 210 * at + 16, 36, f"{name}: {means[way][-1]:.3f} at the end")]
     title = (f"loss of a small Gated DeltaNet, mean of {SMOOTH} steps; {of['device']}, Triton {of['triton']}, "
              f"fla {of['fla']}" + (", its refusal switched off" if of["refused"] else ""))
-    return _svg(left + WIDE + 20, TOP + HIGH_UP + 30, [_text(left, 16, title), *body])
+    return _svg(left + WIDE + 20, HEAD + HIGH_UP + 30, [_text(left, 16, title), *body])
 
 
 def _svg(wide: float, high: float, body: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ text is the bytes of Python's standard library. Each training begins with the sa
 bytes.
 
 "fla" uses the layers as they are. Where fla refuses the backward on Hopper, the refusal is switched off
-(benchmarks/compare.py). "flashlin" and "float32" use ``flashlin.patched("fla")``. bf16 means autocast with
+(benchmarks/sides.py). "flashlin" and "float32" use ``flashlin.patched("fla")``. bf16 means autocast with
 float32 weights. fla's kernels run in the first of their configurations that fits, because speed is not
 measured.
 """
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashlin
-from benchmarks.compare import stop_refusing
+from benchmarks.sides import stop_refusing
 from matrix import record
 from matrix.stacks import seeds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 import flashlin
-from benchmarks import calls, compare, first, invariant, report, timing, training
+from benchmarks import calls, compare, first, invariant, report, sides, timing, training
 from benchmarks.calls import OPS, Shape, find
 from benchmarks.winners import Winners
 from flashlin import policy
@@ -214,7 +215,7 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     """The record keeps earlier rows that a new run does not measure."""
     monkeypatch.setattr(compare, "sides", lambda op, shape: {
         **dict.fromkeys(("fla", "flashlin"), getattr(flashlin, op.name)), "FlashQLA": "not installed"})
-    monkeypatch.setattr(compare, "stop_refusing", lambda: True)
+    monkeypatch.setattr(compare, "refuses", lambda: True)
     monkeypatch.setattr(warming, "hurry", lambda: None)
     monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))
     arguments = ["compare", "--op", "simple_gla", "--device", "cpu", "--small", "--rounds", "2", "--out",
@@ -238,52 +239,174 @@ def test_the_command_writes_a_record_that_can_be_shown(tmp_path: Path, monkeypat
     assert [row["refused"] for row in record["rows"]] == [True, False]
     assert "both" not in record["rows"][1]
     assert "FlashQLA  not installed" in capsys.readouterr().out
-    table = report.table([record])
-    assert "| fla |" in table and "| `chunk_simple_gla` | 2.2 | 6.0 | - | - |" in table
+    assert record["rows"][0]["forward"]["fla"]["differs"] == 0
+    page = "\n".join(report.pages(tmp_path).values())
+    assert "| fla |" in page and "| `chunk_simple_gla` | 2.2 | 6.0 | - | - |" in page
     assert compare.kept(next(tmp_path.glob("speed-simple_gla-*.json")), {"fla": "0.0"}) == {}
 
 
-# -- the table and the plot
+# -- the packages that are compared
+
+@pytest.fixture
+def other_packages(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Replace fla's module that refuses a backward, FlashQLA and cuDNN by fakes, and return fla's."""
+    chunk_o = SimpleNamespace(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
+    fakes = {"fla.ops.common.chunk_o": chunk_o,
+             "flash_qla": SimpleNamespace(chunk_gated_delta_rule=lambda **given: given),
+             "cudnn.linear_attention.ops": SimpleNamespace(kimi_delta_attention=lambda *given, **more: (
+                 given[2].new_full(given[2].shape, len(more)), given, more))}
+    real = sides.importlib.import_module
+    monkeypatch.setattr(sides.importlib, "import_module", lambda name: fakes[name] if name in fakes else real(name))
+    monkeypatch.setattr(sides, "module_of", lambda home: SimpleNamespace(
+        **{op.name: lambda **given: (chunk_o.IS_NVIDIA_HOPPER, os.environ.get("FLA_FLASH_QLA")) for op in EVERY}))
+    for switch in sides.SWITCHES:
+        monkeypatch.setenv(switch, "user")  # restored by monkeypatch after the test
+        monkeypatch.delenv(switch)
+    return chunk_o
+
+
+@pytest.mark.parametrize(("op", "layer", "names"), [
+    ("chunk_gated_delta_rule", "Qwen3-Next", {"fla", "fla (Triton)", "FlashQLA"}),
+    ("chunk_gated_delta_rule", "GatedDeltaNet", {"fla", "fla (Triton)"}),
+    ("chunk_kda", "KimiDeltaAttention", {"fla", "fla (Triton)", "cuDNN"}),
+    ("chunk_gla", "", {"fla"}), ("chunk_simple_gla", "", {"fla", "fla (Triton)"}),
+    ("mamba_chunk_scan_combined", "Mamba2", {"mamba_ssm"})])
+@pytest.mark.usefixtures("other_packages")
+def test_each_op_is_compared_with_every_package_that_has_it(op: str, layer: str, names: set[str]) -> None:
+    one = next(one for one in EVERY if (one.name, one.layer) == (op, layer))
+    assert set(sides.sides(one, Shape(1, 64, 2, 128))) == {"flashlin", *names}
+
+
+def test_fla_runs_as_installed_and_with_triton_alone(other_packages: SimpleNamespace) -> None:
+    found = sides.sides(find("chunk_simple_gla"), Shape(1, 64, 2, 128))
+    both, alone = found["fla"], found["fla (Triton)"]
+    assert callable(both) and callable(alone)
+    for _ in range(2):
+        assert both() == (True, None)
+        assert alone() == (False, "0")
+    assert sides.refuses() is False, "the refusal stays off until fla runs as installed again"
+    assert both() == (True, None) and sides.refuses() is True
+    assert sides.stop_refusing() is True and other_packages.IS_NVIDIA_HOPPER is False
+
+
+@pytest.mark.usefixtures("other_packages")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_cudnn_gets_the_gate_of_a_layer_in_its_kernel_or_computed_before(gradients: bool) -> None:
+    one = next(one for one in EVERY if one.layer == "KimiDeltaAttention")
+    shape = Shape(2, 8, 2, 128)
+    given = {name: x.detach() if isinstance(x, torch.Tensor) else x
+             for name, x in calls.inputs(one, shape, "cpu").items()}
+    call = sides.sides(one, shape)["cuDNN"]
+    assert callable(call)
+    with torch.set_grad_enabled(gradients):
+        o = call(**given)
+    assert o.shape == (2, 8, 2, 128)
+    assert o.unique().item() == (1 if gradients else 7), "plan_name, and six arguments of the gate in the kernel"
+
+
+def test_an_output_that_differs_is_recorded() -> None:
+    rows = {name: figures(1.0) for name in ("flashlin", "fla", "cuDNN")}
+    rows["FlashQLA"] = {"failed": "no"}
+    one = torch.ones(4)
+    compare.differences(rows, {"flashlin": lambda: one, "fla": lambda: (1.5 * one, None), "cuDNN": lambda: one,
+                               "FlashQLA": lambda: 1 / 0})
+    assert {name: found.get("differs") for name, found in rows.items()} == {
+        "flashlin": None, "fla": 0.5, "cuDNN": 0, "FlashQLA": None}
+
+
+@pytest.mark.parametrize(("which", "layers"), [("layers", [True]), ("plain", [False]), ("all", [False, True])])
+def test_the_command_measures_the_calls_of_layers_alone(which: str, layers: list[bool], tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "measured", lambda op, *rest: {"op": op.name, "layer": op.layer, "refused": False})
+    monkeypatch.setattr(compare, "refuses", lambda: False)
+    monkeypatch.setattr(warming, "hurry", lambda: None)
+    monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))
+    monkeypatch.setattr("sys.argv", ["compare", "--op", "kda", "--device", "cpu", "--small", "--calls", which,
+                                     "--out", str(tmp_path)])
+    compare.main()
+    rows = json.loads(next(tmp_path.glob("speed-kda-*.json")).read_text())["rows"]
+    assert sorted({bool(one["layer"]) for one in rows}) == layers
+
+
+# -- the tables and the plot
 
 def figures(ms: float, **more: Any) -> dict[str, Any]:
     return {"how": "graph", "device_ms": {"median": ms, "low": ms, "high": ms}, "wall_ms": {"median": ms + 1},
             "share": 0.25, **more}
 
 
-def row(**others: Any) -> dict[str, Any]:
-    return {"op": "chunk_gla", "shape": "1x32768x8x128", "arguments": "q k v g:gk", "refused": True,
+def row(op: str = "chunk_gla", layer: str = "", **others: Any) -> dict[str, Any]:
+    return {"op": op, "layer": layer, "shape": "1x32768x8x128", "arguments": "q k v g:gk", "refused": True,
             "forward": {"floor_ms": 1.0, "flashlin": figures(1.0, launches={"median": 4.04}, peak_mb=10.4),
                         **others},
-            "both": {"floor_ms": 3.0, "flashlin": figures(4.0), **others}}
+            "both": {"floor_ms": 3.0, "flashlin": figures(4.0, peak_mb=30), **others}}
 
 
-def test_the_table_sets_flashlin_beside_each_other() -> None:
-    rows = [row(fla=figures(2.0, how="events: no", peak_mb=20.0), FlashQLA={"failed": "ImportError"})]
-    lines = report.table([{**RECORD, "rows": rows}]).splitlines()
-    assert lines[0] == "A card, Triton 3.6.0, torch 2.11, fla 0.6.0, mamba_ssm none, FlashQLA none:"
-    assert lines[4:6] == [
-        "| `chunk_gla` | 1x32768x8x128 | fla | 1 / 2° | 0.50 | 25% | 4.0 / - | 4 / 2°* | 2.00 | 25% | - "
-        "| - / 20 |", "", ]
-    assert report.table([]) == ""
+def rows_of(*rows: dict[str, Any]) -> list[report.Row]:
+    return [report.Row({**RECORD, "date": "2026-01-01"}, one) for one in rows]
+
+
+def test_a_row_names_its_best_peer() -> None:
+    (one,) = rows_of(row(fla=figures(2.0, how="events: no", peak_mb=20.0), cuDNN=figures(0.5, peak_mb=5.0),
+                         FlashQLA={"failed": "ImportError"}))
+    assert (one.best("forward"), one.ratio("forward"), one.ratio("both"), one.slower) == ("cuDNN", 2.0, 8.0, True)
+    assert report.compared([one])[2:] == [
+        "| `chunk_gla` | 1x32768x8x128 | 1 | cuDNN 0.5 | 2.00 | 4 | cuDNN 0.5 | 8.00 | 30 / 5 |"]
+    assert report.everything([one])[2:] == [
+        "| `chunk_gla` | 1x32768x8x128 | flashlin | 1 | 25% | 4.0 | 4 | 25% | - | 30 | - |",
+        "| `chunk_gla` | 1x32768x8x128 | fla | 2° | 25% | - | 2° | 25% | - | 20 | - |",
+        "| `chunk_gla` | 1x32768x8x128 | cuDNN | 0.5 | 25% | - | 0.5 | 25% | - | 5 | - |"]
+
+
+def test_a_row_without_a_peer_has_no_ratio() -> None:
+    (one,) = rows_of(row(fla={"failed": "ImportError: no fla"}))
+    assert (one.best("forward"), one.ratio("forward"), one.slower) == (None, None, False)
+    assert report.compared([one])[2] == "| `chunk_gla` | 1x32768x8x128 | 1 | - | - | 4 | - | - | 30 |"
+    assert report.failures([one]) == [], "a package that is not installed is no failure of the package"
+
+
+def test_a_refused_backward_is_reported_once() -> None:
+    refusing = row(fla=figures(2.0))
+    refusing["both"]["fla"] = {"failed": "RuntimeError: wrong on Hopper. Please upgrade"}
+    assert report.failures(rows_of(refusing, refusing)) == [
+        "- fla, with backward, in 2 rows (`chunk_gla`): wrong on Hopper"]
 
 
 def test_between_events_a_card_that_waits_for_its_host_does_not_count() -> None:
     waits = figures(5.0, how="events: no") | {"wall_ms": {"median": 2.0}}
-    (pair,) = report.pairs({**RECORD, "rows": [row(fla=waits)]})
-    assert pair.ratio("forward") == 0.5
-    (pair,) = report.pairs({**RECORD, "rows": [row(fla={**waits, "how": "graph"})]})
-    assert pair.ratio("forward") == 0.2
-    rows = [row(fla={"failed": "ImportError"}, FlashQLA={"failed": "ImportError"})]
-    assert report.table([{**RECORD, "rows": rows}]).splitlines()[4:6] == [
-        "| `chunk_gla` | 1x32768x8x128 | fla | 1 / - | - | 25% | 4.0 / - | 4 / - | - | 25% | - | - |", ""]
+    assert rows_of(row(fla=waits))[0].ratio("forward") == 0.5
+    assert rows_of(row(fla={**waits, "how": "graph"}))[0].ratio("forward") == 0.2
 
 
-def test_a_bar_is_as_long_as_the_ratio() -> None:
-    drawn = report.plot([{**RECORD, "rows": [row(fla=figures(2.0)), row(fla={"failed": "<&>"})]}])
-    bars = [float(bar.get("width", 0)) for bar in ElementTree.fromstring(drawn).iter()
-            if bar.tag.endswith("rect")][1:]
-    assert sorted(bars) == [11.0, 11.0, 0.5 * report.UNIT, 2 * report.UNIT]
-    assert "0.50</text>" in drawn and "2.00</text>" in drawn
+def test_the_overview_prefers_the_calls_of_layers_and_shows_every_slower_row() -> None:
+    plain, layer = row(fla=figures(9.0)), row(layer="A layer", fla=figures(8.0))
+    other, slower = row(op="chunk_kda", fla=figures(7.0)), row(fla=figures(0.5))
+    decoding = {**row(op="decode", fla=figures(9.0)), "shape": "1x1x16x128"}
+    shown = [one.row for one in report.overview(rows_of(plain, layer, other, slower, decoding))]
+    assert shown == [slower, other, layer]
+
+
+def test_the_pages_separate_rows_in_which_a_peer_is_faster(tmp_path: Path) -> None:
+    facts = {**RECORD, "date": "2026-01-01", "TileLang": "0.1", "device": "NVIDIA H200"}
+    rows = [row(fla=figures(9.0)), row(op="chunk_kda", **{"fla (Triton)": figures(0.5)})]
+    (tmp_path / "speed-gla-card.json").write_text(json.dumps({**facts, "rows": rows}))
+    pages = report.pages(tmp_path)
+    assert set(pages) == {"index.md", "h200.md", "several-gpus.md", "invariance.md", "training.md"}
+    before, _, after = pages["index.md"].partition("flashlin is the fastest, 1 of 2 rows")
+    assert "a peer is faster, 1 of 2 rows" in before and "`chunk_kda`" in before and "`chunk_gla`" not in before
+    assert "`chunk_gla`" in after and "FlashQLA or TileLang may be faster" in before
+    assert "Measured 2026-01-01 with torch 2.11, fla 0.6.0, TileLang 0.1." in before
+    assert all("<!-- Generated by" in page for page in pages.values())
+
+
+def test_a_bar_is_as_long_as_the_ratio_and_names_the_peer() -> None:
+    drawn = report.plot([{**RECORD, "rows": [row(fla=figures(2.0), cuDNN=figures(1.6)),
+                                             row(fla={"failed": "<&>"})]}])
+    found = list(ElementTree.fromstring(drawn).iter())
+    bars = [float(bar.get("width", 0)) for bar in found if bar.get("class") in report.PASSES][2:]
+    assert bars == [round(1 / 1.6 * report.UNIT, 1), 1.55 * report.UNIT]
+    texts = [one.text for one in found if one.tag.endswith("text")]
+    assert {"0.62 cuDNN", "2.50 cuDNN", "flashlin's time / best peer's time, lower is better"} <= set(texts)
     assert report.plot([]) == ""
 
 
@@ -326,7 +449,7 @@ def test_curves_are_means_of_the_newest_record(tmp_path: Path) -> None:
              if line.tag.endswith("polyline")]
     assert "bf16, flashlin: 1.000 at the end" in drawn and "its refusal switched off" in drawn
     assert "bf16, fla:" not in drawn and len(lines) == 2
-    bottom, top = report.TOP + report.HIGH_UP, report.TOP
+    bottom, top = report.HEAD + report.HIGH_UP, report.HEAD
     assert lines[1].startswith(f"50.0,{top:.1f} ") and lines[1].endswith(f",{bottom:.1f}")
     assert lines[0].endswith(f"{50 + report.WIDE:.1f},{top:.1f}")
 

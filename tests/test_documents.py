@@ -25,6 +25,13 @@ def test_a_document_is_current(name: str) -> None:
     assert found == documents.DOCUMENTS[name](), "run: python -m tools.documents"
 
 
+def test_the_pages_of_benchmarks_are_current() -> None:
+    pages, folder = documents.report.pages(), DOCS / "benchmarks"
+    assert {path.name for path in folder.glob("*.md")} == set(pages)
+    for name, text in pages.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, "run: python -m tools.documents"
+
+
 def sections(text: str) -> dict[str, str]:
     return {part.partition("\n")[0]: part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
 

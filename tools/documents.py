@@ -232,6 +232,7 @@ def written() -> dict[Path, str]:
     A plot without records is not written.
     """
     texts = {DOCS / name: make() for name, make in DOCUMENTS.items()}
+    texts.update({DOCS / "benchmarks" / name: text for name, text in report.pages().items()})
     texts.update({ROOT / name: page(name) for name in dict.fromkeys(one.page for one in SECTIONS.values())})
     return {**texts, **{place: text for place, make in PICTURES.items() if (text := make())}}
 

@@ -12,7 +12,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import flashlin
-from benchmarks import report
 from flashlin.compat import releases
 from flashlin.compat.target import USUAL_CARD, Target, parse
 from flashlin.guards.plan_types import Plan, Problem
@@ -116,12 +115,8 @@ def error_example() -> str:
 
 # --- all sections ---
 
-MEASURED = "docs/benchmarks/index.md"
 SECTIONS = {"support table": Section("docs/quickstart.md", support_table),
-            "error": Section("docs/reference/errors.md", error_example),
-            "speed": Section(MEASURED, report.speed),
-            "ranks": Section(MEASURED, report.over_ranks),
-            "invariance": Section(MEASURED, report.of_invariance)}
+            "error": Section("docs/reference/errors.md", error_example)}
 
 
 def between_markers(name: str) -> re.Pattern[str]:
