@@ -82,21 +82,21 @@ def command_line() -> argparse.ArgumentParser:
                      choices=("import", "plan", "compile", "interpret", "torch"),
                      help="only this layer (repeatable)")
     run.add_argument("--main", action="store_true",
-                     help="plan and compile only the main calls, whose spills SUPPORT.md counts")
+                     help="plan and compile only the main calls, whose spills docs/support/spills.md counts")
     run.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
     run.add_argument("--timeout", type=float, default=180, help="seconds for each kernel (default 180)")
     run.add_argument("--out", type=Path, default=RESULTS,
                      help="folder of the results (default: matrix/results)")
     run.add_argument("--afresh", action="store_true", help="delete earlier results first")
     report = commands.add_parser("report",
-                                 help="write SUPPORT.md, the launch table and build/support.html from the "
+                                 help="write docs/support, the launch table and build/support.html from the "
                                       "results")
     either = report.add_mutually_exclusive_group()
     either.add_argument("--take", action="append", default=[], type=Path, metavar="FOLDER",
                         help="add the results of a cell that ran on another machine; the folder contains the "
                              "file of one cell and its launches.json (repeatable)")
     either.add_argument("--check", action="store_true",
-                        help="write nothing; exit with 1 if SUPPORT.md or the launch table is stale")
+                        help="write nothing; exit with 1 if docs/support or the launch table is stale")
     programs = commands.add_parser("stacks", help="run models of other packages, raw and patched")
     programs.add_argument("--stack", action="append", default=[],
                           help="name or beginning of the name of a stack, such as 'transformers 5.23.0' "
@@ -134,7 +134,7 @@ def main() -> int:
             if not take(whole, folder, RESULTS):
                 parser.error(f"--take: got {folder}, need a folder with a cell's file, such as "
                              "triton-3.6.0.json")
-        return support.write(whole, planned(whole), RESULTS, HERE.parent / "SUPPORT.md", PAGE,
+        return support.write(whole, planned(whole), RESULTS, HERE.parent / "docs" / "support", PAGE,
                              check=options.check)
     unknown = [name for name in options.cell
                if name not in {text for cell in whole.cell for text in (cell.name, cell.triton)}]

@@ -26,7 +26,7 @@ from matrix.workload import calls, is_main, seen
 RECORD = Path(__file__).with_name("results") / "figures-triton-3.6.0.json"
 TRITON = RECORD.stem.rpartition("-")[2]
 CARDS = (80, 89, 90, 100, 120)
-# The shapes that most models train with. SUPPORT.md lists the spills of other sizes.
+# The shapes that most models train with. docs/support/spills.md lists the spills of other sizes.
 SHAPES = {"bfloat16 D=128", "float16 D=64", "bfloat16 P=64 N=128", "float16 P=64 N=128", "bfloat16 N=16",
           "float16 N=16"}
 # A metric has grown if it is larger by more than a tenth and by more than this amount.

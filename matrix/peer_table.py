@@ -1,4 +1,4 @@
-"""Load the packages that flashlin is compared with, and write their comparison tables for SUPPORT.md.
+"""Load the packages that flashlin is compared with, and write their comparison tables for docs/support/packages.md.
 
 The script matrix/peers.py makes the records that these tables show.
 """
@@ -49,7 +49,8 @@ def _of_record(record: dict[str, Any]) -> list[str]:
         rows.append([f"`{op}`", side, *map(" / ".join, marks)])
         reasons += [(f"`{op}`", row["side"], aspect, row[aspect])
                     for aspect in aspects for row in (theirs, ours) if row[aspect] not in MARKS]
-    return ["", "## Beside fla and mamba_ssm", "",
+    title = f"{record['device']}, Triton {record['triton']}"
+    return ["", f"## {title}", "",
             f"`matrix/peers.py` ran these ops on an {record['device']} under Triton {record['triton']}, "
             f"{record['date']}, with {packages}. flashlin has kernels for Triton 3.0 to 3.9, and uses "
             "plain torch with other releases. A cell with two answers shows the other package, then "
@@ -57,8 +58,35 @@ def _of_record(record: dict[str, Any]) -> list[str]:
             "applicable. The columns are:", "",
             "; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", "",
             *markdown.table(("op", "package", *aspects), rows), "",
-            "Details of all answers other than *yes*:", "",
-            *markdown.table(("op", "package", "column", "answer"), reasons)]
+            f"### Answers other than yes: {title}", "",
+            "The records `matrix/results/peers-*.json` have the whole error messages.", "",
+            *markdown.table(("op", "package", "columns", "answer"), _shared(reasons))]
+
+
+# Pieces of error messages, and what they say in words.
+PHRASES = {"cpu tensor": "no kernels for CPU tensors", "invalid argument": "the grid is too large for the GPU",
+           "out of resource: shared memory": "needs more shared memory than the GPU has",
+           "see #640": "refuses, because its kernels are wrong on Hopper under this Triton release (fla issue 640)",
+           "Backward pass": "has no backward", "headdim": "heads are too large", "head dimension": "heads are too large",
+           "does not support float32": "no float32", "CompilationError": "a kernel does not compile"}
+
+
+def in_words(answer: str) -> str:
+    """Return an answer other than yes as a short phrase: the kind of error, or the wrong tensors and worst error."""
+    if answer.startswith("wrong: "):
+        tensors = [one.split() for one in answer.removeprefix("wrong: ").split(", ")]
+        worst = "NaN" if any(error == "nan" for _, error in tensors) else max((error for _, error in tensors), key=float)
+        names = ", ".join(name for name, _ in tensors[:3]) + (f" and {len(tensors) - 3} more" if tensors[3:] else "")
+        return f"wrong: {names}; largest error {worst}"
+    return next((f"error: {said}" for piece, said in PHRASES.items() if piece in answer), answer)
+
+
+def _shared(reasons: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return one row for all columns of an op that have the same answer."""
+    columns: dict[tuple[str, str, str], list[str]] = {}
+    for op, side, aspect, answer in reasons:
+        columns.setdefault((op, side, in_words(answer)), []).append(aspect)
+    return [(op, side, ", ".join(some), answer) for (op, side, answer), some in columns.items()]
 
 
 def _mark(answer: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m matrix.peers --out matrix/results/
 
-SUPPORT.md shows the result as a table. The script needs an NVIDIA GPU, and fla-core and the Python files of
+docs/support/packages.md shows the result as a table. The script needs an NVIDIA GPU, and fla-core and the Python files of
 mamba_ssm for their columns.
 
 Every op of every package is tested on the same aspects (``ASPECTS``) in a child process. If an aspect ends

@@ -1,6 +1,6 @@
-"""Draw the picture of the support status as SVG, for README.md and SUPPORT.md.
+"""Draw the picture of the support status as SVG, for README.md and docs/support.
 
-It has one bar for each GPU and Triton release. The bar shows how many ops have each status of SUPPORT.md. The
+It has one bar for each GPU and Triton release. The bar shows how many ops have each status of docs/support. The
 picture is readable on light and dark pages.
 """
 from __future__ import annotations
@@ -11,10 +11,10 @@ from xml.sax.saxutils import escape
 
 from matrix.status import STATUSES, Status
 
-# Status -> its mark in SUPPORT.md, its color on light pages, and its color on dark pages.
+# Status -> its mark in docs/support, its color on light pages, and its color on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {
     "ran": ("ran", "#00705a", "#3fc79a"), "compiled": ("compiled", "#6cc4a8", "#1d7a66"),
-    "worked around": ("around", "#6fa8e8", "#2f6fb5"), "slow": ("compiled, slow", "#b98ae0", "#7d4fae"),
+    "worked around": ("worked around", "#6fa8e8", "#2f6fb5"), "slow": ("compiled, slow", "#b98ae0", "#7d4fae"),
     "compiled only": ("compiled only", "#d9a5b8", "#8a4a64"), "torch path": ("torch", "#e8cf4a", "#8a7500"),
     "not run": ("not run", "#c9ced6", "#4a525c"), "refused": ("refused", "#f2a65a", "#b86200"),
     "FAILED": ("**FAILED**", "#b3171f", "#ff6b63")}

@@ -58,7 +58,7 @@ def run(cell: Cell, cards: tuple[Card, ...], folder: Path, layers: tuple[str, ..
     """Run the layers of a cell, save their results in ``folder`` and return the state of the cell.
 
     layers: the layers to run. Empty means all layers of the cell.
-    main: plan and compile only the main calls. SUPPORT.md counts the spills of these calls.
+    main: plan and compile only the main calls. docs/support/spills.md counts the spills of these calls.
     jobs: number of compilers that run at the same time. 0 means one for each CPU core.
     timeout: time limit of the compilation of one kernel, in seconds.
 

@@ -1,4 +1,4 @@
-"""List the failures that flashlin was first written to prevent, as a table of SUPPORT.md.
+"""List the failures that flashlin was first written to prevent, as a table of docs/support/failures.md.
 
 Each row has the failure without flashlin, the behavior with flashlin, and the tests that show both.
 """
@@ -57,4 +57,4 @@ def table() -> list[str]:
     rows = [(seed.failure, seed.raw or "; ".join(f"{known[name].effect} ({known[name].releases})"
                                                  for name in seed.issues),
              seed.here, ", ".join(f"`{path}`" for path in seed.shown)) for seed in SEEDS]
-    return markdown.table(("failure", "raw", "here", "shown by"), rows)
+    return markdown.table(("failure", "without flashlin", "with flashlin", "shown by"), rows)

@@ -1,4 +1,4 @@
-"""Write the tables of SUPPORT.md about register spills of the main kernels.
+"""Write the tables of docs/support/spills.md about register spills of the main kernels.
 
 The first table counts spilling kernels for plans without and with knowledge of the spills. The second table
 lists the configurations that planning uses although they spill, because every alternative spills also.
@@ -36,7 +36,7 @@ class Count(NamedTuple):
 
 def table(every: Iterable[CellState]) -> list[str]:
     states = [state for state in every if state.plain.outcomes]
-    return ["## What spills", "",
+    return ["## Counts", "",
             "Main kernels are those of one op of each family, forward and backward, in 16 bits, with "
             f"heads of 64, 128 and 256. The table counts kernels with {GIVEN_UP} registers a thread, "
             "for which the assembler fails to allocate registers. It also counts kernels that spill "
@@ -44,7 +44,7 @@ def table(every: Iterable[CellState]) -> list[str]:
             "without knowledge of spills → the count of the current plans.", "",
             *markdown.table(("Triton", "card", "kernels", f"{GIVEN_UP} registers", f"over {SPILLS:,}",
                              f"over {MANY:,}"), ()), *lines(states),
-            "", "### compiled, slow", "",
+            "", "## Configurations that are slow", "",
             "These configurations spill with every number of warps and stages that exists for them, "
             f"so planning uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} "
             f"registers or more than {MANY:,} bytes, because shorter chunks need twice the steps and "

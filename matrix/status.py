@@ -1,6 +1,6 @@
 """Derive the status of each op on each GPU and Triton release.
 
-A status combines the current plans of a cell with the recorded compilations of their launches. SUPPORT.md and
+A status combines the current plans of a cell with the recorded compilations of their launches. docs/support and
 the HTML page are made from these statuses.
 """
 from __future__ import annotations

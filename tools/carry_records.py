@@ -37,7 +37,7 @@ are found, which takes minutes. A refused or slow launch that no plan contains a
 configuration. Other files that name kernels are records of one day without a source; they are only listed.
 
 Without --write the tool only prints the changes that it would make. Afterwards:
-  python -m matrix report             writes SUPPORT.md and the launch table again
+  python -m matrix report             writes docs/support and the launch table again
   python -m matrix run                compiles the other launches; on a GPU: python -m matrix.gpu --missing
   python -m tools.same_ptx OLD        compares machine code of both checkouts on a sample
 """

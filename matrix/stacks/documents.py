@@ -216,7 +216,7 @@ def table(folder: Path) -> list[str]:
         for why in {re.sub(r"\b\w+(ForCausalLM|TextModel)\b", "the model", one.partition(": ")[2])
                     for one in row["ways"].values()} - {""}:
             where.setdefault(why, []).append(row["model"])
-    return ["", "### Packed documents", "",
+    return ["", "## Packed documents", "",
             f"Three documents in one row under `flashlin.patched(\"transformers\")`, transformers "
             f"{record['transformers']} on a CPU, {record['date']}, made by "
             "`python -m matrix.stacks.documents`. "

@@ -1,4 +1,4 @@
-"""Write the tables of real programs, raw and patched, for SUPPORT.md.
+"""Write the tables of real programs, raw and patched, for docs/support/models.md.
 
 Their data are the records of ``python -m matrix stacks``, ``matrix.stacks.gpu`` and ``matrix.stacks.seeds``.
 """
@@ -51,7 +51,7 @@ def table(folder: Path) -> list[str]:
                                              if verdict != "reference"])]
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
         lines += _of_record(record)
-    return [*lines, "", "Details of all patched answers other than *yes* and *runs*:", "",
+    return [*lines, "", "### Patched answers other than yes and runs", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
 
 
@@ -79,7 +79,7 @@ def on_gpus(folder: Path) -> list[str]:
 def seeds(folder: Path) -> list[str]:
     """Return the tables of the first programs that flashlin was made for, or an empty list without records."""
     return _by_gpu(
-        folder, "seeds-*.json", "Programs it began with",
+        folder, "seeds-*.json", "The first programs",
         "`python -m matrix.stacks.seeds` runs layers and functions of fla, raw and under "
         "`flashlin.patched(\"fla\")`. *right*: the result is within bounds of plain torch in float32, or the "
         "program raises the intended error. The rows of a program run one after the other in one process, "
@@ -93,7 +93,7 @@ def _by_gpu(folder: Path, pattern: str, title: str, said: str, head: tuple[str, 
     lines: list[str] = []
     for path in sorted(folder.glob(pattern)):
         record = json.loads(path.read_text(encoding="utf-8"))
-        lines += ["", f"### {record['device']}, Triton {record['triton']}", "",
+        lines += ["", f"### {title}: {record['device']}, Triton {record['triton']}", "",
                   f"fla {record['fla']}, torch {record['torch']}, {record['date']}.", "",
                   *markdown.table(head, rows(record))]
     return lines and ["", f"## {title}", "", said, *lines]
