@@ -92,7 +92,7 @@ def stale(every: list[CellState], results: Path, folder: Path, launches: Path = 
             f"{one.op} {one.triton} {one.card}: {mark}, now {MARKS[one.status]}"]
         wrong += [f"reason: {reason}"
                   for reason in map(_reason, one.why)
-                  if markdown.line(reason, EXPLAINED.get(reason, NONE), MARKS[one.status]) not in text]
+                  if markdown.line(reason, explained(reason), MARKS[one.status]) not in text]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
                                 *documents.table(results), *programs.on_gpus(results),
                                 *programs.seeds(results), *spilling.lines(every)) if line not in text]
@@ -180,8 +180,8 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
 
 
 ABOUT = """Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels that
-have run there, with kernels that only have been compiled, or in plain torch. On every combination without a failure
-below, calls run and give the right result; the status says how fast and how well tested.
+have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means that nothing has
+been tested there.
 
 To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
 look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
@@ -201,7 +201,13 @@ EXPLAINED = {"backend": "the GPU is not from NVIDIA, or torch is a build for ano
              "triton": "flashlin has no kernels for this Triton release",
              "shared-memory": "the GPU has too little shared memory for the tiles",
              **{issue.id: issue.effect for issue in KNOWN_ISSUES}}
-NONE = "-"
+
+
+def explained(reason: str) -> str:
+    """Return a reason in words."""
+    if reason.endswith(" spills"):
+        return "the kernel needs more registers than a thread has; see [Register spills](spills.md)"
+    return EXPLAINED.get(reason, "-")
 
 
 def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder: Path) -> dict[str, str]:
@@ -250,7 +256,7 @@ def _head(title: str) -> list[str]:
 def _reasons(squared: Iterable[Square]) -> list[str]:
     counts = Counter((_reason(why), one.status) for one in squared for why in one.why)
     return markdown.table(("reason", "in words", "status", "calls"), [
-        (reason, EXPLAINED.get(reason, NONE), MARKS[status], str(count))
+        (reason, explained(reason), MARKS[status], str(count))
         for (reason, status), count in counts.most_common()])
 
 
