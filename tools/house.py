@@ -57,7 +57,7 @@ WIDTH, POSITIONAL, LINES_OF_A_KERNEL = 110, 10, 15
 # a program writes them.
 QUESTION = re.compile(r"(What|Whether|Who|Whose|Which|How|Where|Why|Those|Of|So)\b")
 PRIVATE = re.compile(r"\b(what|whose|nobody|somebody|told|beside|stands?|leaves alone)\b|, too\b")
-DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "matrix/*.md")
+DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/*.md", "matrix/*.md")
 LONG = 30
 RELEASE = re.compile(r"[23]\.\d+(\.\d+)?")
 # Files that may name releases: the table of releases, and the known issues with their proofs.
