@@ -1,4 +1,4 @@
-"""Tests of the form of benchmarks/notes: size, order, the lines of each entry, and the records that it names."""
+"""Tests of the form of benchmarks/notes: size, order, the lines of each entry, and its records."""
 from __future__ import annotations
 
 import re
