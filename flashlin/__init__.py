@@ -38,8 +38,8 @@ _BESIDE_OPS_AND_MODULES = {
 
 @lru_cache(maxsize=1)
 def _where() -> Mapping[str, str]:
-    # The modules imported here must not contain "from flashlin import ...", which would look names up while
-    # this function still collects them.
+    # The modules imported here must not contain "from flashlin import ...". Such a line would call this
+    # function again before it has returned.
     from flashlin.kernels.families import PUBLIC
     from flashlin.modules import _where as of_modules
     ops = {op.name: f"flashlin.ops.{op.module}" for op in PUBLIC.values()}

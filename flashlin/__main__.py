@@ -161,7 +161,8 @@ class Parser(argparse.ArgumentParser):
 def meant(given: str, known: Iterable[str]) -> str:
     """Return a suggestion such as ``; did you mean --target H100?``, or ``""``.
 
-    It names something known that is similar, or --target if the text is a machine and --target is known.
+    known: the valid commands or options. The suggestion is the most similar of them, or --target if the text
+        looks like a machine and --target is valid.
     """
     with suppress(Unloadable):
         like = load("compat.suggestions").did_you_mean(given.partition("=")[0], known)
@@ -236,7 +237,7 @@ def parser() -> Parser:
 
 
 class Version(argparse.Action):
-    """Print the versions of flashlin, torch and Triton in one line, as they report them when imported."""
+    """Print the versions of flashlin, torch and Triton in one line; each is the package's ``__version__``."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         """Print the line and exit."""
@@ -262,7 +263,7 @@ NEEDED = {"packaging": "packaging>=22", "pydantic": "pydantic>=2", "torch": "tor
 
 
 class Unloadable(Exception):
-    """An error that says that a part of flashlin cannot be imported, so that no report can be made."""
+    """Raised if a module of flashlin cannot be imported, so that the command cannot run."""
 
 
 def load(module: str) -> Any:
@@ -291,14 +292,14 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:  # None if a shell closed it by >&-
                 sys.stdout.flush()
-    except OSError as error:  # raised by stdout, since ``report`` handles the errors of commands
+    except OSError as error:  # from writing to stdout; ``report`` catches every OSError of a command
         # text that is still in the buffer must not raise again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader closed the pipe, which is no error
             return 141
         print(f"flashlin: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 2
-    return run_program(**arguments) if code is None else code  # broken pipes of the program are not handled
+    return run_program(**arguments) if code is None else code  # outside try: not our error
 
 
 def report(command: str, arguments: dict[str, Any]) -> int:

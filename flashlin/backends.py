@@ -25,7 +25,7 @@ from flashlin.kernels.families import PUBLIC, family_of
 
 __all__ = ["register", "unregister"]
 VARIABLE = "FLA_FLASHLIN"
-# fla selects backends of these operations by the operation's name. It selects those of FUNCTIONS by function.
+# In fla, a backend is registered for the name of an operation (OPERATIONS) or for one function (FUNCTIONS).
 OPERATIONS = {"gated_delta_rule": ("chunk_gated_delta_rule",),
               "generalized_delta_rule.dplr": ("chunk_dplr_delta_rule",)}
 FUNCTIONS = ("chunk_kda", "fused_recurrent_simple_gla", "fused_chunk_simple_gla", "parallel_simple_gla")
@@ -35,8 +35,9 @@ _registered = False
 def register() -> tuple[str, ...]:
     """Register flashlin as a backend of fla. A second call has no effect.
 
-    A call runs on flashlin if flashlin supports every argument and plans kernels for the call, or plain torch
-    if there is no GPU. Otherwise fla runs the call itself, and its log contains the reason.
+    A call runs on flashlin if flashlin supports every argument, and if its plan launches kernels. For tensors
+    that are not on a GPU, a plan of plain torch is accepted as well. Otherwise fla runs the call itself, and
+    its log contains the reason.
 
     Returns the names of the covered functions. Raises ImportError if fla is not installed or has no backends
     (before 0.6).
@@ -93,7 +94,7 @@ def verifier(original: Any) -> Callable[..., tuple[bool, str | None]]:
 
     def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         given = signature.bind(*args, **kwargs).arguments
-        given.pop("kwargs", None)  # fla ignores these keywords, and by_name ignores them as well
+        given.pop("kwargs", None)  # fla ignores unknown keywords, and by_name does not pass them on
         missing = unserved(given, served, defaults)
         if missing:
             return False, f"flashlin's {name} has no {missing}"

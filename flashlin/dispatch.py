@@ -5,7 +5,7 @@ How it works:
 1. The family's recipe lists the launches of the problem on the target.
 2. The checks examine the launches in order. The first check that rejects one returns a Reason, which names
    remedies, best first.
-3. The first remedy that the policy allows and that can still reduce the problem rewrites it.
+3. The first remedy that the policy allows and that changes the problem rewrites it.
 4. Everything is repeated from the start. This catches a remedy that runs into another limit, and it combines
    remedies.
 
@@ -53,7 +53,8 @@ def plan(problem: Problem, target: Target, policy: Policy = Policy()) -> Plan:
         if remedy is None:
             return Plan(asked, problem, target, (), tuple(steps), (reason,))
         name, problem = remedy
-        # Fewer warps in two rewrites (8, then 4) for one reason are shown as one step.
+        # If one reason needs two rewrites by the same remedy, such as 8 warps and then 4, show them as one
+        # step.
         if not steps or steps[-1] != (reason, name):
             steps.append((reason, name))
 
@@ -80,7 +81,7 @@ def watching(see: Callable[[Plan], None]) -> Iterator[None]:
 
 
 def _remedy(reason: Reason, draft: Draft) -> tuple[str, Problem] | None:
-    """Return the name of the best allowed remedy and the smaller problem that it makes, or None."""
+    """Return the name of the best allowed remedy and the problem as it rewrites it, or None."""
     for name in reason.remedies:
         remedy = REMEDIES[name]
         if draft.policy.policy == "strict" and reason.forced and not remedy.exact:

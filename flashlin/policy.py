@@ -29,11 +29,11 @@ class Policy(NamedTuple):
     tokens: how out-of-range tokens on a GPU are reported: ``async``, ``sync`` or ``off``. Calls that differ
         between ranks are reported in the same manner; ``off`` reports them as ``async``.
     canary: ``auto`` tries kernels without a recorded run on this GPU and Triton in a child process before
-        their first use, ``off`` does not. ``trial`` is set in that child itself; it also starts such kernels
-        on AMD.
-    debug: also check values, at the price of a synchronisation.
-    autotune: how ``flashlin.autotune`` chooses the configuration of a tuned kernel: ``timed``, ``first`` or
-        ``rank0``.
+        their first use, ``off`` does not. The child process itself runs with ``trial``, which starts untested
+        kernels, also on AMD.
+    debug: also check the values of arguments on the GPU, such as cu_seqlens. Each check waits for the GPU.
+    autotune: how ``flashlin.autotune`` chooses a configuration. ``timed`` measures all, ``first`` takes the
+        first that works, and ``rank0`` takes the one that rank 0 measured.
     invariant: no choice depends on the number or length of the sequences of a call, so the result of a row is
         bitwise independent of them. Calls with few long sequences then leave most of a GPU idle.
     """
@@ -109,7 +109,7 @@ def _settle(own: _Own) -> None:
 def from_environment(environment: Any) -> Policy:
     """Return the policy that the variables ``FLASHLIN_*`` set.
 
-    Raises ValueError that names the variable and lists its valid values.
+    Raises a ValueError that names the variable and lists its valid values.
     """
     given = {name: environment[f"FLASHLIN_{name.upper()}"]
              for name in (*CHOICES, "ignore") if f"FLASHLIN_{name.upper()}" in environment}
@@ -168,12 +168,13 @@ class settings:
     object is deleted (at once, unless a variable refers to it), or when its thread makes another call of
     flashlin.
 
-    The keywords are the fields of ``Policy``. Raises ValueError that lists the valid values.
+    The keywords are the fields of ``Policy``. Raises a ValueError that lists the valid values.
     """
-    _own: _Own | None = None  # state of the thread that called, later of the thread that entered
+    # state of the thread that made this object, and then of the thread that entered its ``with`` block
+    _own: _Own | None = None
 
     def __init__(self, **changes: Any) -> None:
-        current()  # applies an earlier call that no ``with`` block entered
+        current()  # applies an earlier ``settings`` call that was made without ``with``
         self.changes, self._own = _checked(changes), _thread.own
         self._own.called = self.changes
 
@@ -186,7 +187,7 @@ class settings:
         return current()
 
     def __exit__(self, *error: object) -> None:
-        # Another thread may close a generator that contains the block.
+        # A generator that contains the block may be closed by a thread that did not enter the block.
         own = _thread.own if self in _thread.own.blocks else self._own
         if own is not None and self in own.blocks:
             own.blocks.remove(self)

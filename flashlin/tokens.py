@@ -108,8 +108,8 @@ class guard_embeddings:
     The modules then behave like ``flashlin.embedding``. The change is in place. ``remove()`` or the end of a
     ``with`` block reverts it. Parameters, state_dict, hooks and the types of modules do not change. A
     subclass with its own forward, or a module whose forward another library has set, stays unguarded, with a
-    warning that names it. Do not use it with nn.DataParallel, whose replicas would run the original's
-    forward.
+    warning that names it. Do not use it with nn.DataParallel: its replicas copy
+    the guarded forward, which belongs to the original module.
 
     names: names of the guarded modules.
     unguarded: names of the modules that stay unguarded.
@@ -219,13 +219,13 @@ def masked_embedding(weight: Tensor, index: Tensor, bad: Tensor, options: Option
 def _renorm(weight: Tensor, index: Tensor, bad: Tensor, max_norm: float, norm_type: float) -> None:
     """Renorm the rows in use in place, as F.embedding does, without the rows of bad positions.
 
-    Bad positions use the first good index instead of their own. If no position is good, the row that they use
-    is restored.
+    Bad positions use the first good index instead of their own. If no position is good, they use index 0, and
+    its row is restored afterwards.
     """
     if not weight.shape[0]:  # no rows, so there are no tokens
         return
     with torch.no_grad():
-        # Append a valid token 0, because there may be no tokens; a compiled call does not check for this.
+        # Append a valid token 0. There may be no tokens, and compiled code does not test for that.
         good = torch.argmax(F.pad((~bad).reshape(-1).to(torch.uint8), (0, 1), value=1), 0, keepdim=True)
         stand_in = torch.take(F.pad(index.reshape(-1), (0, 1)), good)
         row = weight.index_select(0, stand_in)
@@ -246,7 +246,7 @@ class _Masked(torch.autograd.Function):
                 sparse: bool) -> Tensor:
         ctx.save_for_backward(index, bad)
         ctx.rows, ctx.skip, ctx.scale, ctx.sparse = weight.shape[0], skip, scale_grad_by_freq, sparse
-        # masked_fill is not in place: torch 2.11's compiler would then silently lose weight's gradient.
+        # masked_fill makes a new tensor: with masked_fill_, torch 2.11's compiler loses weight's gradient.
         return torch.embedding(weight, index).masked_fill(bad.unsqueeze(-1), 0)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Placeholder for ``fla.layers``: importing it raises an error, because flashlin has no layers.
 
-A search for ``fla.layers`` or a replacement of ``fla.`` by ``flashlin.`` leads here. flashlin has functions,
+A program imports it if every ``fla.`` in its source was replaced by ``flashlin.``. flashlin has functions,
 norms, a convolution, rotary embeddings and losses; fla's layers can run on them.
 """
 raise ImportError(

@@ -1,6 +1,6 @@
 """Placeholder for ``fla.models``: importing it raises an error, because flashlin has no models.
 
-A search for ``fla.models`` or a replacement of ``fla.`` by ``flashlin.`` leads here. flashlin has functions,
+A program imports it if every ``fla.`` in its source was replaced by ``flashlin.``. flashlin has functions,
 norms, a convolution, rotary embeddings and losses; fla's models can run on them.
 """
 raise ImportError(

@@ -19,7 +19,7 @@ _HOME = {
     "flashlin.modules.rotary": ("RotaryEmbedding",),
     "flashlin.modules.cross_entropy": ("FusedCrossEntropyLoss", "FusedLinearCrossEntropyLoss"),
 }
-# Modules of fla 0.4 to 0.6 that contain names of ours and that are no modules in this package.
+# Modules of fla 0.4 to 0.6 that define functions which flashlin also has, but in other modules.
 OF_FLA = (
     "causal_conv1d", "causal_conv1d.ops", "convolution", "conv.causal_conv1d", "conv.short_conv",
     "conv.triton", "conv.triton.kernels", "conv.triton.ops", "fused_cross_entropy",

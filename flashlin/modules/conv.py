@@ -27,7 +27,7 @@ class ShortConvolution(nn.Conv1d):
         kernel_size: number of taps W.
         bias: True for a bias [D].
         activation: ``silu``, also called ``swish``, or None.
-        backend: kept for compatibility; the plan chooses.
+        backend: accepted for compatibility. flashlin's plan selects the kernel.
         device: device of the parameters.
         dtype: dtype of the parameters.
         unknown: accepts only use_fast_conv1d, which has no effect.

@@ -22,8 +22,8 @@ class FusedCrossEntropyLoss(nn.Module):
         raises NotImplementedError.
     return_z_loss: also return z_loss, with the same reduction.
 
-    If every row is ignored, the mean is 0 and its gradient is 0. fla and torch return NaN, which ends a
-    training run because a few labels are missing.
+    If every row is ignored, the mean is 0 and its gradient is 0. fla and torch return NaN, so a single batch
+    without labels ends a training run.
     """
 
     ignore_index: int = -100

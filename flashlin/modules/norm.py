@@ -62,7 +62,8 @@ class LayerNorm(_Plain):
 
     Drop-in for ``fla.modules.LayerNorm``.
 
-    elementwise_affine: True for a weight, and with ``bias`` also a bias, with the given device and dtype.
+    elementwise_affine: False for a norm without weight and bias. If it is True, ``bias`` decides whether the
+        norm has a bias. Both have the given device and dtype.
     """
 
     _normed = staticmethod(layer_norm)

@@ -89,8 +89,9 @@ class RotaryEmbedding(nn.Module):
         seqlen_offset: added to every position, an int or a tensor [N] of int32 or int64.
         cu_seqlens: as in ``rotary_embedding``.
         max_seqlen: number of positions that may occur. None means T positions after an int seqlen_offset. The
-            values of a tensor seqlen_offset are not read. With a tensor, max_seqlen must be given in one
-            call; later calls may use the cached tables (ValueError if there are none).
+            values of a tensor seqlen_offset are not read. If seqlen_offset is a tensor, give max_seqlen in
+            the first call. Later calls may omit it, because they use the cached tables. Without cached tables
+            the call raises a ValueError.
         Positions beyond the tables are handled as in ``rotary_embedding``.
         """
         for name, x in (("q", q), ("k", k)):

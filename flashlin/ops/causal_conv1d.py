@@ -226,13 +226,14 @@ def separated(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, s
     """Return the convolution [b, T, D] of x [b, T, D] when each row contains several sequences.
 
     The whole batch becomes one packed row. Counting its sequences would wait for the GPU, so on a GPU and in
-    compiled code the table of bounds has one entry per token; unused entries are empty sequences. seq_idx:
-    [b, T] sequence numbers.
+    compiled code the table of bounds has one entry per token; unused entries are empty sequences.
+
+    seq_idx: [b, T] sequence numbers.
     state: [b, D, W - 1], the tokens before each row, or None.
     """
     b, T, D = x.shape
     before = 0
-    if state is not None and T:  # prepended to the first sequence of each row
+    if state is not None and T:  # put the state before the first sequence of each row
         before = state.shape[2]
         x = torch.cat([state.transpose(1, 2).to(x.dtype), x], 1)
         seq_idx = torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], 1)

@@ -258,7 +258,10 @@ def _call_of(op: str, given: Tensors | Token, silu: bool, has_ht: bool) -> str:
 
 
 def width_class(weight: Tensor) -> int:
-    """Return a placeholder for the width W while torch.compile traces: 1 if kernels support W, else 17."""
+    """Return 1 if kernels support the width W, else 17.
+
+    torch.compile plans with it instead of W, so that it does not compile again for each W.
+    """
     return MAX_WIDTH + 1 if weight.shape[1] > MAX_WIDTH else 1
 
 

@@ -74,7 +74,7 @@ def cross_entropy_loss(
         target: [N] int32 or int64; each value is the number of a column, or ignore_index.
         label_smoothing: e, from 0 to 1: the part of the target that is spread evenly over all columns.
         logit_scale: s, the factor on the logits.
-        lse_square_scale: a, the factor on the squares.
+        lse_square_scale: a, the factor on the square of the log-sum-exp of a row.
         logit_softcapping: c, above 0, or None for no softcap. The scale is applied before the softcap.
         ignore_index: any integer; rows with this target do not count.
         inplace_backward: backward overwrites the logits with their gradient, so nothing else may read their
@@ -261,7 +261,7 @@ class Scalars(NamedTuple):
 
 
 def terms_of(how: Scalars | LinearScalars) -> Terms:
-    """Return the numbers of the loss formula that are among these scalars."""
+    """Return the numbers of the loss formula: scale, softcap, label smoothing, z-loss factor, ignore_index."""
     return Terms(how.scale, how.cap, how.smoothing, how.squares, how.ignore_index)
 
 

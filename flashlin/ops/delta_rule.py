@@ -71,7 +71,7 @@ def chunk_delta_rule(
         beta: [B, T, HV], the fraction of the old value that the new value of a key replaces. It is normally
             in 0 .. 1, and up to 2 with negative eigenvalues. With beta near 2 and repeated keys the state
             forgets nothing, so rounding errors of 16-bit operands accumulate; use float32 there.
-        scale: factor on the scores; None means K ** -0.5.
+        scale: factor on the output; None means K ** -0.5.
         initial_state: [N, HV, K, V] (N sequences) of any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: first normalize q and k: ``x rsqrt(sum x^2 + 1e-6)``. With keys longer than 1
@@ -96,8 +96,8 @@ def chunk_delta_rule(
         UnsupportedError: this machine cannot run the call.
 
     These cases work here and fail in fla: float32, K above 256, grouped value heads, any B * H, checked
-    cu_seqlens and CPU tensors. The inverse within a chunk is exact for keys that resemble each other. An
-    unknown keyword is an error.
+    cu_seqlens and CPU tensors. Each chunk needs the inverse of a triangular matrix, which stays accurate even
+    if its keys are nearly equal. An unknown keyword is an error.
     """
     scalars.choice("chunk_size", chunk_size, CHUNK_SIZES)
     request = Request("chunk_delta_rule", scale, initial_state, output_final_state, cu_seqlens,

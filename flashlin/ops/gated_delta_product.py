@@ -6,8 +6,8 @@ Mirrors ``fla.ops.gated_delta_product``. The recurrence with n steps for each to
     S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
     S_t = S_{t,n}        o_t = scale S_t^T q_t
 
-Source: Siems et al. 2025 (arXiv 2502.10297). Composed: n rows of the gated delta rule (gated_delta_rule.py)
-for each token. Only the first row of a token decays the state, and only the last row is read.
+Source: Siems et al. 2025 (arXiv 2502.10297). Composed: the gated delta rule (gated_delta_rule.py) runs
+with n rows for each token. Only the first row of a token decays the state, and only the last row is read.
 """
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def chunk_gated_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct chunk by chunk.
 
-    Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: n rows of the gated delta
-    rule for each token. The recurrence is
+    Drop-in for ``fla.ops.gated_delta_product.chunk_gated_delta_product``. Composed: it calls the gated delta
+    rule with n rows for each token. The recurrence is
 
         S_{t,0} = e^{g_t} S_{t-1}
         S_{t,j} = S_{t,j-1} + beta_{t,j} k_{t,j} (v_{t,j} - S_{t,j-1}^T k_{t,j})^T        for j = 1 .. n
@@ -71,11 +71,11 @@ def chunk_gated_delta_product(
         initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
         use_qk_l2norm_in_kernel: first normalize q and k: ``x rsqrt(sum x^2 + 1e-6)``.
-        cu_seqlens: [N + 1] int32 or int64 on the device of q, in tokens. Sequence n has the rows
-            cu_seqlens[n] to cu_seqlens[n + 1] (exclusive) of q. Empty sequences are allowed.
+        cu_seqlens: [N + 1] int32 or int64 on the device of q, in tokens. Sequence i has the rows
+            cu_seqlens[i] to cu_seqlens[i + 1] (exclusive) of q. Empty sequences are allowed.
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
-        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. Each rank has some
-            tokens with all their steps.
+        cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. All n rows of
+            a token are on the same rank.
         process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
         **unknown: raises an error that names the unknown keyword.
 
@@ -122,9 +122,9 @@ def fused_recurrent_gated_delta_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute Gated DeltaProduct token by token, for decoding and short inputs.
 
-    Composed: n rows of the gated delta rule for each token. fla has no function of this name; its layer
-    spreads the rows in the same manner and calls ``fused_recurrent_gated_delta_rule``. The arguments, results
-    and errors are the same as in ``chunk_gated_delta_product``. Every float tensor gets a gradient.
+    It has the arguments, results and errors of ``chunk_gated_delta_product``. Composed: it calls the gated
+    delta rule with n rows for each token. fla has no function of this name; its layer spreads the rows in the
+    same manner and calls ``fused_recurrent_gated_delta_rule``. Every float tensor gets a gradient.
     """
     op = "fused_recurrent_gated_delta_product"
     n = _checked(q, k, v, g, beta, num_householder)

@@ -54,7 +54,7 @@ def chunk_gated_delta_rule(
         g: [B, T, HV], natural-log decays, normally <= 0, of any strength (-inf forgets everything). With
             use_gate_in_kernel it is the raw gate.
         beta: [B, T, HV], or its logits with use_beta_sigmoid_in_kernel.
-        scale: factor on the scores; None means K ** -0.5.
+        scale: factor on the output; None means K ** -0.5.
         initial_state: [N, HV, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
             is [N, HV, V, K].
         output_final_state: also return the state after each sequence.
@@ -67,8 +67,9 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: a copy of cu_seqlens on the host, which is checked without waiting for the GPU.
         chunk_indices: accepted for compatibility; flashlin needs no table of chunks.
         cp_context: the result of ``fla.ops.cp.build_cp_context``, an alternative to process_group. It
-            contains the bounds of this rank's sequences, so cu_seqlens is not read, and the call has no
-            states. With its layout ``zigzag`` the ranks exchange the tokens before and after the computation.
+            contains the bounds of this rank's sequences, so cu_seqlens is not read. initial_state and
+            output_final_state are errors with it. With its layout ``zigzag`` the ranks exchange the tokens
+            before and after the computation.
         use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
         A_log: [HV], required by use_gate_in_kernel; gets a gradient.
         dt_bias: [HV] or None, for use_gate_in_kernel; gets a gradient.
@@ -78,9 +79,9 @@ def chunk_gated_delta_rule(
         process_group: a torch.distributed group whose ranks share the sequences. Each rank has one segment of
             T; all segments have the same length and follow the order of the ranks. All ranks make the same
             calls. cu_seqlens and initial_state describe the whole sequences and are the same on every rank.
-            cu_seqlens is read on the host, and cu_seqlens_cpu saves that wait. Each rank returns its own
-            contribution to the final states and to the gradients of shared tensors; the sum over all ranks
-            is the total. ``flashlin.explain(op, ranks=4)`` shows how such a call runs.
+            The host reads cu_seqlens, which waits for the GPU; cu_seqlens_cpu avoids the wait. Each rank
+            returns its own contribution to the final states and to the gradients of shared tensors; the sum
+            over all ranks is the total. ``flashlin.explain(op, ranks=4)`` shows how such a call runs.
         **unknown: raises an error that names the unknown keyword.
 
     Returns:
@@ -94,8 +95,9 @@ def chunk_gated_delta_rule(
         UnsupportedError: this machine cannot run the call.
 
     These cases work here and fail in fla: training on Hopper with any Triton release
-    (fla-org/flash-linear-attention#640), K above 256, any B * H, checked cu_seqlens and CPU tensors. The
-    inverse within a chunk is exact for keys that resemble each other. An unknown keyword is an error.
+    (fla-org/flash-linear-attention#640), K above 256, any B * H, checked cu_seqlens and CPU tensors.
+    Each chunk needs the inverse of a triangular matrix, which stays accurate even if its keys are nearly
+    equal. An unknown keyword is an error.
     """
     op = "chunk_gated_delta_rule"
     check_gates(op, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval)
@@ -165,9 +167,10 @@ def fused_recurrent_gated_delta_rule(
         transpose_state_layout: the old name of state_v_first.
         state_indices: [N] int32 or int64 on the device of q. With it, initial_state is a pool of P states,
             [P, HV, K, V] or [P, HV, V, K]. Sequence n reads and overwrites the state at state_indices[n]. A
-            negative index skips its sequence: the outputs are zero and no state changes. If the values are
-            not read, an index outside the pool also skips its sequence. Two sequences must not share a state.
-            Only without gradients.
+            negative index skips its sequence: the outputs are zero and no state changes. An index past the
+            end is an error on the CPU and in debug mode. On a GPU or in compiled code, without debug mode, it
+            skips its sequence like a negative one. Two sequences must not use the same state. Only without
+            gradients.
         inplace_state: write the final states to initial_state instead of a new tensor. Each state must be
             contiguous. Only without gradients.
         **unknown: raises an error that names the unknown keyword.
@@ -183,7 +186,7 @@ def fused_recurrent_gated_delta_rule(
         TypeError, ValueError: an argument is invalid; the message names it.
         UnsupportedError: this machine cannot run the call.
 
-    A backward exists here and not in fla: q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get
+    Unlike in fla, there is a backward. q, k, v, g, gk, gv, beta, A_log, dt_bias and initial_state get
     gradients, through o and through the final state. Arguments are checked, and an unknown keyword is an
     error.
     """

@@ -7,9 +7,9 @@ channel:
 
 With b = w = beta it is Kimi Delta Attention. Source: Hatamizadeh et al. 2026 (arXiv 2605.22791).
 
-The chunked op runs the kernels of Kimi Delta Attention with w v as v and b in place of beta. The recurrent op
-is one launch. With gradients it is composed: it runs the DPLR delta rule (dplr_delta_rule.py) with a = -b k
-e^g, because DPLR reads the state before the decay.
+The chunked op runs the kernels of Kimi Delta Attention with w v as v and b in place of beta. Without
+gradients, the recurrent op is one launch. With gradients it runs the DPLR delta rule (dplr_delta_rule.py)
+with a = -b k e^g, because DPLR reads the state before the decay.
 """
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def chunk_gdn2(
         o [B, T, HV, V] in the dtype of v, and the final state in float32 (float64 for float64 tensors), in
         the layout of initial_state, or None. With return_intermediate_states also h [B, chunks, HV, K, V] in
         the dtype of k, as in ``chunk_kda``. cu_seqlens must cover all rows, else ValueError. The values are
-        not read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
-        gradients are zero.
+        not checked in compiled code, nor on a GPU outside debug mode. Without the check, rows outside all
+        sequences and their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -153,8 +153,8 @@ def fused_recurrent_gdn2(
     e in place of exp(A_log) in that case, and its chunked op refuses it. An unknown keyword is an error.
     """
     op = "fused_recurrent_gdn2"
-    # The shapes of the gate's parameters depend on the shape of g. A value that is not a bool is refused
-    # below.
+    # Check g first, because the shapes of the gate's parameters depend on it. The test is ``is True`` because
+    # ``flags_of`` refuses a value that is not a bool.
     if use_gate_in_kernel is True:
         check_qkv(q, k, v, grouped=True)
         need_tensor("g", g, (*v.shape[:3], q.shape[3]), "[B, T, HV, K]", q.device)
@@ -170,7 +170,7 @@ def _gate_of(op: str, g: Tensor, inside: bool, A_log: Tensor | None, dt_bias: Te
              bound: float | None, safe: bool = False) -> Gate:
     """Check the gate parameters and return them as ``kda.gate_of`` does: (A_log, dt_bias, lower bound).
 
-    Unlike there, a gate needs an A_log or a bound.
+    Unlike in ``kda.gate_of``, a gate needs an A_log or a lower bound.
     """
     check_gates(op, inside, A_log, dt_bias, False, False)
     if inside and A_log is None and bound is None:

@@ -19,7 +19,7 @@ from flashlin.ops._common.entry import entry
 from flashlin.ops._common.recurrent import flags_of, run_recurrent
 from flashlin.ops.simple_gla import v_first
 
-# u is the bonus of RWKV-6, which reads the state before its update (ops/rwkv6.py).
+# u is the bonus of RWKV-6, whose outputs read the state before the token is added to it (ops/rwkv6.py).
 FAMILY = Chunked("gla", inputs.Inputs, {
     **QKV, "g": Argument(("B", "T", "H", "K"), wide=True),
     "u": Argument(("H", "K"), wide=True, optional=True)}, torch_path.compute, decays=lambda x: x.g.sum(1),
@@ -51,7 +51,7 @@ def chunk_gla(
         v: [B, T, H, V], like q.
         g: [B, T, H, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
-        scale: factor on the scores; None means K ** -0.5.
+        scale: factor on the output; None means K ** -0.5.
         initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
             is [N, H, V, K].
         output_final_state: also return the state after each sequence.

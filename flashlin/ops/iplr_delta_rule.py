@@ -40,7 +40,8 @@ def chunk_iplr_delta_rule(
     """Compute the IPLR delta rule chunk by chunk.
 
     Drop-in for ``fla.ops.generalized_delta_rule.chunk_iplr_delta_rule``. It is ``chunk_dplr_delta_rule``
-    without decays, and has the same arguments, results and errors. scale may be any number.
+    without decays, and has the same arguments, results and errors. scale may
+    also be 0 or negative.
 
     These cases work here and fail in fla: the backward (fla raises an error), any K, checked shapes and
     cu_seqlens, and CPU tensors.
@@ -66,10 +67,10 @@ def fused_recurrent_iplr_delta_rule(
 
     Drop-in for ``fla.ops.generalized_delta_rule.fused_recurrent_iplr_delta_rule``. Arguments, results and
     errors are the same as in ``fused_recurrent_dplr_delta_rule``, without the decays and ``reverse``. scale
-    may be any number.
+    may also be 0 or negative; fla requires a positive one.
 
-    These cases work here and fail in fla: a strided initial_state keeps its gradient, the gradients of strips
-    (ranges of state columns) are added up in float32, shapes and cu_seqlens are checked, and CPU tensors run.
+    Differences from fla: a strided initial_state keeps its gradient. The gradients of strips (ranges of state
+    columns) are added up in float32. Shapes and cu_seqlens are checked, and CPU tensors work.
     """
     op = "fused_recurrent_iplr_delta_rule"
     return run_recurrent(op, Inputs(q, k, v, a=a, b=b, h0=initial_state, bounds=cu_seqlens), (), scale,

@@ -235,7 +235,7 @@ def fused_recurrent_kda(
         use_beta_sigmoid_in_kernel: use sigmoid(beta) in place of beta.
         allow_neg_eigval: use 2 sigmoid(beta) in place of sigmoid(beta).
         lower_bound: the lowest log decay of the gate, below 0, or None. Without use_gate_in_kernel it has no
-            effect; in fla it is a promise about g.
+            effect, as in fla.
         state_v_first: store the initial and final states as [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on the device of q. Sequence n has the rows cu_seqlens[n] to
             cu_seqlens[n + 1] (exclusive). Empty sequences are allowed.

@@ -7,8 +7,8 @@ Mirrors ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined``. The recurrence is
     S_t = e^{ADT_t} (S_{t-1} + (1 - r_t) DT_t v_{t-1} k_{t-1}^T) + r_t DT_t v_t k_t^T
     y_t = (S_t q_t + D v_t) silu(Z_t)
 
-Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: a rotation, one scan of simple GLA (simple_gla.py)
-and an elementwise kernel.
+Source: Lahoti et al. 2026 (arXiv 2603.15569). Composed: it runs a rotation, one scan of simple GLA
+(simple_gla.py) and an elementwise kernel.
 
 Why one scan suffices: every later token reads k_j and v_j with the same weight, r_j DT_j + (1 - r_{j+1})
 DT_{j+1}, times the decays since token j. The scan uses this weight, and shifts each q to the previous token,
@@ -74,8 +74,8 @@ def mamba3_siso_combined(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the scan of Mamba-3, with one input and one output for each head, chunk by chunk.
 
-    Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``. Composed: a
-    rotation, and a scan of simple GLA with each q shifted to the previous token. The recurrence is
+    Drop-in for ``mamba_ssm.ops.triton.mamba3.mamba3_siso_combined.mamba3_siso_combined``. Composed: it
+    runs a rotation, and a scan of simple GLA with each q shifted to the previous token. The recurrence is
 
         theta_t = theta_{t-1} + pi tanh(Angles_t) DT_t
         q_t, k_t = Q_t + Q_bias, K_t + K_bias, rotated by theta_t        r_t = sigmoid(Trap_t)
@@ -139,7 +139,8 @@ def mamba3_siso_combined(
     decay, step, trap = (x.mT.to(wide) for x in (ADT, DT, Trap))
     own = step * trap.sigmoid()
     past = step - own
-    # A step that is not finite must not reach the previous token, which may be in another chunk.
+    # The weight of a token contains the next token's step. A step that is not finite must not reach the token
+    # before it, which may be in another chunk.
     weight = own + torch_path.after(past.nan_to_num(0, 0, 0), packed)
     inputs = Inputs(Q, K, Q_bias, K_bias, Angles, step, weight, None if states is None else states.angle,
                     bounds=bounds)

@@ -42,9 +42,9 @@ def mamba_inner_fn(
 ) -> Tensor:
     """Compute a Mamba layer after its input projection: convolution, selective scan and output projection.
 
-    Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``. Composed: ``causal_conv1d_fn``,
-    ``selective_scan_fn`` and matrix products of torch. P, X_dt, X_B and X_C are projections, O is the output
-    projection, y is the scan, and norm applies only if its weight is passed:
+    Drop-in for ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``. Composed: it
+    calls ``causal_conv1d_fn``, ``selective_scan_fn`` and matrix products of torch. P, X_dt, X_B and X_C are
+    projections, O is the output projection, y is the scan, and norm applies only if its weight is passed:
 
         u = silu(conv(x))        dt, B, C = norm(P X_dt u), norm(X_B u), norm(X_C u)
         out = O y(u, dt, A, B, C, D, z)
@@ -62,9 +62,9 @@ def mamba_inner_fn(
             ``torch.nn.Linear``, and nothing else changes.
         out_proj_bias: [out] or None.
         A: [D, N], real.
-        B: None if B depends on the input. Else [b, N, T], [b, G, N, T] or, the same for all tokens, [D, N],
-            as in ``selective_scan_fn``.
-        C: like B. With G > 1 groups both are passed and have the same G.
+        B: None if B depends on the input. Else [b, N, T], [b, G, N, T], or [D, N] for a B that is the same
+            for all tokens, as in ``selective_scan_fn``.
+        C: like B. To use G > 1 groups, pass both B and C with the same G.
         D: [D] or None.
         delta_bias: [D] or None, added to dt.
         B_proj_bias: [N] or None, added to the projected B; no effect if B is passed.

@@ -64,7 +64,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: 
         UnsupportedError: this machine cannot run the call.
 
     These cases work here and fail in fla: rows longer than 64 KB, inputs without rows, and CPU tensors.
-    Another number of rows never compiles again.
+    A call with another number of rows never compiles again.
     """
     return _norm(Tensors(x, residual, weight, bias),
                  Asked("layer_norm", kind_of(is_rms_norm), eps, prenorm, residual_in_fp32))
@@ -289,8 +289,8 @@ def scalars_of(given: Tensors, asked: Asked) -> Scalars:
     y_dtype, needs_grad = asked.output_dtype or x.dtype, wants_grad(*given)
     total_dtype = (residual.dtype if residual is not None else torch.float32 if asked.residual_in_fp32
                    else x.dtype)
-    returned = asked.prenorm and (residual is not None or total_dtype != x.dtype)  # else it is x itself
-    has_total = returned or (needs_grad and residual is not None)  # backward reads it
+    returned = asked.prenorm and (residual is not None or total_dtype != x.dtype)  # else the sum is x itself
+    has_total = returned or (needs_grad and residual is not None)  # backward reads the sum
     activation = NO_GATE if asked.activation is None else ACTIVATIONS[asked.activation]
     return Scalars(asked.eps, asked.kind, activation, asked.groups, x.dtype,
                    None if residual is None else residual.dtype, y_dtype, total_dtype if has_total else None,

@@ -44,8 +44,9 @@ def chunk_rwkv6(
         v: [B, T, H, V], like r.
         w: [B, T, H, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
-        u: [H, K], the bonus of the current token, which is read before it is in the state; gets a gradient.
-        scale: factor on the output; None means K ** -0.5. (The layer passes 1.)
+        u: [H, K], the bonus: factors on the channels of the current token's k, whose product with v the
+            output reads separately from the state; gets a gradient.
+        scale: factor on the output; None means K ** -0.5. (RWKV-6 layers pass 1.)
         initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
         cu_seqlens: [N + 1] int32 or int64 on the device of r. Sequence n has the rows cu_seqlens[n] to
@@ -96,8 +97,9 @@ def fused_recurrent_rwkv6(
         k: [B, T, H, K], like r.
         v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of r and k.
         w: [B, T, HV, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything).
-        u: [HV, K], the bonus of the current token, which is read before it is in the state.
-        scale: factor on the output; None means K ** -0.5. (The layer passes 1.)
+        u: [HV, K], the bonus: factors on the channels of the current token's k, whose product with v the
+            output reads separately from the state.
+        scale: factor on the output; None means K ** -0.5. (RWKV-6 layers pass 1.)
         initial_state: [N, HV, K, V] for N sequences, any float dtype and strides.
         output_final_state: also return the state after each sequence.
         reverse: run each sequence from its last token to its first.

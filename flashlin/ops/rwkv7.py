@@ -43,14 +43,15 @@ def chunk_rwkv7(
 
     r, k, a, b: [B, T, H, K].
     v: [B, T, H, V].
-    w: [B, T, H, K], natural-log decays, normally <= 0, of any strength. The layer's lie in -0.607 .. 0.
+    w: [B, T, H, K], natural-log decays, normally <= 0, of any strength. Decays of RWKV-7 layers
+        lie between -0.607 and 0.
     scale: factor on the output, 1 by default, unlike in ``fused_recurrent_rwkv7``; None means K ** -0.5.
 
     All other arguments, the results and the errors are the same as in ``chunk_dplr_delta_rule``.
 
-    These cases work here and fail in fla: strong decays (exact in every mode), K above 256, float32, any B *
-    H, checked shapes and cu_seqlens, and CPU tensors. K above 256 runs in plain torch if the GPU has too
-    little shared memory.
+    These cases work here and fail in fla: strong decays (exact, in chunks and token by token), K above 256,
+    float32, any B * H, checked shapes and cu_seqlens, and CPU tensors. K above 256 runs in plain torch if the
+    GPU has too little shared memory.
     """
     check_options(chunk_size, (None, *CHUNK_SIZES), lower_bound)
     request = Request("chunk_rwkv7", scale, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu,
@@ -76,13 +77,14 @@ def fused_recurrent_rwkv7(
         r: [B, T, H, K], bfloat16, float16 or float32 (float64 runs in plain torch), any strides. Mixed dtypes
             of r, k, v, a and b follow torch's promotion. With cu_seqlens B is 1 and sequences are packed
             along T.
-        w: [B, T, HV, K], natural-log decays, normally <= 0. The layer's decays lie in -0.607 .. 0.
+        w: [B, T, HV, K], natural-log decays, normally <= 0. In RWKV-7 layers they lie between
+            -0.607 and 0.
         k: [B, T, H, K], like r.
         v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of r and k.
         a: [B, T, HV, K], the vectors that read the old state, before its decay.
         b: [B, T, HV, K], the vectors that write the values read with a.
         scale: factor on the output; None, the default, means K ** -0.5. (The default of ``chunk_rwkv7`` is 1,
-            and the layer passes 1.)
+            and RWKV-7 layers pass 1.)
         initial_state: [N, HV, K, V] for N sequences, any float dtype and strides.
         output_final_state: also return the state after each sequence; True by default, as in fla.
         cu_seqlens: [N + 1] int32 or int64 on the device of r. Sequence n has the rows cu_seqlens[n] to
@@ -120,7 +122,8 @@ def fused_mul_recurrent_rwkv7(
     """Compute RWKV-7 token by token from kk and the in-context learning rate a, as its layer does.
 
     Drop-in for ``fla.ops.rwkv7.fused_mul_recurrent_rwkv7``. It is ``fused_recurrent_rwkv7`` with -kk as a and
-    kk * a as b. The product kk * a is computed in float32. Without gradients it is part of the one launch.
+    kk * a as b. The product kk * a is computed in float32. Without gradients, a single launch computes the
+    product and the recurrence.
     kk: [B, T, HV, K], normally of unit length.
     a: [B, T, HV, K], the in-context learning rate, normally from 0 to 1.
     scale: factor on the output, 1 by default; None means K ** -0.5.

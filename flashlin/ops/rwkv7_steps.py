@@ -63,7 +63,7 @@ def fused_addcmul_rwkv7(hidden_states: Tensor, delta: Tensor, xr: Tensor, xw: Te
 @entry
 def fused_k_rwkv7(k: Tensor, a: Tensor, ka: Tensor, cu_seqlens: Tensor | None = None,
                   cu_seqlens_cpu: Tensor | None = None) -> Tensor:
-    """Compute the key after the in-context learning rate, k (1 + (a - 1) ka).
+    """Scale the key by the in-context learning rate a: k (1 + (a - 1) ka).
 
     Drop-in for ``fla.ops.rwkv7.fused_k_rwkv7``. k and a are [B, T, D], and ka has D elements. cu_seqlens and
     cu_seqlens_cpu are accepted for compatibility; they have no effect, because each token is computed alone.

@@ -87,7 +87,7 @@ def selective_scan_fn(
     check_optional("u", u, (("D", D, (channels,), "[D]"), ("z", z, (b, channels, T), "u's shape"),
                             ("delta_bias", delta_bias, (channels,), "[D]")))
     given = Tensors(u, delta, A, B, C, D, z, delta_bias)
-    # Kernels do not support a B or C of shape [D, N], which is the option "fixed".
+    # The option "fixed" marks a B or C of shape [D, N], which kernels do not support.
     call = call_of(OP, dtypes_of(given), ["fixed"] * (B.ndim == 2 or C.ndim == 2))
     y, last = OPERATOR.run_planned(given, Scalars(delta_softplus, wants_grad(*given), call))
     y = y.to(u.dtype)

@@ -68,7 +68,7 @@ def chunk_simple_gla(
             gradient.
         g_gamma: [H], constant natural-log decays, which get no gradient. They are added to g if both are
             given.
-        scale: factor on the scores; None means K ** -0.5.
+        scale: factor on the output; None means K ** -0.5.
         initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient. With state_v_first it
             is [N, H, V, K].
         output_final_state: also return the state after each sequence.
@@ -228,7 +228,7 @@ def run_simple_gla(
     check_chunk_size(chunk_size)
     if g_gamma is not None and not finite:
         check_floats("g_gamma", g_gamma, "[H]", 1)
-        g_gamma = g_gamma.clamp(min=FORGOTTEN)  # kernels subtract multiples of g_gamma
+        g_gamma = g_gamma.clamp(min=FORGOTTEN)  # kernels subtract multiples; -inf would give NaN
     if g is not None and g_gamma is not None:  # check both before the sum broadcasts them
         check_qkv(q, k, v)
         need_tensor("g", g, tuple(q.shape[:3]), "[B, T, H]", q.device)
@@ -250,5 +250,5 @@ def run_parallel(request: Request, output_attentions: bool, q: Tensor, k: Tensor
     if not output_attentions:
         return o, None
     scale = q.shape[3] ** -0.5 if request.scale is None else float(request.scale)
-    # If it were traced under autocast, the backward of a matrix product would be rounded.
+    # Traced under autocast, the backward of this function's matrix products would be rounded.
     return o, torch_path.scores(q, k, g, g_gamma, scale, summed=outside.autocast).to(q.dtype)

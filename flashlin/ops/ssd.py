@@ -65,21 +65,21 @@ def mamba_chunk_scan_combined(
         dt_bias: [H], added to dt, or None.
         initial_states: [b, H, P, N], any float dtype: the state before the first sequence of each row.
         seq_idx: [b, T] integers. A token whose number differs from the previous token's begins a new
-            sequence, with a state of zero. A value that is not finite makes NaN of y from its token to the
-            end of its sequence, and of all gradients of that sequence. Other sequences stay finite, unless
-            sums of finite values overflow float32 in the scan. Only cu_seqlens also prevents that.
+            sequence, with a state of zero. After a value that is not finite, y is NaN to the end of its
+            sequence, and all gradients of that sequence are NaN. Other sequences stay finite, unless sums of
+            finite values overflow float32 in the scan. With cu_seqlens they stay finite even then.
         cu_seqlens: [n + 1] int32 or int64, for b = 1. Sequence i has the rows cu_seqlens[i] to cu_seqlens[i +
             1] (exclusive). As in mamba_ssm, it has an effect only with return_varlen_states. The initial
             state belongs to sequence 0.
         dt_softplus: apply softplus to dt + dt_bias.
-        dt_limit: (lowest, highest), to which the step is clamped after that.
+        dt_limit: (lowest, highest): the step is clamped to this range after dt_bias and dt_softplus.
         return_final_states: also return the state after each row.
         return_varlen_states: also return the state after each sequence of cu_seqlens.
         out_dtype: torch.float32 returns y before it is rounded to the dtype of x, for a norm that follows.
             That saves one rounding in y and one in its gradient. (mamba_ssm has no such argument.)
         cp_context: the ranks that share the sequences, as in ``chunk_gated_delta_rule``. With ranks,
-            cu_seqlens always has an effect, seq_idx is an error, and so is return_final_states with
-            cu_seqlens.
+            cu_seqlens always has an effect. Then seq_idx is an error, and return_final_states is an error
+            together with cu_seqlens.
         process_group: the group of these ranks, as in ``chunk_gated_delta_rule``.
 
     Returns:
@@ -93,10 +93,10 @@ def mamba_chunk_scan_combined(
         UnsupportedError: this machine cannot run the call.
 
     Differences from mamba_ssm: there is no autotuning, and repeated runs give bitwise identical gradients.
-    return_varlen_states has gradients, which are an error there. With it, cu_seqlens separates sequences also
-    without seq_idx, while mamba_ssm mixes them. The state of the first sequence then includes the initial
-    state even if that sequence is short. seq_idx may start with any number, while mamba_ssm uses the initial
-    state only for the number 0. A later sequence may reuse a number.
+    return_varlen_states has gradients, which are an error in mamba_ssm. With return_varlen_states, cu_seqlens
+    separates sequences even without seq_idx, while mamba_ssm mixes them. The state of the first sequence then
+    includes the initial state even if that sequence is short. seq_idx may start with any number, while
+    mamba_ssm uses the initial state only for the number 0. A later sequence may reuse a number.
     """
     scalars.flags(dt_softplus=dt_softplus, return_final_states=return_final_states,
                   return_varlen_states=return_varlen_states)
@@ -198,8 +198,8 @@ def mamba_split_conv1d_scan_combined(
 
     Returns:
         [b, T, M + H P], or [b, T, out] with outproj_weight. With return_final_states also the final states
-        [b, H, P, N] in float32 (float64 for float64 tensors). With an MLP, its columns silu(first half) *
-        second half come before the columns of the scan.
+        [b, H, P, N] in float32 (float64 for float64 tensors). If zxbcdt has 2 M columns of an MLP, M columns
+        come before those of the scan: silu(first M columns of zxbcdt) * its next M columns.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -353,7 +353,7 @@ def _contained(B: Tensor, C: Tensor, decay: Tensor, h0: Tensor | None,
 
     Return B, C, the decays, the initial states, and marks [b, T] of the replaced values
     (kernels/pointwise/nonfinite.py). With bounds, only the initial state of the first sequence has an effect.
-    A sequence without tokens keeps its own.
+    A sequence without tokens keeps its own initial state.
     """
     (decay, B, C), marks = contained((decay, B, C), endless=True)
     if h0 is not None:
@@ -368,7 +368,7 @@ def _released(marks: Tensor, anew: Tensor, ht: Tensor | None,
               bounds: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the marks of y [b, T], and the final states with the marks of their sequences added.
 
-    marks: 0 or NaN for each input token. A mark makes NaN of all later results of its sequence.
+    marks: 0 or NaN for each input token. After a NaN, all later results of the sequence are NaN.
     anew: True for tokens that begin a new sequence of seq_idx.
     """
     if bounds is not None:

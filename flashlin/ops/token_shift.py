@@ -48,8 +48,8 @@ def token_shift(x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | Non
     Returns:
         y [B, T, D] in the dtype of x, or (y, cache [N, D]) in the dtype of x with output_cache. A sequence
         without tokens returns its old cache. cu_seqlens must cover all rows, else ValueError. The values are
-        not read on a GPU outside debug mode, or in compiled code. There, rows outside all sequences and their
-        gradients are zero.
+        not checked in compiled code, nor on a GPU outside debug mode. Without the check, rows outside all
+        sequences and their gradients are zero.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.

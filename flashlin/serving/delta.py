@@ -64,7 +64,7 @@ def decode(
 
     Args:
         q: [N, T, H, K]. bfloat16, float16 or float32 (float64 runs in plain torch), any strides. With
-            cu_seqlens N is 1 here, and the requests' tokens are packed along T.
+            cu_seqlens the shape is [1, T, H, K], and the tokens of the N requests are packed along T.
         k: of q's shape.
         v: [N, T, HV, V], with HV a multiple of H: value head j reads q and k of head j // (HV / H).
         g: [N, T, HV] natural-log decays of heads (Gated DeltaNet), [N, T, HV, K] of channels (KDA), or None.
@@ -136,13 +136,14 @@ def prefill(
         beta: as in ``decode``.
         states: as in ``decode``.
         indices: [N] int32 or int64: the slot of each request. An index outside the pool is padding.
-        cu_seqlens: [N + 1] int32 or int64: request n is rows cu_seqlens[n] .. cu_seqlens[n + 1], and all rows
-            are covered. A request without tokens does not change its slot.
+        cu_seqlens: [N + 1] int32 or int64. Request n has the rows cu_seqlens[n] to cu_seqlens[n + 1]
+            (exclusive). The requests must cover all rows. A request without tokens does not change its slot.
         has_initial_state: [N] bool: True if a request continues from its slot's state (a later piece).
             Otherwise it starts with zeros, whatever the slot contains.
-        mode: ``chunk`` is fast, with matrix products; pieces give the results of one call up to rounding.
-            ``fused_recurrent`` computes token by token and gives bitwise the results of ``decode``, however
-            the prompt is cut. It serves a trainer that repeats a rollout.
+        mode: ``chunk`` is fast, because it uses matrix products. A prompt in pieces gives the same results as
+            in one call, up to rounding. ``fused_recurrent`` computes token by token. Its results have the
+            same bits as those of ``decode``, wherever the prompt is cut. Use it if a trainer must repeat a
+            rollout.
         scale: as in ``decode``.
         A_log: as in ``decode``.
         dt_bias: as in ``decode``.
@@ -155,9 +156,9 @@ def prefill(
     Returns:
         o [1, total, HV, V] in v's dtype; rows of padding are zero. The final states are in the slots.
 
-    ``chunk`` copies states: they are gathered into float32 and scattered by torch's indexing. The copies take
-        about nine times the N states' size in memory traffic; the least possible is two times. A piece of
-        1,000 tokens takes several times the traffic of the copies. ``fused_recurrent`` copies nothing.
+    ``chunk`` copies states: they are gathered into float32 and scattered by torch's indexing. The copies move
+        about nine times the bytes of the N states; two times would be the least. The kernels of a piece of
+        1,000 tokens move several times as many bytes as the copies. ``fused_recurrent`` copies nothing.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, by name; tensors that require gradients.
@@ -176,7 +177,7 @@ class Beside(NamedTuple):
     """The scalars and tensors of a call on a pool other than the inputs.
 
     accepted: has_initial_state of ``prefill``, or num_accepted_tokens of ``decode``.
-    flags: words separated by blanks.
+    flags: names of the options that are on, separated by blanks.
     """
     pool: Tensor
     indices: Tensor
