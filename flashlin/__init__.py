@@ -18,7 +18,7 @@ from importlib import import_module
 from flashlin.compat.import_hooks import watch
 from flashlin.compat.lazy_imports import attach
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _BESIDE_OPS_AND_MODULES = {
     "flashlin.diagnostics.doctor": ("doctor", "explain", "plan"),

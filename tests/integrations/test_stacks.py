@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def test_a_gradient_that_cancels_is_measured_by_the_largest() -> None:
     assert not error({"da": large, "db": 1e4 * tiny}, {"da": large, "db": 2e4 * tiny}).ok
 
 
+# transformers 5.21 and newer, and so LFM3, need Python 3.11.
+NEW_ENOUGH = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.24 needs Python 3.11")
+
+
+@NEW_ENOUGH
 @pytest.mark.parametrize("stack", STACKS if WHOLE else STACKS[:1], ids=lambda one: one.name)
 def test_patched_models_agree(stack: Any) -> None:
     """The models run in a process of their own.
@@ -136,6 +142,7 @@ def test_every_excuse_is_one_that_a_record_needs() -> None:
                for model, begins in RAISES)
 
 
+@NEW_ENOUGH
 def test_a_wrong_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution of LFM3, which needs no other package, is made slightly too large."""
     model, right = next(one for one in MODELS if one.name == "lfm3"), flashlin.mamba.causal_conv1d_fn

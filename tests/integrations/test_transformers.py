@@ -160,6 +160,8 @@ PADDED = torch.ones_like(TOKENS).index_put((torch.zeros(6, dtype=torch.long), to
 
 @pytest.mark.parametrize("name", TESTED)
 def test_a_model_agrees_with_its_torch_path(name: str) -> None:
+    if name == "falcon_h1" and VERSION == (5, 20):  # the newest for Python 3.10
+        pytest.skip("unpatched, it raises when it generates with a cache")
     before = built(name)
     with torch_path(before):
         right = [trained(before, mask) for mask in (None, PADDED)]

@@ -5,7 +5,7 @@ more than 120 bits. Then one product gives each matrix of scores, and in bf16 a 
 rounding error of one operand. As in ``kernels/gla/one_reference.py``, each step has two kernels. The first
 computes the chunks that fit and stores which they are. The second, ``dplr_prepare_rest`` or
 ``dplr_grads_rest``, halves the remaining chunks. The sums of decays are a separate launch, because they would
-take twice as long within these kernels (benchmarks/NOTES.md).
+take twice as long within these kernels (benchmarks/notes/decay-per-channel.md).
 
 Four scores [BT, BT] and four gradients [BT, BK] exceed the registers of a thread. So with two writing vectors
 the kernels compute them one after the other. The first kernel computes the scores of a, inverts their

@@ -77,7 +77,7 @@ def planned(problem: Problem, target: Target, one: bool) -> tuple[Launch, ...]:
     kernels.append(walk("gla_scan", scan))
     if problem.needs_grad:
         # On Hopper in 16 bits a second stage lowers the time of gla_reverse from 0.39 to 0.32 ms
-        # (benchmarks/NOTES.md, change 6).
+        # (benchmarks/notes/decay-per-channel.md).
         two = is_hopper(target) and bytes_each == 2 and release(target.triton) >= TRIED
         single = scan if two else scan._replace(num_stages=1)
         kernels += [walk("gla_states", scan), walk("gla_reverse", single)]

@@ -15,8 +15,8 @@ FAMILY = "rotation"
 BT = 32  # tokens per chunk; one program sums the angles of a chunk
 BS = 32  # chunks that turn_carry adds in one step
 # The rotation runs with WARPS; the sums run with FEWER, and so do the backward kernels on Hopper. There they
-# took 402 us instead of 463 us on an H200 (benchmarks/NOTES.md). On other GPUs, the backward kernels would
-# spill 1 KB per thread or more with 2 warps.
+# took 402 us instead of 463 us on an H200 (benchmarks/notes/mamba.md). On other GPUs, the backward kernels
+# would spill 1 KB per thread or more with 2 warps.
 WARPS, FEWER = 4, 2
 SHARED = 16  # limit of the heads whose gradients one program adds; larger groups are divided into slices
 

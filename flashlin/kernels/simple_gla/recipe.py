@@ -178,8 +178,8 @@ def _without_table(problem: Problem, target: Target, dv: Launch, grads: Launch) 
 
     The gradients then need no memory of their own (``dstate_at`` in ``backward.py``). They are stored in
     blocks as wide as the strips that the kernel ``grads`` reads and then overwrites. It costs no time
-    (benchmarks/NOTES.md), so it is done unless it is known to fail or to be slow. Heads that share q and k
-    have too few rows of dq and dk for it.
+    (benchmarks/notes/scalar-decay.md), so it is done unless it is known to fail or to be slow. Heads that
+    share q and k have too few rows of dq and dk for it.
     """
     BT, side = dv.block("BT"), grads.block("BK")
     if ("gva" in problem.options or problem.V > 2 * BT or problem.K % side
