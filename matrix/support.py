@@ -13,7 +13,7 @@ from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix, compact, slow_by_config, together
+from matrix.results import Matrix, compact, load_result, slow_by_config, together
 from matrix.stacks import documents
 from matrix.stacks import table as programs
 from matrix.status import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
@@ -70,6 +70,18 @@ def write(matrix: Matrix, every: list[CellState], results: Path, folder: Path, h
     return 0
 
 
+def write_page(matrix: Matrix, folder: Path, results: Path, html: Path) -> int:
+    """Write the HTML page from the statuses in ops.md, without planning and without reasons, and return 0."""
+    ran, of = gpu_records(results), {mark: status for status, mark in MARKS.items()}
+    squared = [Square(op, card, triton, of[mark], evidence=ran.get((op, card, triton), "") if mark == "ran" else "")
+               for (op, triton, card), mark in marks_of((folder / "ops.md").read_text(encoding="utf-8")).items()]
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(page(matrix, squared, max((load_result(results, cell).date for cell in matrix.cell), default="")),
+                    encoding="utf-8")
+    print(f"wrote {html}")
+    return 0
+
+
 def examples(matrix: Matrix) -> dict[str, str]:
     return {card.name: card.example for card in matrix.card}
 
@@ -90,9 +102,10 @@ def stale(every: list[CellState], results: Path, folder: Path, launches: Path = 
         mark = said.get((one.op, one.triton, one.card))
         wrong += [] if mark == MARKS[one.status] else [
             f"{one.op} {one.triton} {one.card}: {mark}, now {MARKS[one.status]}"]
-        wrong += [f"reason: {reason}"
-                  for reason in map(_reason, one.why)
-                  if markdown.line(reason, explained(reason), MARKS[one.status]) not in text]
+        wrong += [f"reason: {reason}" for reason in map(_reason, one.why)
+                  if not any(line.startswith(markdown.line(reason, explained(reason)))
+                             and f" {MARKS[one.status]} " in line.replace(",", " ").replace("|", " ")
+                             for line in text.splitlines())]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
                                 *documents.table(results), *programs.on_gpus(results),
                                 *programs.seeds(results), *spilling.lines(every)) if line not in text]
@@ -185,14 +198,16 @@ been tested there.
 
 To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
 look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
+
+An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix compiles, also those
+with heads of 256 and packed rows. `flashlin doctor` counts only the typical calls of an op.
 """
-LEGEND = """A GPU or a release is *required* if a failure there fails the tests of flashlin. On all others, failures are
-listed, but allowed."""
 MORE = (("All ops", "ops.md", "the status of every op, on every GPU, under every release"),
         ("Reasons", "reasons.md", "why a call runs in plain torch, is slow, or avoids a failure"),
         ("Register spills", "spills.md", "the kernels that are slow because they need too many registers"),
-        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm, raw and "
-                                                  "patched, by version"),
+        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm on a CPU, raw "
+                                                  "and patched, by version; packed documents"),
+        ("Models on GPUs", "gpu-models.md", "speed and errors of layers and models of realistic size"),
         ("Comparison with fla and mamba_ssm", "packages.md", "which cases each package computes, as tested on a GPU"),
         ("The first failures", "failures.md", "the failures that flashlin was first written to prevent"),
         ("Runs of the matrix", "runs.md", "the dates and sizes of the compilations behind the tables"))
@@ -206,7 +221,7 @@ EXPLAINED = {"backend": "the GPU is not from NVIDIA, or torch is a build for ano
 def explained(reason: str) -> str:
     """Return a reason in words."""
     if reason.endswith(" spills"):
-        return "the kernel needs more registers than a thread has; see [Register spills](spills.md)"
+        return "needs more [registers](spills.md) than a thread has"
     return EXPLAINED.get(reason, "-")
 
 
@@ -219,14 +234,15 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
     bodies = {
         "index.md": ["# What runs where", "", GENERATED, "", ABOUT, "## What the words mean", "",
                      *markdown.table(("status", "meaning"),
-                                     [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "", LEGEND, "",
+                                     [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "", _legend(matrix), "",
                      "## Overview", "", f"![how many ops run where, and how](../{PICTURE})", "",
                      f"The table shows the most frequent status of the {len(grids)} ops, and how many ops have it.", "",
                      *_overview(matrix, {place: _most(grid[place] for grid in grids.values()) for place in places}),
                      "", "## Pages", "",
                      *markdown.table(("page", "contents"), [(f"[{title}]({name})", said) for title, name, said in MORE]),
                      "", "`python -m matrix report` also writes a page to click through, with every reason: "
-                     "`build/support.html`. It plans every call for every GPU, which takes some minutes."],
+                     "`build/support.html`. It plans every call for every GPU, which takes some minutes. "
+                     "`python -m matrix page` writes that page in seconds from the tables here, without the reasons."],
         "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand for several "
                    "releases, and a column for several GPUs, if all their entries are equal. The words are explained "
                    "[here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
@@ -239,8 +255,8 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                        "one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
                        "known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
-        "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder),
-                      *programs.on_gpus(folder), *programs.seeds(folder)],
+        "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder)],
+        "gpu-models.md": [*_head("Models on GPUs"), *programs.on_gpus(folder), *programs.seeds(folder)],
         "packages.md": [*_head("Comparison with fla and mamba_ssm"), *peers.table(folder)],
         "failures.md": [*_head("The failures that flashlin was first written to prevent"), *seeds.table()],
         "runs.md": [*_head("Runs of the matrix"), *markdown.table(
@@ -249,15 +265,26 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
     return {name: "\n".join(lines) + "\n" for name, lines in bodies.items()}
 
 
+def _legend(matrix: Matrix) -> str:
+    """Return the sentences that say which GPUs and releases are required."""
+    rest = [one.name for one in matrix.card if one.kind != "gate"]
+    rest += [f"Triton {one.triton}" for one in matrix.tritons if one.kind != "gate"]
+    return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On *informational* ones, "
+            f"failures are listed, but allowed. Informational are {', '.join(rest)}. All others are required.")
+
+
 def _head(title: str) -> list[str]:
     return [f"# {title}", "", GENERATED, ""]
 
 
 def _reasons(squared: Iterable[Square]) -> list[str]:
-    counts = Counter((_reason(why), one.status) for one in squared for why in one.why)
-    return markdown.table(("reason", "in words", "status", "calls"), [
-        (reason, explained(reason), MARKS[status], str(count))
-        for (reason, status), count in counts.most_common()])
+    counts: dict[str, Counter[Status]] = {}
+    for one in squared:
+        for why in one.why:
+            counts.setdefault(_reason(why), Counter())[one.status] += 1
+    return markdown.table(("reason", "in words", "calls by status"), [
+        (reason, explained(reason), ", ".join(f"{MARKS[status]} {count}" for status, count in by.most_common()))
+        for reason, by in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))])
 
 
 def _ran(state: CellState) -> list[str]:
