@@ -179,20 +179,22 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
                               for config in sorted(table)) + "\n}\n"  # separate lines give short diffs
 
 
-ABOUT = """Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels that
-have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means that nothing has
-been tested there.
+ABOUT = """\
+Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels
+that have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means
+that nothing has been tested there.
 
-To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
-look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
+To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton
+release. Then look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
 """
-LEGEND = """A GPU or a release is *required* if a failure there fails the tests of flashlin. On all others, failures are
+LEGEND = """\
+A GPU or a release is *required* if a failure there fails the tests of flashlin. On all others, failures are
 listed, but allowed."""
 MORE = (("All ops", "ops.md", "the status of every op, on every GPU, under every release"),
         ("Reasons", "reasons.md", "why a call runs in plain torch, is slow, or avoids a failure"),
         ("Register spills", "spills.md", "the kernels that are slow because they need too many registers"),
-        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm, raw and "
-                                                  "patched, by version"),
+        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm, "
+                                                  "raw and patched, by version"),
         ("Comparison with fla and mamba_ssm", "packages.md", "which cases each package computes, as tested on a GPU"),
         ("The first failures", "failures.md", "the failures that flashlin was first written to prevent"),
         ("Runs of the matrix", "runs.md", "the dates and sizes of the compilations behind the tables"))
@@ -227,16 +229,16 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                      *markdown.table(("page", "contents"), [(f"[{title}]({name})", said) for title, name, said in MORE]),
                      "", "`python -m matrix report` also writes a page to click through, with every reason: "
                      "`build/support.html`. It plans every call for every GPU, which takes some minutes."],
-        "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand for several "
-                   "releases, and a column for several GPUs, if all their entries are equal. The words are explained "
-                   "[here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
+        "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand "
+                   "for several releases, and a column for several GPUs, if all their entries are equal. "
+                   "The words are explained [here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
                    *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places}),
                    *(line for ops in _alike(grids) for line in (
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
-        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most frequent first. "
-                       "*calls* counts calls of the matrix: one op, with one set of sizes and options, on one GPU under "
-                       "one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
+        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most "
+                       "frequent first. *calls* counts calls of the matrix: one op, with one set of sizes "
+                       "and options, on one GPU under one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
                        "known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
         "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder),

@@ -165,5 +165,5 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     return [(said, ", ".join(several), _some(places)) for (said, places), several in quantities.items()]
 
 
-def _some(places: Sequence[str], most: int = 4) -> str:
+def _some(places: Sequence[str], most: int = 2) -> str:
     return ", ".join(places[:most]) + (f" and {len(places) - most} more" if len(places) > most else "")
