@@ -15,7 +15,6 @@ from matrix.results import Figures
 from matrix.status import CellState, Planned
 from matrix.workload import is_main
 
-
 WORST = 40  # rows of the second table
 
 
