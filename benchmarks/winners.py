@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +53,8 @@ class Winners:
             print(f"{self.file.name}: for {record['made_by']}, this is {self.made_by}; all is tuned again",
                   flush=True)
             return []
-        rows: list[dict[str, Any]] = record["winners"]
-        return rows
+        return [{"kernel": kernel, "key": key, "config": config} for kernel, choices in record["winners"].items()
+                for config, keys in choices for key in keys]
 
     def _watch(self) -> None:
         from triton.runtime.autotuner import Autotuner
@@ -83,9 +85,25 @@ class Winners:
         rows = [row for row in self._read() if (row["kernel"], _key(row["key"])) not in again] + found
         rows.sort(key=lambda row: (row["kernel"], str(row["key"])))
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n ".join(json.dumps(row, default=str) for row in rows)
-        self.file.write_text(f'{{"made_by": {json.dumps(self.made_by)},\n"winners": [\n {lines}\n]}}\n',
-                             encoding="utf-8")
+        made_by, lines = json.dumps(self.made_by), ",\n ".join(map(compact, together(rows)))
+        self.file.write_text(f'{{"made_by": {made_by},\n"winners": {{\n {lines}\n}}}}\n', encoding="utf-8")
+
+
+def together(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (kernel, choices); a choice is a configuration with all keys for which it was the fastest."""
+    for kernel, of_one in groupby(rows, key=lambda row: row["kernel"]):
+        choices: list[Any] = []
+        for row in of_one:
+            same = next((keys for config, keys in choices if config == row["config"]), None)
+            if same is None:
+                choices.append((row["config"], same := []))
+            same.append(row["key"])
+        yield kernel, choices
+
+
+def compact(one: tuple[str, list[Any]]) -> str:
+    """Return a kernel and its choices as an entry of a JSON object without blanks."""
+    return ":".join(json.dumps(part, separators=(",", ":"), default=str) for part in one)
 
 
 def fields(config: Any) -> dict[str, Any]:

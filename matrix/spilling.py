@@ -15,6 +15,8 @@ from matrix.results import Figures
 from matrix.status import CellState, Planned
 from matrix.workload import is_main
 
+WORST = 40  # rows of the second table
+
 
 class Count(NamedTuple):
     """The spilling main kernels on one GPU under one Triton release.
@@ -49,9 +51,9 @@ def table(every: Iterable[CellState]) -> list[str]:
             f"so planning uses the best one. Planning shortens chunks only to avoid {GIVEN_UP} "
             f"registers or more than {MANY:,} bytes, because shorter chunks need twice the steps and "
             "twice the memory for states. On sm90, where configurations were timed, planning avoids a "
-            f"configuration only if it has {GIVEN_UP} registers.", "",
+            f"configuration only if it has {GIVEN_UP} registers. The table shows the {WORST} that spill most.", "",
             *markdown.table(("configuration", "where", "bytes", "registers", "instructions of the loop",
-                             "of them local", "others tried, bytes"), _slow(states))]
+                             "of them local", "others tried, bytes"), _worst(states))]
 
 
 def _main(planned: Planned, card: str) -> list[str]:
@@ -89,6 +91,11 @@ def _cells(one: Count) -> list[str]:
 def lines(states: Iterable[CellState]) -> list[str]:
     """Return the rows of the first table as lines of markdown."""
     return [markdown.line(*_cells(one)) for one in counts(states)]
+
+
+def _worst(states: Iterable[CellState]) -> list[list[str]]:
+    """Return the rows of the second table, worst first."""
+    return sorted(_slow(states), key=lambda row: -int(row[2].replace(",", "")))[:WORST]
 
 
 def _slow(states: Iterable[CellState]) -> Iterator[list[str]]:

@@ -192,9 +192,10 @@ def launch_table(every: Iterable[CellState], folder: Path) -> str:
                               for config in sorted(table)) + "\n}\n"  # separate lines give short diffs
 
 
-ABOUT = """Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels that
-have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means that nothing has
-been tested there.
+ABOUT = """\
+Each cell of these tables says how flashlin runs on one kind of GPU under one Triton release: with kernels
+that have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means
+that nothing has been tested there.
 
 To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
 look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
@@ -250,9 +251,9 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                    *(line for ops in _alike(grids) for line in (
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
-        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most frequent first. "
-                       "*calls* counts calls of the matrix: one op, with one set of sizes and options, on one GPU under "
-                       "one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
+        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most "
+                       "frequent first. *calls* counts calls of the matrix: one op, with one set of sizes "
+                       "and options, on one GPU under one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
                        "known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
         "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder)],

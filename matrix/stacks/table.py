@@ -175,5 +175,5 @@ def _brief(said: str) -> str:
                   "it cannot run on a CPU: ", said)
 
 
-def _some(places: Sequence[str], most: int = 3) -> str:
+def _some(places: Sequence[str], most: int = 2) -> str:
     return ", ".join(places[:most]) + (f" and {len(places) - most} more" if len(places) > most else "")
