@@ -97,15 +97,13 @@ def stale(every: list[CellState], results: Path, folder: Path, launches: Path = 
     The cells in `every` may be planned for some of the GPUs only.
     """
     text = text_of(folder)
-    said, wrong = marks_of(text), list[str]()
+    said, wrong, reasons = marks_of(text), list[str](), _statuses(text)
     for one in squares(every, gpu_records(results)):
         mark = said.get((one.op, one.triton, one.card))
         wrong += [] if mark == MARKS[one.status] else [
             f"{one.op} {one.triton} {one.card}: {mark}, now {MARKS[one.status]}"]
         wrong += [f"reason: {reason}" for reason in map(_reason, one.why)
-                  if not any(line.startswith(markdown.line(reason, explained(reason)))
-                             and f" {MARKS[one.status]} " in line.replace(",", " ").replace("|", " ")
-                             for line in text.splitlines())]
+                  if MARKS[one.status] not in reasons.get(markdown.line(reason, explained(reason)), ())]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
                                 *documents.table(results), *programs.on_gpus(results),
                                 *programs.seeds(results), *spilling.lines(every)) if line not in text]
@@ -251,8 +249,9 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                    *(line for ops in _alike(grids) for line in (
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
-        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most "
-                       "frequent first. *calls* counts calls of the matrix: one op, with one set of sizes "
+        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled*, most "
+                       "frequent first. An op with the status *ran* has reasons if one of its kernels spills. The last "
+                       "column counts calls of the matrix: one op, with one set of sizes "
                        "and options, on one GPU under one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
                        "known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
@@ -284,8 +283,14 @@ def _reasons(squared: Iterable[Square]) -> list[str]:
         for why in one.why:
             counts.setdefault(_reason(why), Counter())[one.status] += 1
     return markdown.table(("reason", "in words", "calls by status"), [
-        (reason, explained(reason), ", ".join(f"{MARKS[status]} {count}" for status, count in by.most_common()))
+        (reason, explained(reason), "; ".join(f"{count} {MARKS[status]}" for status, count in by.most_common()))
         for reason, by in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))])
+
+
+def _statuses(text: str) -> dict[str, list[str]]:
+    """Return the first two cells of each row of a table -> the statuses in its last cell, from the text of reasons.md."""
+    rows = (line.removesuffix(" |").rpartition(" | ") for line in text.splitlines() if line.startswith("| "))
+    return {f"{start} |": [one.partition(" ")[2] for one in counts.split("; ")] for start, _, counts in rows}
 
 
 def _ran(state: CellState) -> list[str]:

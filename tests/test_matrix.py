@@ -434,7 +434,7 @@ def test_a_reason_is_one_row_with_all_its_statuses() -> None:
     squared = [one._replace(status=status, why=("a call: backend: the rest",))
                for one, status in zip(every_square("a"), ("torch path", "torch path", "compiled only"), strict=False)]
     [row] = [line for line in support._reasons(squared) if line.startswith("| backend ")]
-    assert row.endswith("| torch 2, compiled only 1 |")
+    assert row.endswith("| 2 torch; 1 compiled only |")
 
 
 def test_answers_are_short_phrases() -> None:
@@ -518,7 +518,7 @@ def test_no_call_fails_on_any_card() -> None:
     ("ops.md", "| compiled |", "| ran |", " ran, now compiled"),
     ("ops.md", "3.9.0 |", "3.9.9 |", ": None, now "),
     ("reasons.md", "| backend |", "| end |", "reason: backend"),
-    ("reasons.md", "torch ", "ran ", "reason: backend"),
+    ("reasons.md", " torch", " ran", "reason: backend"),
     ("failures.md", "- Triton before", "- Triton until", "Triton before 3.2.0"),
     ("gpu-models.md", "| RWKV7 |", "| RWKV8 |", "| RWKV7 |"),
     ("packages.md", "## NVIDIA H200", "## A card", "## NVIDIA H200"),
