@@ -58,7 +58,7 @@ def with_lists(text: str, names: set[str], more: bool = False) -> str:
     return "\n".join(lines)
 
 
-class DocstringLists(Extension):
+class DocstringLists(Extension):  # type: ignore[misc]  # mypy does not look into griffe
     def on_function(self, *, func: Any, **_: Any) -> None:
         if func.docstring:
             names = {parameter.name for parameter in func.parameters}
