@@ -97,6 +97,8 @@ def command_line() -> argparse.ArgumentParser:
                              "file of one cell and its launches.json (repeatable)")
     either.add_argument("--check", action="store_true",
                         help="write nothing; exit with 1 if docs/support or the launch table is stale")
+    commands.add_parser("page", help="write build/support.html in seconds from the statuses in docs/support/ops.md, "
+                                     "without the reasons that report adds")
     programs = commands.add_parser("stacks", help="run models of other packages, raw and patched")
     programs.add_argument("--stack", action="append", default=[],
                           help="name or beginning of the name of a stack, such as 'transformers 5.23.0' "
@@ -121,6 +123,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "workflow":
         return workflow.write(whole, check=options.check)
+    if options.command == "page":
+        return support.write_page(whole, HERE.parent / "docs" / "support", RESULTS, PAGE)
     if options.command == "figures":
         return figures.write(jobs=options.jobs)
     if options.command == "stacks":

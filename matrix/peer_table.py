@@ -31,8 +31,18 @@ def module_of(home: str) -> ModuleType:
 
 def table(folder: Path) -> list[str]:
     """Return the comparison tables as lines of markdown, or an empty list if there is no record."""
-    return [line for path in sorted(folder.glob("peers-*.json"))
-            for line in _of_record(json.loads(path.read_text(encoding="utf-8")))]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("peers-*.json"))]
+    if not records:
+        return []
+    aspects = {aspect: meaning for record in records for aspect, meaning in record["aspects"].items()}
+    return ["`matrix/peers.py` runs the same cases with each package, and compares the results with float64. flashlin "
+            "has kernels for Triton 3.0 to 3.9, and uses plain torch with other releases. A cell with two answers shows "
+            "the other package, then flashlin.", "",
+            *markdown.table(("answer", "meaning"), [
+                ("yes", "the result is right"), ("wrong", "the result differs from float64"),
+                ("no", "the call raises an error"), ("-", "not applicable")]), "",
+            *markdown.table(("column", "case"), list(aspects.items())),
+            *(line for record in records for line in _of_record(record))]
 
 
 def _of_record(record: dict[str, Any]) -> list[str]:
@@ -51,22 +61,18 @@ def _of_record(record: dict[str, Any]) -> list[str]:
                     for aspect in aspects for row in (theirs, ours) if row[aspect] not in MARKS]
     title = f"{record['device']}, Triton {record['triton']}"
     return ["", f"## {title}", "",
-            f"`matrix/peers.py` ran these ops on an {record['device']} under Triton {record['triton']}, "
-            f"{record['date']}, with {packages}. flashlin has kernels for Triton 3.0 to 3.9, and uses "
-            "plain torch with other releases. A cell with two answers shows the other package, then "
-            "flashlin. *yes*: right; *wrong*: differs from float64; *no*: an error; *-*: not "
-            "applicable. The columns are:", "",
-            "; ".join(f"*{aspect}*: {meaning}" for aspect, meaning in aspects.items()) + ".", "",
+            f"{record['date']}, with {packages}.", "",
             *markdown.table(("op", "package", *aspects), rows), "",
             f"### Answers other than yes: {title}", "",
             "The records `matrix/results/peers-*.json` have the whole error messages.", "",
-            *markdown.table(("op", "package", "columns", "answer"), _shared(reasons))]
+            *markdown.table(("package", "columns", "answer", "ops"), _shared(reasons))]
 
 
 # Pieces of error messages, and what they say in words.
 PHRASES = {"cpu tensor": "no kernels for CPU tensors", "invalid argument": "the grid is too large for the GPU",
            "out of resource: shared memory": "needs more shared memory than the GPU has",
            "see #640": "refuses, because its kernels are wrong on Hopper under this Triton release (fla issue 640)",
+           "is_cuda() to be true": "no kernels for CPU tensors", "state dimension <= 256": "the state is too large",
            "Backward pass": "has no backward", "headdim": "heads are too large", "head dimension": "heads are too large",
            "does not support float32": "no float32", "CompilationError": "a kernel does not compile"}
 
@@ -82,11 +88,14 @@ def in_words(answer: str) -> str:
 
 
 def _shared(reasons: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return one row for all columns of an op that have the same answer."""
+    """Return one row for all columns and ops of a package that have the same answer."""
     columns: dict[tuple[str, str, str], list[str]] = {}
     for op, side, aspect, answer in reasons:
         columns.setdefault((op, side, in_words(answer)), []).append(aspect)
-    return [(op, side, ", ".join(some), answer) for (op, side, answer), some in columns.items()]
+    ops: dict[tuple[str, str, str], list[str]] = {}
+    for (op, side, answer), some in columns.items():
+        ops.setdefault((side, ", ".join(some), answer), []).append(op)
+    return [(*row, ", ".join(some)) for row, some in ops.items()]
 
 
 def _mark(answer: str) -> str:

@@ -13,7 +13,7 @@ from matrix import markdown, seeds, spilling
 from matrix import peer_table as peers
 from matrix.page import page
 from matrix.picture import picture
-from matrix.results import Matrix, compact, slow_by_config, together
+from matrix.results import Matrix, compact, load_result, slow_by_config, together
 from matrix.stacks import documents
 from matrix.stacks import table as programs
 from matrix.status import MEANS, STATUSES, CellState, Square, Status, gpu_files, gpu_records, squares
@@ -70,6 +70,18 @@ def write(matrix: Matrix, every: list[CellState], results: Path, folder: Path, h
     return 0
 
 
+def write_page(matrix: Matrix, folder: Path, results: Path, html: Path) -> int:
+    """Write the HTML page from the statuses in ops.md, without planning and without reasons, and return 0."""
+    ran, of = gpu_records(results), {mark: status for status, mark in MARKS.items()}
+    squared = [Square(op, card, triton, of[mark], evidence=ran.get((op, card, triton), "") if mark == "ran" else "")
+               for (op, triton, card), mark in marks_of((folder / "ops.md").read_text(encoding="utf-8")).items()]
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(page(matrix, squared, max((load_result(results, cell).date for cell in matrix.cell), default="")),
+                    encoding="utf-8")
+    print(f"wrote {html}")
+    return 0
+
+
 def examples(matrix: Matrix) -> dict[str, str]:
     return {card.name: card.example for card in matrix.card}
 
@@ -85,14 +97,13 @@ def stale(every: list[CellState], results: Path, folder: Path, launches: Path = 
     The cells in `every` may be planned for some of the GPUs only.
     """
     text = text_of(folder)
-    said, wrong = marks_of(text), list[str]()
+    said, wrong, reasons = marks_of(text), list[str](), _statuses(text)
     for one in squares(every, gpu_records(results)):
         mark = said.get((one.op, one.triton, one.card))
         wrong += [] if mark == MARKS[one.status] else [
             f"{one.op} {one.triton} {one.card}: {mark}, now {MARKS[one.status]}"]
-        wrong += [f"reason: {reason}"
-                  for reason in map(_reason, one.why)
-                  if markdown.line(reason, explained(reason), MARKS[one.status]) not in text]
+        wrong += [f"reason: {reason}" for reason in map(_reason, one.why)
+                  if MARKS[one.status] not in reasons.get(markdown.line(reason, explained(reason)), ())]
     wrong += [line for line in (*seeds.table(), *peers.table(results), *programs.table(results),
                                 *documents.table(results), *programs.on_gpus(results),
                                 *programs.seeds(results), *spilling.lines(every)) if line not in text]
@@ -184,17 +195,18 @@ Each cell of these tables says how flashlin runs on one kind of GPU under one Tr
 that have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means
 that nothing has been tested there.
 
-To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton
-release. Then look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
+To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
+look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
+
+An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix compiles, also those
+with heads of 256 and packed rows. `flashlin doctor` counts only the typical calls of an op.
 """
-LEGEND = """\
-A GPU or a release is *required* if a failure there fails the tests of flashlin. On all others, failures are
-listed, but allowed."""
 MORE = (("All ops", "ops.md", "the status of every op, on every GPU, under every release"),
         ("Reasons", "reasons.md", "why a call runs in plain torch, is slow, or avoids a failure"),
         ("Register spills", "spills.md", "the kernels that are slow because they need too many registers"),
-        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm, "
-                                                  "raw and patched, by version"),
+        ("Models of other packages", "models.md", "models and layers of fla, transformers and mamba_ssm on a CPU, raw "
+                                                  "and patched, by version; packed documents"),
+        ("Models on GPUs", "gpu-models.md", "speed and errors of layers and models of realistic size"),
         ("Comparison with fla and mamba_ssm", "packages.md", "which cases each package computes, as tested on a GPU"),
         ("The first failures", "failures.md", "the failures that flashlin was first written to prevent"),
         ("Runs of the matrix", "runs.md", "the dates and sizes of the compilations behind the tables"))
@@ -208,7 +220,7 @@ EXPLAINED = {"backend": "the GPU is not from NVIDIA, or torch is a build for ano
 def explained(reason: str) -> str:
     """Return a reason in words."""
     if reason.endswith(" spills"):
-        return "the kernel needs more registers than a thread has; see [Register spills](spills.md)"
+        return "needs more [registers](spills.md) than a thread has"
     return EXPLAINED.get(reason, "-")
 
 
@@ -221,28 +233,30 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
     bodies = {
         "index.md": ["# What runs where", "", GENERATED, "", ABOUT, "## What the words mean", "",
                      *markdown.table(("status", "meaning"),
-                                     [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "", LEGEND, "",
+                                     [(MARKS[one], MEANS[one]) for one in reversed(STATUSES)]), "", _legend(matrix), "",
                      "## Overview", "", f"![how many ops run where, and how](../{PICTURE})", "",
                      f"The table shows the most frequent status of the {len(grids)} ops, and how many ops have it.", "",
                      *_overview(matrix, {place: _most(grid[place] for grid in grids.values()) for place in places}),
                      "", "## Pages", "",
                      *markdown.table(("page", "contents"), [(f"[{title}]({name})", said) for title, name, said in MORE]),
                      "", "`python -m matrix report` also writes a page to click through, with every reason: "
-                     "`build/support.html`. It plans every call for every GPU, which takes some minutes."],
-        "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand "
-                   "for several releases, and a column for several GPUs, if all their entries are equal. "
-                   "The words are explained [here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
+                     "`build/support.html`. It plans every call for every GPU, which takes some minutes. "
+                     "`python -m matrix page` writes that page in seconds from the tables here, without the reasons."],
+        "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand for several "
+                   "releases, and a column for several GPUs, if all their entries are equal. The words are explained "
+                   "[here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
                    *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places}),
                    *(line for ops in _alike(grids) for line in (
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
-        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled* and *ran*, most "
-                       "frequent first. *calls* counts calls of the matrix: one op, with one set of sizes "
+        "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled*, most "
+                       "frequent first. An op with the status *ran* has reasons if one of its kernels spills. The last "
+                       "column counts calls of the matrix: one op, with one set of sizes "
                        "and options, on one GPU under one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
                        "known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
-        "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder),
-                      *programs.on_gpus(folder), *programs.seeds(folder)],
+        "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder)],
+        "gpu-models.md": [*_head("Models on GPUs"), *programs.on_gpus(folder), *programs.seeds(folder)],
         "packages.md": [*_head("Comparison with fla and mamba_ssm"), *peers.table(folder)],
         "failures.md": [*_head("The failures that flashlin was first written to prevent"), *seeds.table()],
         "runs.md": [*_head("Runs of the matrix"), *markdown.table(
@@ -251,15 +265,32 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
     return {name: "\n".join(lines) + "\n" for name, lines in bodies.items()}
 
 
+def _legend(matrix: Matrix) -> str:
+    """Return the sentences that say which GPUs and releases are required."""
+    rest = [one.name for one in matrix.card if one.kind != "gate"]
+    rest += [f"Triton {one.triton}" for one in matrix.tritons if one.kind != "gate"]
+    return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On *informational* ones, "
+            f"failures are listed, but allowed. Informational are {', '.join(rest)}. All others are required.")
+
+
 def _head(title: str) -> list[str]:
     return [f"# {title}", "", GENERATED, ""]
 
 
 def _reasons(squared: Iterable[Square]) -> list[str]:
-    counts = Counter((_reason(why), one.status) for one in squared for why in one.why)
-    return markdown.table(("reason", "in words", "status", "calls"), [
-        (reason, explained(reason), MARKS[status], str(count))
-        for (reason, status), count in counts.most_common()])
+    counts: dict[str, Counter[Status]] = {}
+    for one in squared:
+        for why in one.why:
+            counts.setdefault(_reason(why), Counter())[one.status] += 1
+    return markdown.table(("reason", "in words", "calls by status"), [
+        (reason, explained(reason), "; ".join(f"{count} {MARKS[status]}" for status, count in by.most_common()))
+        for reason, by in sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))])
+
+
+def _statuses(text: str) -> dict[str, list[str]]:
+    """Return the first two cells of each row of a table -> the statuses in its last cell, from the text of reasons.md."""
+    rows = (line.removesuffix(" |").rpartition(" | ") for line in text.splitlines() if line.startswith("| "))
+    return {f"{start} |": [one.partition(" ")[2] for one in counts.split("; ")] for start, _, counts in rows}
 
 
 def _ran(state: CellState) -> list[str]:

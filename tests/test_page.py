@@ -188,7 +188,7 @@ def test_a_reason_is_told_once_with_all_that_meet_it_and_its_thread():
 
 def test_the_page_says_what_its_words_mean_and_leads_back():
     html = page(MATRIX, SEVERAL, "")
-    assert "<b>gate</b>" in html and "<b>report</b>" in html and 'href="../README.md"' in html
+    assert "<b>required</b>" in html and "<b>informational</b>" in html and 'href="../README.md"' in html
     assert 'href="#all"' in html and "javascript:" not in html
 
 

@@ -98,7 +98,7 @@ mamba_ssm and causal_conv1d are in `flashlin.mamba`. flashlin has no layers and 
 - An unknown keyword raises an error. Functions of fla with `**kwargs` ignore it.
 - An invalid argument raises a ValueError or TypeError that names it, before a kernel starts.
 - CPU tensors, float32, heads of up to 512, empty sequences in `cu_seqlens` and a batch times heads above
-  65,535 are supported. [What runs where](support/index.md) shows how each package handles them.
+  65,535 are supported. A [comparison](support/packages.md) shows how each package handles them.
 - A function marked *(composed)* has no kernels of its own. It calls other functions of the table, which its
   docstring names.
 - The first call tunes nothing, and equal calls return bitwise equal results.

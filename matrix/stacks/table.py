@@ -52,6 +52,7 @@ def table(folder: Path) -> list[str]:
     for record in sorted(records, key=lambda one: (one["of"], _by_number(one["stack"])), reverse=True):
         lines += _of_record(record)
     return [*lines, "", "### Patched answers other than yes and runs", "",
+            "The records `matrix/results/stacks-*.json` have the whole error messages.", "",
             *markdown.table(("answer", "quantity", "where"), _reasons(records))]
 
 
@@ -158,11 +159,20 @@ def _reasons(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
                     if why := (excuse(row["model"], quantity, verdict, before, record["on_cuda"])
                                or in_words(row["model"], answer)):
                         said = f"{verdict}: the model itself: {why}"
-                    where.setdefault((said, quantity), []).append(f"{row['model']} ({record['stack']})")
+                    where.setdefault((_brief(said), quantity), []).append(f"{row['model']} ({record['stack']})")
     quantities: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (said, quantity), places in sorted(where.items()):
         quantities.setdefault((said, tuple(places)), []).append(quantity)
     return [(said, ", ".join(several), _some(places)) for (said, places), several in quantities.items()]
+
+
+def _brief(said: str) -> str:
+    """Return the text of an error without names of kernels and models, if it says that there is no CPU version."""
+    if "UnsupportedError" in said and "tensors on the CPU" in said:
+        return "raises: it needs a kernel that has no CPU version"
+    return re.sub(r"NoCpuVersion: (?:\w+ cannot run this call on a CPU: )?(?:flashlin has no CPU version of .*)?",
+                  lambda found: "it needs a function that has no CPU version" if "flashlin has" in found[0] else
+                  "it cannot run on a CPU: ", said)
 
 
 def _some(places: Sequence[str], most: int = 2) -> str:
