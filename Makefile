@@ -1,6 +1,7 @@
 # make run    show what runs on this machine and why, then train a language model (about two minutes on two cores)
 # make test   run all checks of CI, which include a sample of the tests; TEST_WHOLE=1 make test runs all tests
 # make quick  check a change in at most three minutes on two cores: ruff, mypy, plans, and calls of each kind of op
+# make docs   build the documentation site into build/site (Python 3.11 or newer)
 # Each command first makes an environment in .venv, unless it is up to date. Needs make and Python 3.10 or newer.
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,7 +31,7 @@ STEP = trap 'exit 130' INT; failed=0; lines=; \
 	step mypy $(RUN) -m mypy
 END = printf '\nmake $@\n%b' "$$lines"; exit $$failed
 
-.PHONY: help run test quick clean
+.PHONY: help run test quick docs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,7 +43,9 @@ run:
 
 test:
 	@$(PYTHON) tools/setup_env.py $(VENV) test,dev
+	@$(PYTHON) tools/setup_env.py $(VENV) docs
 	@$(STEP); \
+	step site $(RUN) -m tools.build_site; \
 	step tests $(RUN) -m pytest tests --ignore=tests/interpret $(WORKERS); \
 	step interpreter env TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpret $(WORKERS); \
 	$(END)
@@ -53,6 +56,10 @@ quick:
 	step tests $(RUN) -m pytest $(QUICK) $(WORKERS); \
 	step interpreter env TRITON_INTERPRET=1 $(RUN) -m pytest $(QUICK_KERNELS) $(WORKERS); \
 	$(END)
+
+docs:
+	@$(PYTHON) tools/setup_env.py $(VENV) docs
+	@$(RUN) -m tools.build_site
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = {"ruff": "-m ruff check .", "mypy": "-m mypy"}
-STEPS = {"test": {**BEFORE, "tests": "-m pytest tests --ignore=tests/interpret",
+STEPS = {"test": {**BEFORE, "site": "-m tools.build_site", "tests": "-m pytest tests --ignore=tests/interpret",
                   "interpreter": "-m pytest tests/interpret"},
          "quick": {**BEFORE, "tests": "-m pytest tests/plan/", "interpreter": "-m pytest tests/interpret/"}}
 # Without make's own variables, because the suite itself may run under make.
@@ -26,7 +26,7 @@ case "$*" in {failing}) exit 7;; esac
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
-FAILING = [(), ("ruff",), ("mypy",), ("tests",), ("interpreter",), ("ruff", "tests", "interpreter")]
+FAILING = [(), ("ruff",), ("mypy",), ("site",), ("tests",), ("interpreter",), ("ruff", "tests", "interpreter")]
 
 
 @pytest.mark.parametrize("failing", FAILING, ids="-".join)
@@ -60,6 +60,22 @@ def steps_run(target: str, failing: tuple[str, ...], tmp_path: Path) -> None:
     told = dict(re.findall(r"^  (\w+) +(passed|FAILED, exit status 7)$", ran.stdout, re.M))
     assert told == {step: "FAILED, exit status 7" if step in failing else "passed"
                     for step in steps}, ran.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_docs_builds_the_site_and_fails_with_it(code: int, tmp_path: Path) -> None:
+    log, stub = tmp_path / "log", tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\necho "$*" >> "{log}"\nexit {code}\n')
+    stub.chmod(0o755)
+    ran = subprocess.run(["make", "docs", "PYTHON=true", f"RUN={stub}"], cwd=ROOT, capture_output=True, text=True,
+                         check=False, timeout=60, env=CLEAN)
+    assert (ran.returncode != 0) == bool(code) and log.read_text() == "-m tools.build_site\n"
+
+
+def test_help_lists_every_target() -> None:
+    ran = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60, env=CLEAN)
+    [targets] = re.findall(r"^.PHONY: help (.*) clean$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.findall(r"^make (\w+) ", ran.stdout, re.MULTILINE) == targets.split()
 
 
 def test_nothing_runs_without_an_environment(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Make the virtual environment of the Makefile: `python tools/setup_env.py .venv [test,dev]`.
 
-This script uses the standard library only.
+This script uses the standard library only. The extra ``docs`` is special: only its own requirements are installed,
+without torch, and it is no error if pip cannot install them.
 
 With an NVIDIA GPU (nvidia-smi responds) it runs `pip install -e .`, and pip installs the newest torch with
 its Triton.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +47,10 @@ def main(folder: str, extras: str) -> None:
         return
     if not python.exists():
         make(home)
+    if extras == "docs":
+        if install_docs(python):
+            note.write_text("".join([*done, wanted]))
+        return
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
     print(f"setup_env: installing flashlin{f'[{extras}]' if extras else ''} and its requirements; the "
           "first time takes some minutes", flush=True)
@@ -76,6 +82,16 @@ def has_gpu() -> bool:
                               check=False).stdout.startswith(b"GPU ")
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+def install_docs(python: Path) -> bool:
+    """Install the requirements of the extra ``docs``, and return True if this succeeds."""
+    print("setup_env: installing the requirements of the documentation site", flush=True)
+    [listed] = re.findall(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if pip(python, *re.findall(r'"(.*?)"', listed), "--retries", "1", may_fail=True):
+        return True
+    print(f"setup_env: pip could not install them, so the site is not built: {listed}", flush=True)
+    return False
 
 
 def install_cpu_torch(python: Path) -> None:

@@ -1,0 +1,64 @@
+"""Build the documentation site: `make docs`, or `python -m tools.build_site` with the extra `docs`.
+
+zensical builds the pages of docs/ into build/site. A broken link, a missing anchor or a name that does not exist is an
+error. Without zensical, which needs Python 3.11 or newer, the command prints a message and succeeds.
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ("zensical", "mkdocstrings_handlers")
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+
+
+def missing() -> str:
+    """Return why the site cannot be built here; ``""`` if it can."""
+    if all(find_spec(name) for name in NEEDED):
+        return ""
+    if sys.version_info < (3, 11):
+        return f"zensical needs Python 3.11 or newer, and this is {sys.version.split()[0]}"
+    return "zensical is not installed; pip install -e '.[docs]' installs it"
+
+
+def build(root: Path) -> tuple[int, str]:
+    """Build the site of a checkout from scratch. Return the exit code, and zensical's messages without tracebacks."""
+    ran = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, "NO_COLOR": "1"})
+    return ran.returncode, readable(COLOURS.sub("", ran.stdout))
+
+
+def readable(output: str) -> str:
+    """Return the output of zensical with only the last line of each traceback."""
+    lines: list[str] = []
+    inside = False
+    for line in output.splitlines():
+        if line.startswith("Traceback "):
+            inside = True
+        elif not inside:
+            lines.append(line)
+        elif re.match(r"[\w.]+: ", line):
+            inside = False
+            if "--strict flag" not in line:
+                lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def main() -> int:
+    if why := missing():
+        print(f"build_site: skipped, {why}")
+        return 0
+    code, messages = build(ROOT)
+    print(messages)
+    if code == 0:
+        print(f"build_site: {ROOT / 'build' / 'site' / 'index.html'}")
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

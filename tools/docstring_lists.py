@@ -1,0 +1,72 @@
+"""An extension of griffe for the documentation site, which reads docstrings with it: lists and links.
+
+A docstring of flashlin describes only some arguments of a function, if the others are those of another function. It
+has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines, so they
+become a list. Names of documented functions become links to them.
+"""
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension
+
+REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
+ITEM = re.compile(r"((?:\*{0,2}\w+, )*\*{0,2}\w+): ")
+AFTER = ("All other ", "The other ", "Raises ", "Args:", "Returns:", "Raises:")  # lines that end a list
+
+
+@lru_cache(maxsize=1)
+def documented() -> frozenset[str]:
+    """Return the full names that the pages of the reference document."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    return frozenset(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+
+
+def with_links(text: str, own: str) -> str:
+    """Return a docstring in which names in double backquotes are links, except the object's own name."""
+    def link(found: re.Match[str]) -> str:
+        name = f"flashlin.{found[1].removeprefix('flashlin.')}"
+        return f"[`{found[1]}`][{name}]" if name in documented() and found[1] != own else found[0]
+    return re.sub(r"``([\w.]+)``", link, text)
+
+
+def with_lists(text: str, names: set[str], more: bool = False) -> str:
+    """Return a docstring in which lines that begin with some of the names and a colon are items of a list.
+
+    more: names in lower case may also be of a base class.
+    """
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        found = ITEM.match(line)
+        some = set(found[1].replace("*", "").split(", ")) if found else set()
+        if found and (some <= names or (more and all(name.islower() for name in some))):
+            if not inside and lines and lines[-1]:
+                lines.append("")
+            quoted = ", ".join(f"`{name}`" for name in found[1].split(", "))
+            line, inside = f"- {quoted}: {line[found.end():]}", True
+        elif inside and line and not line.startswith(AFTER):
+            line = f"    {line.strip()}"
+        elif inside:
+            inside = False
+            if line:
+                lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+class DocstringLists(Extension):  # type: ignore[misc]  # mypy does not look into griffe
+    def on_function(self, *, func: Any, **_: Any) -> None:
+        if func.docstring:
+            names = {parameter.name for parameter in func.parameters}
+            func.docstring.value = with_links(with_lists(func.docstring.value, names), func.name)
+
+    def on_class(self, *, cls: Any, **_: Any) -> None:
+        if cls.docstring:
+            made = cls.members.get("__init__")
+            of_init = {parameter.name for parameter in made.parameters} if made and made.is_function else set()
+            text = with_lists(cls.docstring.value, {*cls.members, *of_init}, more=True)
+            cls.docstring.value = with_links(text, cls.name)
