@@ -61,8 +61,8 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     # norms and the convolution
     "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16),
     # inputs as layers pass them: raw gates and logits, and the parameters of a gate
-    "raw_g": ("B T HV", BF16), "raw_gk": ("B T HV D", BF16), "logits": ("B T HV", BF16), "A_log": ("HV", FP32),
-    "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
+    "raw_g": ("B T HV", BF16), "raw_gk": ("B T HV D", BF16), "logits": ("B T HV", BF16),
+    "A_log": ("HV", FP32), "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
     "raw_dt": ("B T H", BF16), "skip": ("H", FP32), "dt_bias_h": ("H", FP32)}
 
 
@@ -253,7 +253,7 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
             return LOWEST * draw(role).sigmoid()
         if role in ("A_log", "skip"):  # the values with which training begins
             return torch.full_like(draw(role), role == "skip")
-        if role.startswith("dt_bias"):  # inverse softplus of steps between 0.001 and 0.1, evenly in the logarithm
+        if role.startswith("dt_bias"):  # inverse softplus of steps between 0.001 and 0.1
             step = torch.exp(draw(role, torch.rand) * math.log(100) + math.log(0.001))
             return step + torch.log(-torch.expm1(-step))
         return draw(role)

@@ -167,8 +167,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     warming.hurry()
-    families = {family: {name: (op, shape) for name, (op, shape) in cases(family, given.small, given.shape).items()
-                         if given.calls == "all" or bool(op.layer) == (given.calls == "layers")}
+    families = {family: {name: one for name, one in cases(family, given.small, given.shape).items()
+                         if given.calls == "all" or bool(one[0].layer) == (given.calls == "layers")}
                 for family in given.op}
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
     versions = {package: record.version(name) for package, name in PACKAGES.items()}

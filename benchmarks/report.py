@@ -79,7 +79,7 @@ def milliseconds(figures: dict[str, Any]) -> float:
 
 
 def machines(found: Sequence[Record]) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows by (card, Triton release), those with the most rows first; releases of a card together."""
+    """Return the rows by (card, Triton release). The card with the most rows is first."""
     rows: dict[tuple[str, str], list[Row]] = {}
     for one in found:
         rows.setdefault((one["device"], one["triton"]), []).extend(Row(one, row) for row in one["rows"])
@@ -95,7 +95,8 @@ def overview(rows: Sequence[Row]) -> list[Row]:
     """
     layers = {row.row["op"] for row in rows if row.row.get("layer")}
     chosen = [row for row in rows if row.row.get("layer") or row.slower or (
-        row.row["op"] not in layers and row.row["shape"] in MAIN and "both" in row.row and row.best("forward"))]
+        row.row["op"] not in layers and row.row["shape"] in MAIN and "both" in row.row
+        and row.best("forward"))]
     return sorted(chosen, key=lambda row: -max(row.ratio(what) or 0 for what in PASSES))
 
 
@@ -107,7 +108,8 @@ def compared(rows: Sequence[Row]) -> list[str]:
     """Return a table that compares each row with its best peer."""
     return markdown.table(COLUMNS, [[
         row.name, row.row["shape"],
-        *(cell for what in PASSES for cell in _beside_best(row, what)), _memory_of_both(row)] for row in rows])
+        *(cell for what in PASSES for cell in _beside_best(row, what)), _memory_of_both(row)]
+        for row in rows])
 
 
 def _beside_best(row: Row, what: str) -> list[str]:
@@ -147,7 +149,8 @@ def failures(rows: Sequence[Row]) -> list[str]:
                 for reason in reasons:
                     found.setdefault((side, reason), []).append(f"`{row.row['op']}`")
     return [f"- {side}, with backward, in {len(calls)} rows ({', '.join(dict.fromkeys(calls))}): "
-            f"{(reason.partition(': ')[2] or reason).partition('. ')[0]}" for (side, reason), calls in found.items()]
+            f"{(reason.partition(': ')[2] or reason).partition('. ')[0]}"
+            for (side, reason), calls in found.items()]
 
 
 def _time(figures: dict[str, Any]) -> str:
@@ -282,7 +285,8 @@ and see the same bytes. The curves should lie on each other."""
 
 def page_of(card: str) -> str:
     """Return the file name of a card's page, such as h200.md."""
-    return next((word for word in card.split() if any(letter.isdigit() for letter in word)), card).lower() + ".md"
+    with_digit = (word for word in card.split() if any(letter.isdigit() for letter in word))
+    return next(with_digit, card).lower() + ".md"
 
 
 def _page(title: str, about: str, body: str) -> str:
@@ -310,7 +314,8 @@ def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
         if found := failures(shown):
             lines += ["Failures of other packages:", "", *found, ""]
     lines += ["More: [several GPUs](several-gpus.md), [reproducible rows](invariance.md), "
-              "[training](training.md). The history of the optimizations, with predictions and results, is in `benchmarks/NOTES.md`."]
+              "[training](training.md). The history of the optimizations, with predictions and results, is "
+              "in `benchmarks/NOTES.md`."]
     return _page("Benchmarks", about, "\n".join(lines))
 
 
@@ -320,13 +325,14 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
              "*% of floor*: time of a copy of the bytes that the call must read and write, divided by the "
              "time of the call. It exceeds 100 % if kernels copy faster than the driver, or if inputs are "
              "in the GPU's cache. *host*: time of Python for a call, in launches of a kernel with eight "
-             "tensors in the same run. *memory*: peak above the memory in use before the call, with backward if the op has one. *output differs "
-             "by*: relative L2 distance from flashlin's output, where it was recorded. -: not measured, no "
-             "backward, or the host waits for the GPU.")
+             "tensors in the same run. *memory*: peak above the memory in use before the call, with "
+             "backward if the op has one. *output differs by*: relative L2 distance from flashlin's output, "
+             "where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
     lines: list[str] = []
     for release, rows in releases.items():
         lines += [f"## Triton {release}", "", _versions(rows), "", *everything(rows), ""]
-        waits = [wait for one in {id(row.record): row.record for row in rows}.values() for wait in one["first"]]
+        files = {id(row.record): row.record for row in rows}
+        waits = [wait for record in files.values() for wait in record["first"]]
         lines += [*markdown.table(FIRST, map(_first, waits)), ""] if waits else []
         if found := failures(rows):
             lines += ["Failures of other packages:", "", *found, ""]
@@ -394,7 +400,8 @@ def _panel(title: str, rows: Sequence[Row], above: float) -> tuple[list[str], fl
                 y += BAR + 1
         y += 7
     line = 10 + UNIT
-    return [f'<line x1="{line}" y1="{above + TOP - 8}" x2="{line}" y2="{y}" class="theirs" stroke-dasharray="3 3"/>',
+    return [f'<line x1="{line}" y1="{above + TOP - 8}" x2="{line}" y2="{y}" class="theirs" '
+            'stroke-dasharray="3 3"/>',
             _text(line + 4, above + TOP - 10, "1", size=TEXT), *body], y + 12
 
 

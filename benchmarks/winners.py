@@ -53,8 +53,8 @@ class Winners:
             print(f"{self.file.name}: for {record['made_by']}, this is {self.made_by}; all is tuned again",
                   flush=True)
             return []
-        return [{"kernel": kernel, "key": key, "config": config} for kernel, choices in record["winners"].items()
-                for config, keys in choices for key in keys]
+        return [{"kernel": kernel, "key": key, "config": config}
+                for kernel, choices in record["winners"].items() for config, keys in choices for key in keys]
 
     def _watch(self) -> None:
         from triton.runtime.autotuner import Autotuner

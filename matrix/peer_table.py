@@ -1,4 +1,4 @@
-"""Load the packages that flashlin is compared with, and write their comparison tables for docs/support/packages.md.
+"""Load the packages that flashlin is compared with, and write docs/support/packages.md.
 
 The script matrix/peers.py makes the records that these tables show.
 """
@@ -36,8 +36,8 @@ def table(folder: Path) -> list[str]:
         return []
     aspects = {aspect: meaning for record in records for aspect, meaning in record["aspects"].items()}
     return ["`matrix/peers.py` runs the same cases with each package, and compares the results with float64. flashlin "
-            "has kernels for Triton 3.0 to 3.9, and uses plain torch with other releases. A cell with two answers shows "
-            "the other package, then flashlin.", "",
+            "has kernels for Triton 3.0 to 3.9, and uses plain torch with other releases. A cell with two "
+            "answers shows the other package, then flashlin.", "",
             *markdown.table(("answer", "meaning"), [
                 ("yes", "the result is right"), ("wrong", "the result differs from float64"),
                 ("no", "the call raises an error"), ("-", "not applicable")]), "",
@@ -69,20 +69,28 @@ def _of_record(record: dict[str, Any]) -> list[str]:
 
 
 # Pieces of error messages, and what they say in words.
-PHRASES = {"cpu tensor": "no kernels for CPU tensors", "invalid argument": "the grid is too large for the GPU",
-           "out of resource: shared memory": "needs more shared memory than the GPU has",
-           "see #640": "refuses, because its kernels are wrong on Hopper under this Triton release (fla issue 640)",
-           "is_cuda() to be true": "no kernels for CPU tensors", "state dimension <= 256": "the state is too large",
-           "Backward pass": "has no backward", "headdim": "heads are too large", "head dimension": "heads are too large",
-           "does not support float32": "no float32", "CompilationError": "a kernel does not compile"}
+PHRASES = {
+    "cpu tensor": "no kernels for CPU tensors",
+    "invalid argument": "the grid is too large for the GPU",
+    "out of resource: shared memory": "needs more shared memory than the GPU has",
+    "see #640": "refuses, because its kernels are wrong on Hopper under this Triton release (fla issue 640)",
+    "is_cuda() to be true": "no kernels for CPU tensors",
+    "state dimension <= 256": "the state is too large",
+    "Backward pass": "has no backward",
+    "headdim": "heads are too large",
+    "head dimension": "heads are too large",
+    "does not support float32": "no float32",
+    "CompilationError": "a kernel does not compile"}
 
 
 def in_words(answer: str) -> str:
-    """Return an answer other than yes as a short phrase: the kind of error, or the wrong tensors and worst error."""
+    """Return an answer other than yes as a phrase: the kind of error, or the wrong tensors."""
     if answer.startswith("wrong: "):
         tensors = [one.split() for one in answer.removeprefix("wrong: ").split(", ")]
-        worst = "NaN" if any(error == "nan" for _, error in tensors) else max((error for _, error in tensors), key=float)
-        names = ", ".join(name for name, _ in tensors[:3]) + (f" and {len(tensors) - 3} more" if tensors[3:] else "")
+        errors = [error for _, error in tensors]
+        worst = "NaN" if "nan" in errors else max(errors, key=float)
+        names = ", ".join(name for name, _ in tensors[:3])
+        names += f" and {len(tensors) - 3} more" if tensors[3:] else ""
         return f"wrong: {names}; largest error {worst}"
     return next((f"error: {said}" for piece, said in PHRASES.items() if piece in answer), answer)
 

@@ -2,8 +2,8 @@
 
     python -m matrix.peers --out matrix/results/
 
-docs/support/packages.md shows the result as a table. The script needs an NVIDIA GPU, and fla-core and the Python files of
-mamba_ssm for their columns.
+docs/support/packages.md shows the result as a table. The script needs an NVIDIA GPU, fla-core, and the Python
+files of mamba_ssm for their columns.
 
 Every op of every package is tested on the same aspects (``ASPECTS``) in a child process. If an aspect ends
 the process, a new process continues with the next aspect. An answer is ``right``, or begins with ``wrong: ``

@@ -1,7 +1,6 @@
 """Draw the picture of the support status as SVG, for README.md and docs/support.
 
-It has one bar for each GPU and Triton release. The bar shows how many ops have each status of docs/support. The
-picture is readable on light and dark pages.
+It has one bar for each GPU and Triton release. The bar shows how many ops have each status. The picture is readable on light and dark pages.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Derive the status of each op on each GPU and Triton release.
 
-A status combines the current plans of a cell with the recorded compilations of their launches. docs/support and
-the HTML page are made from these statuses.
+A status combines the current plans of a cell with the recorded compilations of their launches. docs/support
+and the HTML page are made from these statuses.
 """
 from __future__ import annotations
 

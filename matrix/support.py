@@ -241,19 +241,20 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                      *markdown.table(("page", "contents"), [(f"[{title}]({name})", said) for title, name, said in MORE]),
                      "", "`python -m matrix report` also writes a page to click through, with every reason: "
                      "`build/support.html`. It plans every call for every GPU, which takes some minutes. "
-                     "`python -m matrix page` writes that page in seconds from the tables here, without the reasons."],
+                     "`python -m matrix page` writes that page in seconds from the tables here, without the "
+                     "reasons."],
         "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand for several "
-                   "releases, and a column for several GPUs, if all their entries are equal. The words are explained "
-                   "[here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
+                   "releases, and a column for several GPUs, if all their entries are equal. The words are "
+                   "explained [here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",
                    *_grid(matrix, {place: _counted(grid[place] for grid in grids.values()) for place in places}),
                    *(line for ops in _alike(grids) for line in (
                        "", f"## {ops[0]}" + (f" and {len(ops) - 1} more" if len(ops) > 1 else ""), "",
                        OPS + ", ".join(f"`{op}`" for op in ops), "", *_merged(matrix, grids[ops[0]])))],
         "reasons.md": [*_head("Reasons"), "The reasons for each status except *compiled*, most "
-                       "frequent first. An op with the status *ran* has reasons if one of its kernels spills. The last "
-                       "column counts calls of the matrix: one op, with one set of sizes "
-                       "and options, on one GPU under one release. `flashlin why` and [Troubleshooting](../troubleshooting.md) have more about each "
-                       "known failure.", "", *_reasons(squared)],
+                       "frequent first. An op with the status *ran* has reasons if one of its kernels "
+                       "spills. The last column counts calls of the matrix: one op, with one set of sizes "
+                       "and options, on one GPU under one release. `flashlin why` and "
+                       "[Troubleshooting](../troubleshooting.md) have more about each known failure.", "", *_reasons(squared)],
         "spills.md": [*_head("Register spills"), *spilling.table(every)],
         "models.md": [*_head("Models of other packages"), *programs.table(folder), *documents.table(folder)],
         "gpu-models.md": [*_head("Models on GPUs"), *programs.on_gpus(folder), *programs.seeds(folder)],
@@ -270,7 +271,8 @@ def _legend(matrix: Matrix) -> str:
     rest = [one.name for one in matrix.card if one.kind != "gate"]
     rest += [f"Triton {one.triton}" for one in matrix.tritons if one.kind != "gate"]
     return ("A GPU or a release is *required* if a failure there fails the tests of flashlin. On *informational* ones, "
-            f"failures are listed, but allowed. Informational are {', '.join(rest)}. All others are required.")
+            f"failures are listed, but allowed. Informational are {', '.join(rest)}. All others are "
+            "required.")
 
 
 def _head(title: str) -> list[str]:
@@ -288,7 +290,7 @@ def _reasons(squared: Iterable[Square]) -> list[str]:
 
 
 def _statuses(text: str) -> dict[str, list[str]]:
-    """Return the first two cells of each row of a table -> the statuses in its last cell, from the text of reasons.md."""
+    """Return the first two cells of each row of reasons.md -> the statuses in its last cell."""
     rows = (line.removesuffix(" |").rpartition(" | ") for line in text.splitlines() if line.startswith("| "))
     return {f"{start} |": [one.partition(" ")[2] for one in counts.split("; ")] for start, _, counts in rows}
 

@@ -310,7 +310,7 @@ def test_a_torch_of_another_build_is_replaced_by_one_for_the_card(target: str, c
 @pytest.mark.parametrize("target", ["T4,triton=3.2.0", "H100,triton=3.2.0", "B200,triton=3.7.1",
                                     "V100,triton=3.3.1"])
 def test_doctor_and_the_table_of_plans_agree_where_they_count_the_same_calls(target: str) -> None:
-    # The table of tools/sections.py covers only these training calls. Doctor also covers heads of 256, packed rows and
+    # The table of tools/sections.py covers only these calls. Doctor also covers heads of 256, packed rows and
     # decoding, and its line shows the worst plan of all these calls.
     planned = typical_plans.typical("chunk_simple_gla", parse(target), Policy())
     for dtype in sections.DTYPES:

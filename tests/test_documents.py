@@ -1,4 +1,4 @@
-"""Tests of the generated pages of docs/: they match the tables, and contain the terms that people search for."""
+"""Tests of the generated pages of docs/: they match the tables, and contain the terms of searches."""
 from __future__ import annotations
 
 import re
