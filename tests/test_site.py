@@ -82,6 +82,7 @@ def test_the_site_builds_and_loads_nothing_from_other_hosts(tmp_path: Path) -> N
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     code, messages = build_site.build(tmp_path)
     assert code == 0, messages
+    assert (tmp_path / "build" / "site" / "site.css").is_file()
     pages = [page.read_text(encoding="utf-8") for page in (tmp_path / "build" / "site").glob("**/*.html")]
     loaded = [tag for page in pages for tag in re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=[^>]*>|<link\b[^>]*>", page)]
     assert len(pages) > 40 and loaded and not [tag for tag in loaded if "//" in tag]
@@ -124,7 +125,17 @@ def test_arguments_in_a_docstring_become_a_list() -> None:
     lists = pytest.importorskip("tools.docstring_lists", reason="griffe is not installed", exc_type=ImportError)
     text = "Compute.\n\nDrop-in for f.\nmode: a\n    or b.\nx, *y: c.\nAll other arguments.\nNote: no list.\n\n    mode = 1"
     assert lists.with_lists(text, {"mode", "x", "y"}) == (
+<<<<<<< HEAD
         "Compute.\n\nDrop-in for f.\n\n- `mode`: a\n    or b.\n- `x`, `*y`: c.\n\nAll other "
         "arguments.\nNote: no list.\n\n    mode = 1")
     assert lists.with_links("``gla`` and ``chunk_gla``, ``flashlin.kda``, ``K``", "gla") == (
+=======
+        "Compute.\n\nDrop-in for f.\n\n- `mode`: a\n    or b.\n- `x`, `*y`: c.\n\nAll other arguments.\nNote: no list.\n\n"
+        "    mode = 1")
+    assert lists.with_links("``gla`` and ``chunk_gla``, ``flashlin.kda``, ``K``", "gla", "flashlin.ops.gla") == (
+>>>>>>> d-site2
         "``gla`` and [`chunk_gla`][flashlin.chunk_gla], [`flashlin.kda`][flashlin.kda], ``K``")
+    update = "``causal_conv1d_update``"
+    assert lists.with_links(update, "x", "flashlin.ops.conv") == "[`causal_conv1d_update`][flashlin.causal_conv1d_update]"
+    assert "[flashlin.mamba.causal_conv1d_update]" in lists.with_links(update, "x", "flashlin.serving.conv")
+    assert lists.with_links("``causal_conv1d``", "patch", "flashlin.integrations.patching") == "``causal_conv1d``", "a package"

@@ -1,6 +1,6 @@
 """An extension of griffe for the documentation site, which reads docstrings with it: lists and links.
 
-A docstring of flashlin describes only some arguments of a function, if the others are those of another function. It
+A docstring of flashlin describes only some arguments of a function, if another function documents the others. It
 has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines, so they
 become a list. Names of documented functions become links to them.
 """
@@ -17,6 +17,8 @@ REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 ITEM = re.compile(r"((?:\*{0,2}\w+, )*\*{0,2}\w+): ")
 AFTER = ("All other ", "The other ", "Raises ", "Args:", "Returns:", "Raises:")  # lines that end a list
 
+CHANNELS_FIRST = ("flashlin.ops.causal_conv1d", "flashlin.serving")  # their causal_conv1d_update is flashlin.mamba's
+
 
 @lru_cache(maxsize=1)
 def documented() -> frozenset[str]:
@@ -25,11 +27,19 @@ def documented() -> frozenset[str]:
     return frozenset(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
 
 
-def with_links(text: str, own: str) -> str:
-    """Return a docstring in which names in double backquotes are links, except the object's own name."""
+def with_links(text: str, own: str, module: str) -> str:
+    """Return a docstring in which names in double backquotes are links, except the object's own name.
+
+    own: the object's name.
+    module: the module that defines it. Some names exist twice, once with the interface of fla.
+    """
+    packages = ["flashlin.mamba", "flashlin"] if module.startswith(CHANNELS_FIRST) else ["flashlin"]
+    known = documented() - ({"flashlin.causal_conv1d"} if module.startswith("flashlin.integrations") else set())
+
     def link(found: re.Match[str]) -> str:
-        name = f"flashlin.{found[1].removeprefix('flashlin.')}"
-        return f"[`{found[1]}`][{name}]" if name in documented() and found[1] != own else found[0]
+        names = [f"{package}.{found[1].removeprefix('flashlin.')}" for package in packages]
+        linked = [name for name in names if name in known and found[1] != own]
+        return f"[`{found[1]}`][{linked[0]}]" if linked else found[0]
     return re.sub(r"``([\w.]+)``", link, text)
 
 
@@ -62,11 +72,11 @@ class DocstringLists(Extension):  # type: ignore[misc]  # mypy does not look int
     def on_function(self, *, func: Any, **_: Any) -> None:
         if func.docstring:
             names = {parameter.name for parameter in func.parameters}
-            func.docstring.value = with_links(with_lists(func.docstring.value, names), func.name)
+            func.docstring.value = with_links(with_lists(func.docstring.value, names), func.name, func.module.path)
 
     def on_class(self, *, cls: Any, **_: Any) -> None:
         if cls.docstring:
             made = cls.members.get("__init__")
             of_init = {parameter.name for parameter in made.parameters} if made and made.is_function else set()
             text = with_lists(cls.docstring.value, {*cls.members, *of_init}, more=True)
-            cls.docstring.value = with_links(text, cls.name)
+            cls.docstring.value = with_links(text, cls.name, cls.module.path)
