@@ -125,15 +125,9 @@ def test_arguments_in_a_docstring_become_a_list() -> None:
     lists = pytest.importorskip("tools.docstring_lists", reason="griffe is not installed", exc_type=ImportError)
     text = "Compute.\n\nDrop-in for f.\nmode: a\n    or b.\nx, *y: c.\nAll other arguments.\nNote: no list.\n\n    mode = 1"
     assert lists.with_lists(text, {"mode", "x", "y"}) == (
-<<<<<<< HEAD
         "Compute.\n\nDrop-in for f.\n\n- `mode`: a\n    or b.\n- `x`, `*y`: c.\n\nAll other "
         "arguments.\nNote: no list.\n\n    mode = 1")
-    assert lists.with_links("``gla`` and ``chunk_gla``, ``flashlin.kda``, ``K``", "gla") == (
-=======
-        "Compute.\n\nDrop-in for f.\n\n- `mode`: a\n    or b.\n- `x`, `*y`: c.\n\nAll other arguments.\nNote: no list.\n\n"
-        "    mode = 1")
     assert lists.with_links("``gla`` and ``chunk_gla``, ``flashlin.kda``, ``K``", "gla", "flashlin.ops.gla") == (
->>>>>>> d-site2
         "``gla`` and [`chunk_gla`][flashlin.chunk_gla], [`flashlin.kda`][flashlin.kda], ``K``")
     update = "``causal_conv1d_update``"
     assert lists.with_links(update, "x", "flashlin.ops.conv") == "[`causal_conv1d_update`][flashlin.causal_conv1d_update]"
