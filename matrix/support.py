@@ -195,8 +195,8 @@ Each cell of these tables says how flashlin runs on one kind of GPU under one Tr
 that have run there, with kernels that have only been compiled for it, or in plain torch. *not run* means
 that nothing has been tested there.
 
-To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton release. Then
-look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
+To find your machine, run `flashlin doctor`, which prints the name of your GPU (such as sm90) and the Triton
+release. Then look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
 
 An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix compiles, also those
 with heads of 256 and packed rows. `flashlin doctor` counts only the typical calls of an op.

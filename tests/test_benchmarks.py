@@ -317,7 +317,8 @@ def test_an_output_that_differs_is_recorded() -> None:
 @pytest.mark.parametrize(("which", "layers"), [("layers", [True]), ("plain", [False]), ("all", [False, True])])
 def test_the_command_measures_the_calls_of_layers_alone(which: str, layers: list[bool], tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "measured", lambda op, *rest: {"op": op.name, "layer": op.layer, "refused": False})
+    monkeypatch.setattr(compare, "measured", lambda op, *rest: {
+        "op": op.name, "layer": op.layer, "refused": False})
     monkeypatch.setattr(compare, "refuses", lambda: False)
     monkeypatch.setattr(warming, "hurry", lambda: None)
     monkeypatch.setattr(compare, "Winners", lambda *_: SimpleNamespace(write=lambda: None))

@@ -21,7 +21,8 @@ from tools import build_site
 
 ROOT = build_site.ROOT
 CONFIG = (ROOT / "zensical.toml").read_text(encoding="utf-8")
-REFERENCE = {page: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md"))}
+REFERENCE = {page: page.read_text(encoding="utf-8")
+             for page in sorted((ROOT / "docs" / "reference").glob("*.md"))}
 PACKAGES = (flashlin, flashlin.mamba, flashlin.serving, flashlin.modules, flashlin.backends)
 needs_zensical = pytest.mark.skipif(bool(build_site.missing()), reason=build_site.missing() or "-")
 
@@ -37,7 +38,8 @@ def test_every_page_is_in_the_nav_once() -> None:
 
 def documented() -> dict[str, Path]:
     """Return the page of each full name that the reference documents with ``:::``."""
-    found = [(name, page) for page, text in REFERENCE.items() for name in re.findall(r"^:::(.*)$", text, re.MULTILINE)]
+    found = [(name, page) for page, text in REFERENCE.items()
+             for name in re.findall(r"^:::(.*)$", text, re.MULTILINE)]
     twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
     assert not twice, f"documented twice: {twice}"
     return {name.strip(): page for name, page in found}
@@ -50,7 +52,7 @@ def thing(full: str) -> Any:
 
 
 def test_every_public_name_is_documented_on_one_page() -> None:
-    """An object has one entry. Its other names are in the text of the same page, except those of flashlin.modules."""
+    """An object has one entry. The page has its other names, except those of flashlin.modules."""
     entries = documented()
     public = {f"{package.__name__}.{name}" for package in PACKAGES for name in package.__all__}
     assert set(entries) <= public, "not public"
@@ -123,7 +125,8 @@ def test_messages_without_tracebacks() -> None:
 
 def test_arguments_in_a_docstring_become_a_list() -> None:
     lists = pytest.importorskip("tools.docstring_lists", reason="griffe is not installed", exc_type=ImportError)
-    text = "Compute.\n\nDrop-in for f.\nmode: a\n    or b.\nx, *y: c.\nAll other arguments.\nNote: no list.\n\n    mode = 1"
+    text = ("Compute.\n\nDrop-in for f.\nmode: a\n    or b.\nx, *y: c.\nAll other arguments.\n"
+            "Note: no list.\n\n    mode = 1")
     assert lists.with_lists(text, {"mode", "x", "y"}) == (
         "Compute.\n\nDrop-in for f.\n\n- `mode`: a\n    or b.\n- `x`, `*y`: c.\n\nAll other "
         "arguments.\nNote: no list.\n\n    mode = 1")

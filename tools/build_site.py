@@ -1,7 +1,8 @@
 """Build the documentation site: `make docs`, or `python -m tools.build_site` with the extra `docs`.
 
-zensical builds the pages of docs/ into build/site. A broken link, a missing anchor or a name that does not exist is an
-error. Without zensical, which needs Python 3.11 or newer, the command prints a message and succeeds.
+zensical builds the pages of docs/ into build/site. A broken link, a missing anchor or a name that does not
+exist is an error. Without zensical, which needs Python 3.11 or newer, the command prints a message and
+succeeds.
 """
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def missing() -> str:
 
 
 def build(root: Path) -> tuple[int, str]:
-    """Build the site of a checkout from scratch. Return the exit code, and zensical's messages without tracebacks."""
-    ran = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, "NO_COLOR": "1"})
+    """Build the site of a checkout from scratch, and return (exit code, messages without tracebacks)."""
+    ran = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root,
+                         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+                         env={**os.environ, "NO_COLOR": "1"})
     return ran.returncode, readable(COLOURS.sub("", ran.stdout))
 
 

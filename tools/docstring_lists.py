@@ -1,8 +1,8 @@
 """An extension of griffe for the documentation site, which reads docstrings with it: lists and links.
 
-A docstring of flashlin describes only some arguments of a function, if another function documents the others. It
-has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines, so they
-become a list. Names of documented functions become links to them.
+A docstring of flashlin describes only some arguments of a function, if another function documents the others.
+It has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines,
+so they become a list. Names of documented functions become links to them.
 """
 from __future__ import annotations
 
