@@ -35,7 +35,12 @@ def data(matrix: Matrix, squares: list[Square], date: str) -> dict[str, Any]:
             "axes": axes, "texts": list(texts), "squares": rows}
 
 
-def page(matrix: Matrix, squares: list[Square], date: str) -> str:
+def page(matrix: Matrix, squares: list[Square], date: str, overview: str = "../docs/support/index.md") -> str:
+    """Return the page.
+
+    overview: address of the overview of docs/support, relative to the page.
+    """
     # Escape "<", because a text with "</script>" would end the script element.
     embedded = compact(data(matrix, squares, date)).replace("<", "\\u003c")
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("{{data}}", embedded)
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("{{overview}}", overview).replace("{{data}}", embedded)

@@ -70,14 +70,18 @@ def write(matrix: Matrix, every: list[CellState], results: Path, folder: Path, h
     return 0
 
 
-def write_page(matrix: Matrix, folder: Path, results: Path, html: Path) -> int:
-    """Write the HTML page from the statuses in ops.md, without planning and without reasons, and return 0."""
+def write_page(matrix: Matrix, folder: Path, results: Path, html: Path,
+               overview: str = "../docs/support/index.md") -> int:
+    """Write the HTML page from the statuses in ops.md, without planning and without reasons, and return 0.
+
+    overview: address of the overview of docs/support, relative to the page.
+    """
     ran, of = gpu_records(results), {mark: status for status, mark in MARKS.items()}
     squared = [Square(op, card, triton, of[mark], evidence=ran.get((op, card, triton), "") if mark == "ran" else "")
                for (op, triton, card), mark in marks_of((folder / "ops.md").read_text(encoding="utf-8")).items()]
     html.parent.mkdir(parents=True, exist_ok=True)
-    html.write_text(page(matrix, squared, max((load_result(results, cell).date for cell in matrix.cell), default="")),
-                    encoding="utf-8")
+    date = max((load_result(results, cell).date for cell in matrix.cell), default="")
+    html.write_text(page(matrix, squared, date, overview), encoding="utf-8")
     print(f"wrote {html}")
     return 0
 
@@ -201,6 +205,10 @@ release. Then look at the [overview](#overview), or at the table of your op in [
 An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix compiles, also those
 with heads of 256 and packed rows. `flashlin doctor` counts only the typical calls of an op.
 """
+INTERACTIVE = """\
+The site that `make docs` builds also has <a href="matrix.html">a page to click through</a>, with a table for each op,
+GPU or release. `python -m matrix report` writes that page with the reason of every status, to `build/support.html`.
+It plans every call for every GPU, which takes some minutes."""
 MORE = (("All ops", "ops.md", "the status of every op, on every GPU, under every release"),
         ("Reasons", "reasons.md", "why a call runs in plain torch, is slow, or avoids a failure"),
         ("Register spills", "spills.md", "the kernels that are slow because they need too many registers"),
@@ -239,10 +247,7 @@ def pages(matrix: Matrix, every: list[CellState], squared: list[Square], folder:
                      *_overview(matrix, {place: _most(grid[place] for grid in grids.values()) for place in places}),
                      "", "## Pages", "",
                      *markdown.table(("page", "contents"), [(f"[{title}]({name})", said) for title, name, said in MORE]),
-                     "", "`python -m matrix report` also writes a page to click through, with every reason: "
-                     "`build/support.html`. It plans every call for every GPU, which takes some minutes. "
-                     "`python -m matrix page` writes that page in seconds from the tables here, without the "
-                     "reasons."],
+                     "", INTERACTIVE],
         "ops.md": [*_head("All ops"), "Ops with the same status everywhere share a table. A row may stand for several "
                    "releases, and a column for several GPUs, if all their entries are equal. The words are "
                    "explained [here](index.md#what-the-words-mean).", "", "## Number of ops with each status", "",

@@ -188,7 +188,8 @@ def test_a_reason_is_told_once_with_all_that_meet_it_and_its_thread():
 
 def test_the_page_says_what_its_words_mean_and_leads_back():
     html = page(MATRIX, SEVERAL, "")
-    assert "<b>required</b>" in html and "<b>informational</b>" in html and 'href="../README.md"' in html
+    assert "<b>required</b>" in html and "<b>informational</b>" in html and 'href="../docs/support/index.md"' in html
+    assert 'href="index.html"' in page(MATRIX, SEVERAL, "", "index.html")
     assert 'href="#all"' in html and "javascript:" not in html
 
 

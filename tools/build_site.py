@@ -13,6 +13,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from matrix import cells, support
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("zensical", "mkdocstrings_handlers")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -58,6 +60,8 @@ def main() -> int:
     code, messages = build(ROOT)
     print(messages)
     if code == 0:
+        support.write_page(cells.whole(), ROOT / "docs" / "support", ROOT / "matrix" / "results",
+                           ROOT / "build" / "site" / "support" / "matrix.html", overview="index.html")
         print(f"build_site: {ROOT / 'build' / 'site' / 'index.html'}")
     return 1 if code else 0
 
