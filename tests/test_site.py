@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import flashlin
 import flashlin.backends
 import flashlin.mamba
 import flashlin.modules
 import flashlin.serving
-from tools import build_site
+from tools import build_site, setup_env
 
 ROOT = build_site.ROOT
 CONFIG = (ROOT / "zensical.toml").read_text(encoding="utf-8")
@@ -121,6 +122,35 @@ def test_messages_without_tracebacks() -> None:
     assert build_site.readable("Traceback (most recent call last):\n  f()\nKeyError: 'a'\n") == "KeyError: 'a'"
 
 
+# --- the environment ---
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_site_needs_no_torch_and_may_be_impossible(
+        works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def pip(python: Path, *arguments: str, may_fail: bool = False) -> bool:
+        asked.append(arguments)
+        assert may_fail
+        return works
+    monkeypatch.setattr(setup_env, "pip", pip)
+    monkeypatch.setattr(setup_env.os, "name", "posix")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    for _ in range(2):
+        setup_env.main(str(tmp_path), "docs")
+    assert len(asked) == (1 if works else 2), "it tries again only if it failed"
+    names = [Requirement(one).name for one in asked[0] if not one.startswith("-") and one != "1"]
+    assert names == ["zensical", "mkdocstrings-python", "ruff"]
+    assert ("the site is not built" in capsys.readouterr().out) != works
+
+
+def test_without_zensical_a_message_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(build_site, "find_spec", lambda name: None)
+    assert build_site.main() == 0
+    assert re.fullmatch(r"build_site: skipped, zensical (needs Python 3.11|is not installed).*\n", capsys.readouterr().out)
+
+
 # --- docstrings ---
 
 def test_arguments_in_a_docstring_become_a_list() -> None:
@@ -136,3 +166,14 @@ def test_arguments_in_a_docstring_become_a_list() -> None:
     assert lists.with_links(update, "x", "flashlin.ops.conv") == "[`causal_conv1d_update`][flashlin.causal_conv1d_update]"
     assert "[flashlin.mamba.causal_conv1d_update]" in lists.with_links(update, "x", "flashlin.serving.conv")
     assert lists.with_links("``causal_conv1d``", "patch", "flashlin.integrations.patching") == "``causal_conv1d``", "a package"
+
+
+def test_the_own_types_of_a_module_are_written_out() -> None:
+    griffe = pytest.importorskip("griffe", reason="griffe is not installed")
+    lists = pytest.importorskip("tools.docstring_lists")
+    with griffe.temporary_visited_module('Found = tuple[Tensor, "Tensor | None"]\nOTHER = 1\n'
+                                         "def f(x: Found | OTHER) -> Found: ...") as module:
+        function = module["f"]
+        assert lists.written_out(function.returns, module) == "tuple[Tensor, Tensor | None]"
+        assert lists.written_out(function.parameters["x"].annotation, module) == "tuple[Tensor, Tensor | None] | OTHER"
+        assert lists.written_out(None, module) is None

@@ -1,8 +1,8 @@
-"""An extension of griffe for the documentation site, which reads docstrings with it: lists and links.
+"""An extension of griffe for the documentation site, which reads docstrings with it: lists, links and types.
 
-A docstring of flashlin describes only some arguments of a function, if another function documents the others.
-It has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines,
-so they become a list. Names of documented functions become links to them.
+A docstring of flashlin describes only some arguments of a function, if another function documents the others. It
+has no section ``Args:`` then, but lines such as ``mode: auto or chunk.``. Markdown would join these lines, so they
+become a list. Names of documented functions become links to them. A module's own names of types are written out.
 """
 from __future__ import annotations
 
@@ -68,8 +68,21 @@ def with_lists(text: str, names: set[str], more: bool = False) -> str:
     return "\n".join(lines)
 
 
+def written_out(annotation: Any, module: Any) -> Any:
+    """Return an annotation as text, with the module's own names of types replaced, if it has such names."""
+    def value(found: re.Match[str]) -> str:
+        member = module.members.get(found[0])
+        own = member and not member.is_alias and member.is_attribute and "Tensor" in str(member.value)
+        return str(member.value).replace('"', "").replace("'", "") if own else found[0]
+    text = re.sub(r"\b[A-Z]\w*\b", value, str(annotation))
+    return annotation if text == str(annotation) else text
+
+
 class DocstringLists(Extension):  # type: ignore[misc]  # mypy does not look into griffe
     def on_function(self, *, func: Any, **_: Any) -> None:
+        func.returns = written_out(func.returns, func.module)
+        for parameter in func.parameters:
+            parameter.annotation = written_out(parameter.annotation, func.module)
         if func.docstring:
             names = {parameter.name for parameter in func.parameters}
             func.docstring.value = with_links(with_lists(func.docstring.value, names), func.name, func.module.path)

@@ -59,7 +59,7 @@ def autotune(
 ) -> Callable[[Any], Any]:
     """Return a decorator that tunes a Triton kernel as ``triton.autotune`` of the installed release does.
 
-    The module's docstring lists the differences from Triton.
+    The module's docstring and docs/guides/shield.md list the differences from Triton.
 
     Args:
         configs: as in ``triton.autotune``.
