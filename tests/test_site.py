@@ -177,3 +177,15 @@ def test_the_own_types_of_a_module_are_written_out() -> None:
         assert lists.written_out(function.returns, module) == "tuple[Tensor, Tensor | None]"
         assert lists.written_out(function.parameters["x"].annotation, module) == "tuple[Tensor, Tensor | None] | OTHER"
         assert lists.written_out(None, module) is None
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_page_of_the_matrix_needs_torch(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("docs/support", "matrix/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    monkeypatch.setattr(build_site, "find_spec", lambda name: there or None)
+    build_site.add_matrix(tmp_path)
+    page = tmp_path / "build" / "site" / "support" / "matrix.html"
+    assert page.exists() == there and ("is not written" in capsys.readouterr().out) != there
+    assert not there or 'href="index.html"' in page.read_text(encoding="utf-8")

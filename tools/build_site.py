@@ -13,8 +13,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from matrix import cells, support
-
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("zensical", "mkdocstrings_handlers")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -35,6 +33,16 @@ def build(root: Path) -> tuple[int, str]:
                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
                          env={**os.environ, "NO_COLOR": "1"})
     return ran.returncode, readable(COLOURS.sub("", ran.stdout))
+
+
+def add_matrix(root: Path) -> None:
+    """Add the page of the matrix that a reader can click through, if flashlin and torch are installed."""
+    if not (find_spec("torch") and find_spec("pydantic")):
+        print("build_site: without torch and pydantic, support/matrix.html is not written")
+        return
+    from matrix import cells, support
+    support.write_page(cells.whole(), root / "docs" / "support", root / "matrix" / "results",
+                       root / "build" / "site" / "support" / "matrix.html", overview="index.html")
 
 
 def readable(output: str) -> str:
@@ -60,8 +68,7 @@ def main() -> int:
     code, messages = build(ROOT)
     print(messages)
     if code == 0:
-        support.write_page(cells.whole(), ROOT / "docs" / "support", ROOT / "matrix" / "results",
-                           ROOT / "build" / "site" / "support" / "matrix.html", overview="index.html")
+        add_matrix(ROOT)
         print(f"build_site: {ROOT / 'build' / 'site' / 'index.html'}")
     return 1 if code else 0
 
