@@ -206,9 +206,10 @@ An entry of a table is as bad as the worst call of its op. The tables count all 
 with heads of 256 and packed rows. `flashlin doctor` counts only the typical calls of an op.
 """
 INTERACTIVE = """\
-The site that `make docs` builds also has <a href="matrix.html">a page to click through</a>, with a table for
-each op, GPU or release, if torch is installed where it is built. `python -m matrix report` writes that page with the reason of every status, to `build/support.html`.
-It plans every call for every GPU, which takes some minutes."""
+The site that `make docs` builds also has <a href="matrix.html">a page to click through</a>, with a table
+for each op, GPU or release, if torch is installed where it is built. `python -m matrix report` writes that
+page with the reason of every status, to `build/support.html`. It plans every call for every GPU, which
+takes some minutes."""
 MORE = (("All ops", "ops.md", "the status of every op, on every GPU, under every release"),
         ("Reasons", "reasons.md", "why a call runs in plain torch, is slow, or avoids a failure"),
         ("Register spills", "spills.md", "the kernels that are slow because they need too many registers"),
