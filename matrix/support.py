@@ -203,12 +203,12 @@ To find your machine, run `flashlin doctor`, which prints the name of your GPU (
 release. Then look at the [overview](#overview), or at the table of your op in [All ops](ops.md).
 
 To ask about one op on a machine that you do not have, run a command such as
-`flashlin doctor --target T4,triton=3.2 --op chunk_kda --verbose`. It gives the plan by dtype and kind of call, also
-where a table says *not run*.
+`flashlin doctor --target T4,triton=3.2 --op chunk_kda --verbose`. It gives the plan by dtype and kind of
+call, also where a table says *not run*.
 
-An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix compiles. `flashlin
-doctor` counts only the typical calls of an op: training, packed rows, heads of 256 and decoding. Register spills do not
-change its verdict, so an op can be *compiled, slow* here and *ok* there.
+An entry of a table is as bad as the worst call of its op. The tables count all calls that the matrix
+compiles. `flashlin doctor` counts only the typical calls of an op: training, packed rows, heads of 256 and
+decoding. Register spills do not change its verdict, so an op can be *compiled, slow* here and *ok* there.
 """
 INTERACTIVE = """\
 The site that `make docs` builds also has <a href="matrix.html">a page to click through</a>, with a table for each op,
