@@ -13,7 +13,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("zensical", "mkdocstrings_handlers")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
