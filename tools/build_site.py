@@ -13,6 +13,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from matrix import cells, support
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("zensical", "mkdocstrings_handlers")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -58,13 +60,8 @@ def main() -> int:
     code, messages = build(ROOT)
     print(messages)
     if code == 0:
-        try:
-            from matrix import cells, support  # they need torch, which `make docs` does not install
-        except ModuleNotFoundError as error:
-            print(f"build_site: support/matrix.html is skipped, it needs {error.name}: make test installs it")
-        else:
-            support.write_page(cells.whole(), ROOT / "docs" / "support", ROOT / "matrix" / "results",
-                               ROOT / "build" / "site" / "support" / "matrix.html", overview="index.html")
+        support.write_page(cells.whole(), ROOT / "docs" / "support", ROOT / "matrix" / "results",
+                           ROOT / "build" / "site" / "support" / "matrix.html", overview="index.html")
         print(f"build_site: {ROOT / 'build' / 'site' / 'index.html'}")
     return 1 if code else 0
 
