@@ -68,7 +68,7 @@ def test_every_child_of_ours_is_started_so() -> None:
 
 
 def test_one_module_starts_programs() -> None:
-    """Only compat/subprocesses.py and four tools start programs.
+    """Only compat/subprocesses.py and five tools start programs.
 
     The tools run before flashlin is installed, when it is broken, or for an older checkout without that
     module.
@@ -80,7 +80,7 @@ def test_one_module_starts_programs() -> None:
         if called & {"os.fork", "os.kill", "os.killpg"} or any(one.startswith("subprocess.") for one in called):
             found.add(path.name)
     assert found == {"subprocesses.py", "first_aid.py", "setup_env.py", "house.py",
-                     "kernel_facts.py"}
+                     "kernel_facts.py", "build_site.py"}
 
 
 # ---- run_to_end, which runs a program and ends what it leaves running ----

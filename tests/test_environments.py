@@ -15,6 +15,7 @@ import pytest
 from flashlin.testing import environments
 from flashlin.testing.environments import NotInstallable, cache_folder, installed, triton_environment
 
+TAG = sys.implementation.cache_tag
 PIP = """
 import os, sys, time
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_how_far_a_download_is_is_told_and_a_second_call_says_nothing(monkeypatc
         if text.startswith("thing==1: 3 MB so far, "):
             seen.touch()
     home = installed(["thing==1"], "thing-1", tmp_path, tell=tell)
-    assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / "thing-1"
+    assert [path.name for path in home.iterdir()] == ["package.py"] and home == tmp_path.resolve() / f"thing-1-{TAG}"
     assert told[0] == f"downloading thing==1 into {tmp_path.resolve()}, once"
     # on a busy machine, the first lines may come before pip has started
     sizes = [int(re.fullmatch(r"thing==1: ([0-5]) MB so far, \d+ s", line)[1])  # type: ignore[index]
@@ -65,14 +66,14 @@ def test_what_fails_leaves_nothing_and_quotes_pip(monkeypatch: pytest.MonkeyPatc
     pip_is(monkeypatch, code=1)
     with pytest.raises(NotInstallable, match=r"^pip install thing==1: ERROR: No matching distribution$"):
         installed(["thing==1"], "thing-1", tmp_path, tell=lambda text: None)
-    assert [path.name for path in tmp_path.iterdir()] == [".thing-1.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == [f".thing-1-{TAG}.lock"]
 
 
 def test_in_code_it_is_told_on_stderr(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                       capsys: pytest.CaptureFixture[str]) -> None:
     pip_is(monkeypatch)
     found = triton_environment("3.6.0", cache=tmp_path)
-    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve() / "triton-3.6.0")
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path.resolve() / f"triton-3.6.0-{TAG}")
     shown = capsys.readouterr()
     assert not shown.out and shown.err.startswith("flashlin: downloading triton==3.6.0 into ")
 

@@ -13,6 +13,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from flashlin.compat.subprocesses import python
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("zensical", "mkdocstrings_handlers")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -29,8 +31,8 @@ def missing() -> str:
 
 def build(root: Path) -> tuple[int, str]:
     """Build the site of a checkout from scratch, and return (exit code, messages without tracebacks)."""
-    ran = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=root,
-                         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    ran = subprocess.run(python("zensical", "build", "--strict", "--clean"), cwd=root, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
                          env={**os.environ, "NO_COLOR": "1"})
     return ran.returncode, readable(COLOURS.sub("", ran.stdout))
 

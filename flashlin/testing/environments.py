@@ -119,9 +119,9 @@ def place(cache: Path | None = None) -> tuple[Path | None, str]:
 
 def installed(requirements: list[str], name: str, cache: Path | None = None, *, dependencies: bool = False,
               source: Mapping[str, str] | None = None, tell: Tell = on_stderr) -> Path:
-    """Return the folder ``name`` of the cache. Fill it with pip first if it does not exist.
+    """Return the folder ``name`` of the cache for this Python. Fill it with pip first if it does not exist.
 
-    Several processes may call this at the same time.
+    Its name ends with the cache tag of this Python, because compiled modules fit one version only. Several processes may call this at the same time.
 
     requirements: packages to install, as pip takes them.
     dependencies: also install the dependencies of these packages.
@@ -132,7 +132,7 @@ def installed(requirements: list[str], name: str, cache: Path | None = None, *, 
     Raises NotInstallable, which quotes pip, if the installation fails, if the cache is not writable, or if
     another user could change the files to import.
     """
-    folder, why = place(cache)
+    (folder, why), name = place(cache), f"{name}-{sys.implementation.cache_tag}"
     try:
         if folder is not None:
             why = unsafe(folder / name)
