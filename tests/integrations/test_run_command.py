@@ -297,7 +297,7 @@ RANK = """
 import os, sys
 import triton
 import torch, flashlin
-print(sys.argv[1:], triton.autotune.__module__ + "\\n", end="", flush=True)
+os.write(1, f"{sys.argv[1:]} {triton.autotune.__module__}\\n".encode())  # one write: ranks must not mix
 for _ in range(3):
     flashlin.rms_norm(torch.randn(4, 8), torch.ones(8), None)
 """
