@@ -18,11 +18,11 @@ HALVES = frozenset({"float16", "bfloat16"})
 SOURCE = "source"
 # CALL: the kernel calls the function of triton.language with the trait's name. Some Triton releases lack it.
 CALL = "call"
-# OPERANDS: a rule derives it from the other traits, the dtypes of the operands and the tile.
+# OPERANDS: a rule derives the trait from the other traits, the dtypes of the operands and the tile.
 OPERANDS = "operands"
-# TILE: a rule derives it from BT, BK and BV. Recipes also offer tiles without the trait.
+# TILE: a rule derives the trait from BT, BK and BV. Recipes also offer tiles that do not have the trait.
 TILE = "tile"
-# DECLARED: the code that makes the launch declares it.
+# DECLARED: the code that makes the launch declares the trait.
 DECLARED = "declared"
 
 

@@ -218,8 +218,9 @@ def _gain(here: Pair | None, then: Pair, cards: Sequence[Target], policy: Policy
           would: str = "") -> str:
     """Return the improvement as text, such as ``24 of 66 ops run without fp32 copies``.
 
-    here: the present pair; None if no kernels run now.
-    would: ``"would "`` for a pair that cannot be installed.
+    here: the installed releases of torch and Triton; None if no kernels run now.
+    then: the releases that are suggested.
+    would: ``"would "`` if the suggested releases cannot be installed here.
     """
     better: Counter[str] = Counter()
     for op in ops:

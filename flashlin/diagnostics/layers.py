@@ -85,7 +85,7 @@ def mamba(layer: Any) -> dict[str, int]:
 
 
 def state_update(layer: Any) -> dict[str, int]:
-    """Return the sizes of a layer that updates a state: Mamba-2, or Mamba-1, whose state is one head."""
+    """Return the sizes of a Mamba-2 or a Mamba-1 layer, for its update of the state. Mamba-1 has one head."""
     return mamba2(layer) if any(hasattr(layer, name) for name in HEADS) else mamba(layer)
 
 

@@ -118,7 +118,7 @@ def way(plan: Plan) -> str:
 
 
 def way_of(planned: Planned) -> str:
-    """Return the worst way of the typical calls."""
+    """Return the most costly path of the typical calls, such as ``plain torch`` (see ``WAYS``)."""
     return max((way for plan in planned.values() for way in (
         "cannot run" if plan.refused else "plain torch" if plan.path == "torch" else "kernels",
         *(WAY_OF[remedy] for reason, remedy in plan.steps

@@ -62,9 +62,9 @@ class Bindings:
     # --- methods for the patch of a package ---
 
     def swap(self, original: Any, stand_in: Any, by: str) -> None:
-        """Have every later sweep replace ``original`` by ``stand_in``.
+        """Replace ``original`` by ``stand_in`` in every later search for references.
 
-        by: a description of the stand-in for ``replaced``.
+        by: the description of the stand-in that the printed result of the patch shows.
         """
         self._swaps[id(original)] = original, stand_in, by
         self.stands_for(stand_in, original)

@@ -159,7 +159,7 @@ class FlaPatch(Patch):
 
 
 def models() -> tuple[type, ...]:
-    """Return the base classes of transformers' models that are loaded."""
+    """Return the base classes of transformers' models whose modules are already imported."""
     return tuple(vars(sys.modules[home])[name] for home, name in BASES.items() if home in sys.modules)
 
 

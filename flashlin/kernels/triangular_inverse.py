@@ -75,9 +75,10 @@ def product(a, b, PRECISION: tl.constexpr):
 def lower_blocks(scratch, half, BT: tl.constexpr, SIDE: tl.constexpr):
     """Return addresses and mask of the 16x16 blocks of a lower triangular tile [SIDE, SIDE].
 
-    The addresses are in scratch memory of BT * 24 elements, which serves the whole [BT, BT] matrix. It
-    contains all blocks on the diagonal first, in the layout of ``substitute``, then for each tile of 32 the
-    block below its diagonal. half: number of the tile on the diagonal of the [BT, BT] matrix.
+    The scratch memory has BT * 24 elements for the whole [BT, BT] matrix. First come the blocks on its
+    diagonal, in the layout of ``substitute``. Then comes, for each tile of 32, the block below its diagonal.
+
+    half: number of this tile on the diagonal of the [BT, BT] matrix.
     """
     rows = tl.arange(0, SIDE)
     apart = (rows // 16)[:, None] - (rows // 16)[None, :]

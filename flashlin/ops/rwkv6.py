@@ -44,8 +44,8 @@ def chunk_rwkv6(
         v: [B, T, H, V], like r.
         w: [B, T, H, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything); gets a
             gradient.
-        u: [H, K], the bonus: factors on the channels of the current token's k, whose product with v the
-            output reads separately from the state; gets a gradient.
+        u: [H, K], the bonus: a factor for each channel of the current token's k in the output, which is
+            Diag(u) in the formula; gets a gradient.
         scale: factor on the output; None means K ** -0.5. (RWKV-6 layers pass 1.)
         initial_state: [N, H, K, V] for N sequences, any float dtype; gets a gradient.
         output_final_state: also return the state after each sequence.
@@ -97,8 +97,8 @@ def fused_recurrent_rwkv6(
         k: [B, T, H, K], like r.
         v: [B, T, HV, V], HV a multiple of H. Value head j reads head j // (HV / H) of r and k.
         w: [B, T, HV, K], natural-log decays, normally <= 0, of any strength (-inf forgets everything).
-        u: [HV, K], the bonus: factors on the channels of the current token's k, whose product with v the
-            output reads separately from the state.
+        u: [HV, K], the bonus: a factor for each channel of the current token's k in the output, which is
+            Diag(u) in the formula.
         scale: factor on the output; None means K ** -0.5. (RWKV-6 layers pass 1.)
         initial_state: [N, HV, K, V] for N sequences, any float dtype and strides.
         output_final_state: also return the state after each sequence.

@@ -70,9 +70,9 @@ def launches(problem: Problem, target: Target, narrow: bool) -> tuple[Launch, ..
     if problem.needs_grad:
         # without narrow states, a second stage needs too many registers (benchmarks/results/kernels-*)
         reverse = scan if narrow else scan._replace(num_stages=1)
-        # Some tiles change their layout through shared memory. Since Triton 3.7 this is a float32 state of
-        # 256 rows if warpgroups multiply (counted for every release). Since 3.8 it is also rows of v in 16
-        # bits.
+        # Some tiles change their layout through shared memory. Since Triton 3.7, a float32 state of 256 rows
+        # does so if warpgroups multiply; its memory is counted for every release. Since 3.8, rows of v in 16
+        # bits do so, too.
         hopper = (9, 0) <= target.capability < (10, 0)
         moved = (4 - bytes_each) * scan.BK * scan.BV if scan.BK >= 256 and hopper else 0
         moved += 2 * scan.BT * scan.BV if bytes_each == 2 and release(target.triton) >= (3, 8) else 0

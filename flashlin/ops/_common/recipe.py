@@ -185,9 +185,9 @@ def second_stage(kept: Mapping[int, Life], scratch: Mapping[int, Life], steps: i
 
 
 class _Memory:
-    """The tensors of a watched run by number: the given ones, the results and scratch.
+    """The tensors of the run that a recipe records, by number: the given ones, the results and scratch.
 
-    A result is a made tensor that is returned or that a torch operation uses.
+    A result is a tensor that the run allocates and returns, or that a torch operation in it uses.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], addresses: list[int], watch: _Watch,

@@ -191,7 +191,7 @@ def as_dplr(x: Inputs, erase: bool) -> Inputs:
 
 def _checked(x: Inputs, flags: tuple[str, ...], indices: Tensor | None, in_place: bool,
              called: Mapping[str, str]) -> Inputs:
-    """Return the checked inputs of a token-by-token call, with checked bounds."""
+    """Check the tensors of a token-by-token call and its cu_seqlens, and return them."""
     first = called.get("q", "q")
     check_qkv(x.q, x.k, x.v, grouped=True, first=first)
     B, T, _, K = x.q.shape
