@@ -147,7 +147,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, shared: Path) -> Iterator[Path]:
 
 def planted(folder: Path, owner: int | None = None, mode: int = 0o755) -> Path:
     """Create a fake Triton release in ``folder``, as an attacker would, and return its path."""
-    made = folder / "triton-9.9.9"
+    made = folder / f"triton-9.9.9-{sys.implementation.cache_tag}"
     package(made, "triton", TRAP)
     if owner is not None:
         for one in (folder, *folder.parents):
