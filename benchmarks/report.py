@@ -294,7 +294,7 @@ def _page(title: str, about: str, body: str) -> str:
 
 
 def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
-    about = ("flashlin's ops beside the fastest other package that can be installed. Each op is called as "
+    about = ("flashlin's ops, compared with the fastest other package that can be installed. Each op is called as "
              "layers call it. The rows in which another package is faster come first.")
     lines = [f"![flashlin's time divided by that of the best peer](../{PLOT.name})", "", LEGEND]
     for (card, release), rows in by_machine.items():
