@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 from matrix import markdown
+from tools import svg
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -377,32 +377,32 @@ def plot(found: Sequence[Record]) -> str:
         if rows:
             part, y = _panel(f"{card}, Triton {release}", rows, y)
             body += part
-    return _svg(WIDE_PLOT, y, body) if body else ""
+    return svg.picture(WIDE_PLOT, y, STYLE, body) if body else ""
 
 
 def _panel(title: str, rows: Sequence[Row], above: float) -> tuple[list[str], float]:
     """Return the panel of one card, and the y at which it ends."""
-    body, y = [_text(10, above + 22, title, size=15)], above + TOP
-    body += [_text(10, above + 40, "flashlin's time / best peer's time, lower is better", size=TEXT)]
+    body, y = [svg.text(10, above + 22, title, size=15)], above + TOP
+    body += [svg.text(10, above + 40, "flashlin's time / best peer's time, lower is better", size=TEXT)]
     for at, (what, words) in enumerate(PASSES.items()):
-        body += [f'<rect x="{10 + 90 * at}" y="{above + 49}" width="11" height="11" class="{what}"/>',
-                 _text(26 + 90 * at, above + 59, words, size=TEXT)]
+        body += [svg.rect(10 + 90 * at, above + 49, 11, 11, what),
+                 svg.text(26 + 90 * at, above + 59, words, size=TEXT)]
     for row in rows:
         label = f"{row.name.replace('`', '')}, {row.row['shape']}"
-        body.append(_text(10, y + 10, label, size=TEXT))
+        body.append(svg.text(10, y + 10, label, size=TEXT))
         y += 15
         for what in PASSES:
             if (ratio := row.ratio(what)) is not None:
                 # a longer bar would leave the picture; its number still shows the ratio
                 width = min(ratio, 1.55) * UNIT
-                body += [f'<rect x="10" y="{y}" width="{width:.1f}" height="{BAR}" class="{what}"/>',
-                         _text(14 + width, y + BAR - 2, f"{ratio:.2f} {row.best(what)}", size=TEXT)]
+                body += [svg.rect(10, y, width, BAR, what),
+                         svg.text(14 + width, y + BAR - 2, f"{ratio:.2f} {row.best(what)}", size=TEXT)]
                 y += BAR + 1
         y += 7
     line = 10 + UNIT
     return [f'<line x1="{line}" y1="{above + TOP - 8}" x2="{line}" y2="{y}" class="theirs" '
             'stroke-dasharray="3 3"/>',
-            _text(line + 4, above + TOP - 10, "1", size=TEXT), *body], y + 12
+            svg.text(line + 4, above + TOP - 10, "1", size=TEXT), *body], y + 12
 
 
 SMOOTH, WIDE, HIGH_UP = 20, 640, 300  # steps of a running mean; pixels of the plot
@@ -425,26 +425,16 @@ def curves(folder: Path = RESULTS) -> str:
         return HEAD + HIGH_UP * (high - loss) / (high - low or 1)
     for part in range(5):
         loss, step = low + part * (high - low) / 4, part * of["steps"] // 4
-        body += [_text(left - 6, y_of(loss) + 4, f"{loss:.2f}", anchor="end"),
-                 _text(left + WIDE * part / 4, HEAD + HIGH_UP + 18, str(step), anchor="middle")]
+        body += [svg.text(left - 6, y_of(loss) + 4, f"{loss:.2f}", anchor="end"),
+                 svg.text(left + WIDE * part / 4, HEAD + HIGH_UP + 18, str(step), anchor="middle")]
     for at, (way, (colour, name)) in enumerate((way, told) for way, told in WAYS.items() if way in means):
         points = " ".join(f"{left + WIDE * step / max(of['steps'] - 1, 1):.1f},{y_of(loss):.1f}"
                           for step, loss in [*enumerate(means[way])][::5])
         width = 5 - 1.5 * at  # the curves overlap, so the first one is the widest
         body += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>',
                  f'<rect x="{left + 210 * at}" y="26" width="11" height="11" fill="{colour}"/>',
-                 _text(left + 210 * at + 16, 36, f"{name}: {means[way][-1]:.3f} at the end")]
+                 svg.text(left + 210 * at + 16, 36, f"{name}: {means[way][-1]:.3f} at the end")]
     title = (f"loss of a small Gated DeltaNet, mean of {SMOOTH} steps; {of['device']}, Triton "
              f"{of['triton']}, fla {of['fla']}" + (", its refusal switched off" if of["refused"] else ""))
-    return _svg(left + WIDE + 20, HEAD + HIGH_UP + 30, [_text(left, 16, title), *body])
-
-
-def _svg(wide: float, high: float, body: Sequence[str]) -> str:
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
-        'font-family="sans-serif" font-size="11">', STYLE, f'<rect width="{wide}" height="{high}" class="back"/>',
-        *body, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+    body = [svg.text(left, 16, title), *body]
+    return svg.picture(left + WIDE + 20, HEAD + HIGH_UP + 30, STYLE, body)

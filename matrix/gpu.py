@@ -27,7 +27,7 @@ from flashlin.testing import cases, compare
 from flashlin.testing.compare import Case
 from flashlin.testing.record import is_current, recording, source_hash
 from matrix import record
-from matrix.results import RIGHT, by_source, load_gpu
+from matrix.results import by_case, by_source, load_gpu
 from matrix.workload import as_in_a_case
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -166,17 +166,6 @@ def of_today(configs: dict[str, str]) -> dict[str, str]:
     return {config: source for config, source in configs.items() if is_current(source, config.partition(" ")[0])}
 
 
-def brief(row: dict[str, Any]) -> dict[str, Any] | list[Any]:
-    """Return a row in the form of the record, with errors rounded to two digits.
-
-    The row of a right case becomes a list with the fields ``matrix.results.RIGHT``. The list has no field for
-    bitwise repetition, because every right case repeats bitwise.
-    """
-    rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
-               for name, value in row.items()}
-    return [rounded[name] for name in RIGHT] if row["ok"] else rounded
-
-
 def main() -> int:
     parser = record.parser(__doc__)
     parser.add_argument("--op", action="append", default=[],
@@ -219,7 +208,7 @@ def main() -> int:
     facts = merged(before, rows)
     if arguments.out:
         record.write(arguments.out, "gpu", card, **{**facts, "configs": by_source(facts["configs"]),
-                                                    "rows": [brief(row) for row in facts["rows"]]})
+                                                    "rows": by_case(facts["rows"])})
     for row in failed:
         print(f"FAILED {row['op']} {row['case']} {row['dtype']}: "
               f"{row.get('error') or '{worst} rms {rms:.1e} row {row:.1e} bitwise {bitwise}'.format(**row)}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
 from matrix.status import STATUSES, Status
+from tools import svg
 
 # Status -> its mark in docs/support, its color on light pages, and its color on dark pages.
 COLOURS: dict[Status, tuple[str, str, str]] = {
@@ -31,27 +32,24 @@ def picture(said: Mapping[tuple[str, str, str], str], examples: Mapping[str, str
         bars.setdefault((triton, card), Counter())[mark] += 1
     tritons, cards = (list(dict.fromkeys(place[axis] for place in bars)) for axis in (0, 1))
     wide, high = LEFT + len(tritons) * (WIDE + GAP) + 8, TOP + len(cards) * (HIGH + GAP) + 4
-    body = [_text(LEFT, 16, "How many of flashlin's ops run where, and how", 13)]
+    body = [svg.text(LEFT, 16, "How many of flashlin's ops run where, and how", size=13)]
     there = [one for one in reversed(STATUSES) if any(bar[COLOURS[one][0]] for bar in bars.values())]
     for at, one in enumerate(there):
-        body += [_rect(LEFT + 110 * at, 25, 11, 11, one), _text(LEFT + 110 * at + 15, 35, one)]
-    body += [_text(LEFT + at * (WIDE + GAP), TOP - 8, name) for at, name in enumerate(tritons)]
+        body += [svg.rect(LEFT + 110 * at, 25, 11, 11, name(one)), svg.text(LEFT + 110 * at + 15, 35, one)]
+    body += [svg.text(LEFT + at * (WIDE + GAP), TOP - 8, name) for at, name in enumerate(tritons)]
     for row, card in enumerate(cards):
         y = TOP + row * (HIGH + GAP)
-        body.append(_text(LEFT - 8, y + HIGH - 4, f"{examples.get(card, '')}  {card}", anchor="end"))
+        body.append(svg.text(LEFT - 8, y + HIGH - 4, f"{examples.get(card, '')}  {card}", anchor="end"))
         for column, triton in enumerate(tritons):
             counts, x = bars.get((triton, card), Counter()), float(LEFT + column * (WIDE + GAP))
             told = ", ".join(f"{counts[COLOURS[one][0]]} {one}" for one in there if counts[COLOURS[one][0]])
             body.append(f"<g><title>{escape(f'{card}, Triton {triton}: {told}')}</title>")
             for one in there:
                 part = WIDE * counts[COLOURS[one][0]] / max(1, counts.total())
-                body += [_rect(x, y, part, HIGH, one)] if part else []
+                body += [svg.rect(x, y, part, HIGH, name(one))] if part else []
                 x += part
             body.append("</g>")
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
-        'font-family="sans-serif" font-size="11">', STYLE, f'<rect width="{wide}" height="{high}" class="back"/>',
-        *body, "</svg>", ""])
+    return svg.picture(wide, high, STYLE, body)
 
 
 def name(status: Status) -> str:
@@ -66,11 +64,3 @@ def _style(at: int, back: str, fore: str) -> str:
 
 STYLE = (f"<style>{_style(1, '#fff', '#1b1f24')}\n@media (prefers-color-scheme: dark) "
          f"{{ {_style(2, '#14171b', '#e4e8ec')} }}</style>")
-
-
-def _rect(x: float, y: float, wide: float, high: float, status: Status) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high}" class="{name(status)}"/>'
-
-
-def _text(x: float, y: float, text: str, size: int = 11, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'

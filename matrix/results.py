@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ Layer = Literal["import", "plan", "compile", "interpret", "torch"]
 LAUNCHES = "launches.json"
 # JSON without spaces, because a checkout has to stay small
 compact = json.JSONEncoder(separators=(",", ":")).encode
-# (configuration, hash of the launch) -> release -> names of GPUs as in ``together`` -> ``Compiled.brief``
+# (configuration, hash of the launch) -> release -> names of GPUs as in ``by_card`` -> ``Compiled.brief``
 Ledger = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
@@ -206,7 +206,7 @@ class CellResult(Facts):
             for known in ledger.values():
                 known.pop(own, None)
             for launch, tried in self.launches.items():
-                ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = together(
+                ledger.setdefault((tried.config, launch.rpartition("-")[2]), {})[own] = by_card(
                     {card: one.brief() for card, one in sorted(tried.cards.items())})
             write_ledger(folder, {**kernels, **self.kernels}, ledger)
             _replace(folder / f"{self.cell.name}.json",
@@ -218,7 +218,7 @@ def load_result(folder: Path, cell: Cell) -> CellResult:
     own = _release(cell)
     kernels, ledger = _ledger(folder)
     tried = {f"{config.partition(' ')[0]}-{name}": Tried(config=config, cards={
-                 card: Compiled.of(brief) for card, brief in apart(known[own]).items()})
+                 card: Compiled.of(brief) for card, brief in of_cards(known[own]).items()})
              for (config, name), known in ledger.items() if own in known}
     return CellResult(cell=cell, kernels=kernels, launches=tried, **_read(folder / f"{cell.name}.json"))
 
@@ -234,6 +234,16 @@ def together(known: Mapping[str, Any]) -> dict[str, Any]:
 def apart(known: Mapping[str, Any]) -> dict[str, Any]:
     """Undo ``together``: return one entry for each name."""
     return {name: one for names, one in known.items() for name in names.split()}
+
+
+def by_card(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge as ``together``, and write ``sm80 86 90`` for ``sm80 sm86 sm90``."""
+    return {names.replace(" sm", " "): one for names, one in together(known).items()}
+
+
+def of_cards(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``by_card``: return one entry for each GPU."""
+    return {f"sm{name}" if name.isdigit() else name: one for name, one in apart(known).items()}
 
 
 def _ledger(folder: Path) -> tuple[dict[str, str], Ledger]:
@@ -302,16 +312,18 @@ def slow_by_config(result: CellResult) -> dict[str, dict[str, list[int]]]:
     return {config: dict(sorted(cards.items())) for config, cards in slow.items()}
 
 
-# The fields of a correct case in a GPU record, which stores it as a list. A wrong case is stored as a dict.
-RIGHT = ("op", "case", "dtype", "worst", "rms", "row", "allowed")
+# The fields of a correct case in a GPU record, which stores them as a list. A wrong case is stored as a dict.
+RIGHT = ("dtype", "worst", "rms", "row", "allowed")
 
 
 def load_gpu(path: Path) -> dict[str, Any]:
     """Return the record of a GPU, with a dict for each case and the source of each configuration."""
     record = json.loads(path.read_text(encoding="utf-8"))
     configs = {config: source for source, of_one in record.get("configs", {}).items() for config in of_one}
-    rows = [{**dict(zip(RIGHT, row, strict=True)), "ok": True} if isinstance(row, list) else row
-            for row in record.get("rows", ())]
+    rows = [{"op": op, "case": case, **dict(zip(RIGHT, one, strict=True)), "ok": True}
+            if isinstance(one, list) else one
+            for op, cases in record.get("rows", {}).items()
+            for case, of_one in cases.items() for one in of_one]
     return {**record, "configs": configs, "rows": rows}
 
 
@@ -320,6 +332,21 @@ def by_source(configs: Mapping[str, str]) -> dict[str, list[str]]:
     kept: dict[str, list[str]] = {}
     for config, source in sorted(configs.items()):
         kept.setdefault(source, []).append(config)
+    return kept
+
+
+def by_case(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Return rows in the form of a GPU record, by op and case, with errors rounded to two digits.
+
+    The row of a right case becomes a list with the fields RIGHT. The list has no field for bitwise
+    repetition, because every right case repeats bitwise.
+    """
+    kept: dict[str, dict[str, list[Any]]] = {}
+    for row in rows:
+        rounded = {name: float(f"{value:.1e}") if isinstance(value, float) else value
+                   for name, value in row.items()}
+        brief = [rounded[name] for name in RIGHT] if row["ok"] else rounded
+        kept.setdefault(row["op"], {}).setdefault(row["case"], []).append(brief)
     return kept
 
 

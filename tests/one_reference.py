@@ -27,12 +27,14 @@ def chunk_of(op: str, dtype: torch.dtype) -> int:
     return 64 if dtype != torch.float32 else 32
 
 
-def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, list[torch.Tensor]]:
+def gates(chunk: int, positions: Iterable[int], repeats: int = 1,
+          spans: Iterable[float] = SPANS) -> dict[str, list[torch.Tensor]]:
     """Return lists of log decays [chunk], by a name that describes them.
 
     The sequences of one name are judged together, because the error of a single sequence varies by chance.
     positions: positions of a single token with a strong decay.
     repeats: number of sequences for each distribution of the decay that ``positions`` does not set.
+    spans: total decays of a chunk, in bits.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -41,7 +43,7 @@ def gates(chunk: int, positions: Iterable[int], repeats: int = 1) -> dict[str, l
         decays[rows] = log
         found.setdefault(name, []).append(decays)
     half, positions = chunk // 2, tuple(positions)
-    for span in SPANS:
+    for span in spans:
         log = -span * math.log(2)
         for position in positions:
             add(f"{span:.0f} bits in one token", slice(position, position + 1), log - (chunk - 2) * WEAK)
@@ -103,14 +105,16 @@ def errors(op: str, device: torch.device, dtype: torch.dtype, decays: list[torch
 
 
 def failures(op: str, device: torch.device, dtype: torch.dtype, halve: Callable[[bool], None],
-             positions: Iterable[int] | None = None, repeats: int = 8, K: int = 64, V: int = 64) -> list[str]:
+             positions: Iterable[int] | None = None, repeats: int = 8, spans: Iterable[float] = SPANS,
+             K: int = 64, V: int = 64) -> list[str]:
     """Describe errors of one decay reference beyond the op's bounds, or beyond WORSE times those of halving.
 
     halve: turns halving on or off.
     positions: positions of the single token with a strong decay; None means all positions.
+    repeats, spans: see ``gates``.
     """
     chunk = chunk_of(op, dtype)
-    special = gates(chunk, range(chunk) if positions is None else positions, repeats)
+    special = gates(chunk, range(chunk) if positions is None else positions, repeats, spans)
     decays = [one for several in special.values() for one in several]
     names = [name for name, several in special.items() for _ in several]
     halve(True)

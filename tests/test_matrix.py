@@ -339,17 +339,18 @@ def test_what_ran_before_its_kernel_changed_says_nothing_of_it_now() -> None:
 def test_a_gpu_record_counts_only_where_all_of_an_op_is_right(tmp_path: Path) -> None:
     (tmp_path / "gpu-x.json").write_text(
         '{"capability": [9, 0], "triton": "3.6.0", "device": "x", "date": "d", "rows": '
-                                         '[{"op": "a", "ok": true}, {"op": "b", "ok": true}, {"op": "b", '
-                                         '"ok": false}]}')
+        '{"a": {"": [{"op": "a", "ok": true}]}, '
+        '"b": {"": [{"op": "b", "ok": true}, {"op": "b", "ok": false}]}}}')
     assert set(gpu_records(tmp_path)) == {("a", "sm90", "3.6.0")}
     (tmp_path / "gpu-w.json").write_text(
         '{"capability": [9, 0], "triton": "3.6.0", "device": "w", "date": "d", "rows": '
-        '[{"op": "a", "ok": true}, {"op": "a", "ok": true}, {"op": "b", "ok": true}]}')
+        '{"a": {"": [{"op": "a", "ok": true}, {"op": "a", "ok": true}]}, '
+        '"b": {"": [{"op": "b", "ok": true}]}}}')
     assert gpu_records(tmp_path) == {("a", "sm90", "3.6.0"): "2 cases right on w, d (gpu-w.json)"}
     (tmp_path / "gpu-w.json").unlink()
     (tmp_path / "gpu-x.json").write_text(
         '{"arch": "gfx942", "capability": [0, 0], "triton": "3.6.0", "device": "x", "date": "d", '
-        '"rows": [{"op": "a", "ok": true}]}')
+        '"rows": {"a": {"": [{"op": "a", "ok": true}]}}}')
     assert set(gpu_records(tmp_path)) == {("a", "gfx942", "3.6.0")}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from matrix.results import Ledger, apart, compact, one_a_line, read_ledger, write_ledger
+from matrix.results import Ledger, compact, of_cards, one_a_line, read_ledger, write_ledger
 from tools.kernel_facts import ROOT, Function, ask, canonical, checkout_of
 
 ABOUT = """A record of a kernel is valid for one version of its source. matrix/results stores the module of
@@ -265,7 +265,7 @@ def launches(ledger: Ledger, carried: Mapping[str, Kernel], old: Path,
     if not wanted:
         return {}
     count = Counter((triton, card) for known in wanted.values() for triton, of in known.items()
-                    for card in apart(of) if not any(letter in triton for letter in "-+"))
+                    for card in of_cards(of) if not any(letter in triton for letter in "-+"))
     places = [place for place, _ in count.most_common()]
     ids = sorted({f"{config.partition(' ')[0]}-{name}" for config, name in wanted})
     known = dict[str, Fields]()
