@@ -25,10 +25,20 @@ from flashlin.ops._common import compile_ahead, pipeline, replay
 from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
+from tests.share import ALTERNATE, turn
 
 torch.set_num_threads(1)  # test tensors are so small that more threads only add overhead
 GARBAGE = (100_000, 50, 100)  # for gc.set_threshold: far above Python's defaults
 Compile = Callable[[str, list[Job]], list[Result]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In make test, keep every second test that is marked ``alternate``. The next commit runs the others."""
+    if ALTERNATE:
+        marked = [item for item in items if item.get_closest_marker("alternate")]
+        left_out = {*marked[1 - turn()::2]}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

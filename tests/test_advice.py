@@ -420,6 +420,7 @@ MACHINES: dict[str, tuple[World, str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.alternate
 def test_one_advice_that_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, grade, command, then, words = MACHINES[name]
     found = world.doctor(monkeypatch)
@@ -489,6 +490,7 @@ def test_a_named_machine_is_advised_by_its_triton() -> None:
 @pytest.mark.parametrize(
     "target", [H200, "triton=3.9.0,sm=100", "triton=3.3.1,sm=75", "MI300,triton=3.6.0", "cpu"]
 )
+@pytest.mark.alternate
 def test_nothing_is_advised_where_nothing_helps(target: str) -> None:
     assert flashlin.doctor(target=target).advice is None
 

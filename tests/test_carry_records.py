@@ -238,6 +238,7 @@ def test_a_launch_in_another_tile_is_made_of_a_known_one() -> None:
     assert one == {**known, "constants": {"BT": 64, "BV": 32, "K": 8}, "num_warps": 4, "config": CONFIG}
 
 
+@pytest.mark.alternate
 def test_help_teaches_and_a_wrong_checkout_is_one_line() -> None:
     def said(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "tools.carry_records", *arguments], cwd=ROOT, text=True,
@@ -248,6 +249,7 @@ def test_help_teaches_and_a_wrong_checkout_is_one_line() -> None:
     assert wrong.returncode == 1 and wrong.stderr.startswith("got no-such-revision, need a folder")
 
 
+@pytest.mark.alternate
 def test_every_kernel_of_flashlin_can_be_read() -> None:
     """The comparison supports all code in flashlin's kernels, so every record can be transferred."""
     found = kernel_facts.ask(ROOT, "kernels", package="flashlin.kernels")

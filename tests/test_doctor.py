@@ -126,6 +126,7 @@ def test_two_tritons_a_home_and_a_folder_that_cannot_be_written(tmp_path: Path) 
     happened(done, found)
 
 
+@pytest.mark.alternate
 def test_this_machine_in_text_and_markdown_and_nothing_written(tmp_path: Path) -> None:
     before = "import os; os.umask(0)"
     text = run("doctor", before=before, cwd=tmp_path, HOME=str(tmp_path),
@@ -329,6 +330,7 @@ def test_calls_of_a_dtype_that_go_different_ways_are_told_apart() -> None:
 @pytest.mark.parametrize("target",
                          ["triton=3.2.0,sm=75", "triton=3.3.1,sm=75", "triton=3.7.1,sm=100",
                           "triton=3.0.0,sm=90"])
+@pytest.mark.alternate
 def test_what_doctor_says_is_what_dispatch_plans(op: str, target: str) -> None:
     planned = typical_plans.typical(op, parse(target), Policy())
     said = row(target, op)
@@ -560,6 +562,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield plant
 
 
+@pytest.mark.alternate
 def test_wrong_raising_and_aborting_kernels_are_rows_and_the_rest_goes_on(planted: Any,
                                                                           capsys: pytest.CaptureFixture[
                                                                                   str]) -> None:

@@ -369,6 +369,7 @@ def test_a_broken_import_is_the_reason_that_is_told(world: World) -> None:
 
 # --- imports in child processes ---
 
+@pytest.mark.alternate
 def test_children_say_what_an_import_raises_and_how_one_ends_or_hangs(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"fine": "print('noise')", "raising": "import selective_scan_cuda",
@@ -557,6 +558,7 @@ def test_flashlin_s_own_modules() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(patching.PATCHES))
+@pytest.mark.alternate
 def test_inside_a_patch_the_layers_call_flashlin_and_after_it_what_they_called(
         name: str, qwen: Any, deltanet: Any) -> None:
     models = {"transformers": qwen, "fla": deltanet}

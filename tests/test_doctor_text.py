@@ -67,6 +67,7 @@ def test_the_text_is_the_one_that_was_looked_at(name: str, monkeypatch: pytest.M
         World(("H100", "T4") * 4, "2.6.0", "3.2.0", triton_error="import fails: libz3", mode="Prohibited"),
     ],
 )
+@pytest.mark.alternate
 def test_several_cards_fit_a_terminal_and_each_way_says_on_which(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

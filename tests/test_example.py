@@ -32,6 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_example(EXAMPLE.name, *arguments)
 
 
+@pytest.mark.alternate
 def test_it_learns_agrees_with_itself_and_writes() -> None:
     done = run("--device", "cpu", "--steps", "12")
     assert done.returncode == 0, done.stderr
@@ -43,6 +44,7 @@ def test_it_learns_agrees_with_itself_and_writes() -> None:
     assert done.stderr.count("\n") == 10 and "\r" not in done.stderr, "a log gets ten lines, not a bar"
 
 
+@pytest.mark.alternate
 def test_json_is_the_only_line_on_stdout() -> None:
     done = run("--device", "cpu", "--steps", "12", "--seed", "1", "--json")
     assert done.returncode == 0, done.stderr

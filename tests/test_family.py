@@ -85,6 +85,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.alternate
 def test_a_family_of_three_places_is_everywhere(copy: Path) -> None:
     run(copy, """
         import torch, flashlin

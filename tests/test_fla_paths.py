@@ -65,6 +65,7 @@ def test_what_fla_has_is_where_fla_has_it() -> None:
     "from flashlin.modules.l2norm import l2_norm", "from flashlin.modules import FusedRMSNormGated",
     "import flashlin.modules.layernorm as norms; norms.RMSNorm",
     "import flashlin.modules.l2norm; flashlin.modules.l2norm.l2norm"])
+@pytest.mark.alternate
 def test_each_way_to_import_works_in_a_new_process(line: str) -> None:
     assert said(line) == (0, "")
 

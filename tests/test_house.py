@@ -56,6 +56,7 @@ def test_a_walk_keeps_its_bound(thing: str, here: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", STEPS)
+@pytest.mark.alternate
 def test_a_call_takes_no_more_steps(row: str, steps: dict[str, Any]) -> None:
     assert steps[row]["steps"] <= STEPS[row], steps[row]["path"]
 

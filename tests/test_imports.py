@@ -274,6 +274,7 @@ def test_an_exported_program_loads_after_import_flashlin_alone(tmp_path: Path) -
     "import flashlin, torch._inductor.package",  # the loader of AOTInductor
     "import torch._export.serde.serialize; import flashlin",
 ])
+@pytest.mark.alternate
 def test_every_loader_of_exported_programs_finds_the_operators(lines: str) -> None:
     run("import torch", lines, REGISTERED, "assert 'flashlin::delta' in registered()")
 
@@ -319,6 +320,7 @@ def test_without_triton_what_is_for_kernels_loads() -> None:
     ("__version__ = '3.3.0'", "raise ImportError('half a wheel')", "import fails: ImportError: half a wheel"),
     ("__version__ = '2.3.1'", "", "2.3.1 is older than 3.0"),
 ], ids=["broken library", "no driver", "half a wheel", "too old"])
+@pytest.mark.alternate
 def test_with_a_broken_triton_the_torch_path_serves(tmp_path: Path, init: str, language: str,
                                                     why: str) -> None:
     (tmp_path / "triton").mkdir()

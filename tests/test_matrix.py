@@ -499,6 +499,7 @@ def some() -> list[CellState]:
     return [state(n, cell) for n, cell in enumerate(WHOLE.cell)]
 
 
+@pytest.mark.alternate
 def test_the_support_table_is_current(some: list[CellState], tmp_path: Path) -> None:
     assert support.stale(some, RESULTS, PAGES) == [], "run: python -m matrix report"
     if ALL:

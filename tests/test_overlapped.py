@@ -75,6 +75,7 @@ def test_an_invariant_call_takes_one_scan_for_all_lengths(op: str) -> None:
             for T in (128, 130)} == {PLAIN[op]}
 
 
+@pytest.mark.alternate
 def test_two_gated_programs_share_a_multiprocessor() -> None:
     """Two programs of an overlapping kernel with gates fit into one multiprocessor at once.
 
@@ -110,6 +111,7 @@ def starts(name: str) -> list[Recorded]:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.alternate
 def test_every_kind_compiles_and_spills_next_to_nothing(name: str) -> None:
     """Every kind of overlapping kernel compiles with few spilled bytes per thread.
 

@@ -61,6 +61,7 @@ def test_the_report_names_what_differs() -> None:
         "1 files differ in code, 1 of 5 jitted functions differ; 4 string constants changed, 1 of them short"]
 
 
+@pytest.mark.alternate
 def test_a_checkout_is_like_itself() -> None:
     from tools.kernel_facts import ROOT
     found = compared(ROOT, ROOT)

@@ -80,6 +80,7 @@ def test_a_page_of_the_reference_has_an_example_with_a_result(page: Path) -> Non
 # --- the build ---
 
 @needs_zensical
+@pytest.mark.alternate
 def test_the_site_builds_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     copy(tmp_path, CONFIG)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

@@ -319,6 +319,7 @@ def test_a_configuration_that_ends_the_compiler_ends_a_child_only() -> None:
 @pytest.mark.parametrize("works, says", [
     (True, "ends the compiler .timeout"),
     (False, "could not be compiled ahead .not tried: this machine gave it 0 s of CPU time")])
+@pytest.mark.alternate
 def test_children_that_hang_leave_a_configuration_out_unless_all_of_them_do(
         monkeypatch: pytest.MonkeyPatch, works: bool, says: str) -> None:
     class Hanging(Kernel):

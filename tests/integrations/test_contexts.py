@@ -83,6 +83,7 @@ def in_a_patched_program(op: str, group: Any) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.alternate
 def test_a_patched_program_of_fla_shares_sequences(tmp_path: Path) -> None:
     said = run_jobs({op: (2, partial(in_a_patched_program, op)) for op in (
         "chunk_kda", "chunk_gated_delta_product", "chunk_gdn2", "causal_conv1d")}, tmp_path)

@@ -111,6 +111,7 @@ REFUSED = [one.name for one in stacks.MODELS
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.alternate
 def test_what_does_not_run_on_a_cpu_says_so_in_one_sentence(name: str) -> None:
     """The error names the layer or model, the missing function, and what to do."""
     ids = torch.randint(2, 64, (1, 12))
@@ -230,6 +231,7 @@ def written(net: Any, prompt: Any, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("name, more", [("GatedDeltaNet", {}), ("DeltaNet", {}), ("RWKV7", {}),
                                         ("Mamba2", {}), ("GatedDeltaNet", HYBRID)],
                          ids=["GatedDeltaNet", "DeltaNet", "RWKV7", "Mamba2", "hybrid"])
+@pytest.mark.alternate
 def test_what_a_model_writes_with_its_cache_it_writes_without(name: str, more: Any,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """A patched model generates the same tokens with and without its cache.

@@ -137,6 +137,7 @@ def test_an_extension_that_loads_is_left_alone(installation: Make) -> None:
 # --- an extension that is missing or does not load ---
 
 @pytest.mark.parametrize("situation", ["missing", "does not load"])
+@pytest.mark.alternate
 def test_a_package_can_be_imported_without_its_extension(installation: Make, situation: str) -> None:
     installation(situation)
     for package in PACKAGES:
@@ -160,6 +161,7 @@ def test_a_package_can_be_imported_without_its_extension(installation: Make, sit
     assert package.selective_scan_fn(**scan_inputs()) == "raw selective_scan_fn"
 
 
+@pytest.mark.alternate
 def test_patching_again_reaches_layers_built_before(installation: Make) -> None:
     installation("missing")
     with flashlin.patched(*PACKAGES):
@@ -243,6 +245,7 @@ def layer_agrees(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("situation", ["working", "missing"])
+@pytest.mark.alternate
 def test_layers_train_and_decode(installation: Make, situation: str, name: str) -> None:
     installation(situation)
     with flashlin.patched(*PACKAGES):
@@ -460,6 +463,7 @@ from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1
 """
 
 
+@pytest.mark.alternate
 def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
     installation("absent")
     with flashlin.patched(*PACKAGES) as report:
@@ -487,6 +491,7 @@ def test_a_package_that_is_absent_has_modules(installation: Make) -> None:
     assert isinstance(names["scan"](**scan_inputs()), Tensor)  # imported functions continue to work
 
 
+@pytest.mark.alternate
 def test_none_where_an_import_failed_becomes_the_function(installation: Make) -> None:
     """A name that is None because its import failed becomes flashlin's function.
 
@@ -511,6 +516,7 @@ def test_none_where_an_import_failed_becomes_the_function(installation: Make) ->
         del sys.modules["program"]
 
 
+@pytest.mark.alternate
 def test_what_transformers_remembers_is_asked_again(installation: Make,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.utils import import_utils
@@ -557,6 +563,7 @@ def test_falcon_mamba_trains_as_it_decodes() -> None:
 
 @pytest.mark.parametrize("first", PACKAGES)
 @pytest.mark.parametrize("situation", ["working", "missing", "absent"])
+@pytest.mark.alternate
 def test_patches_end_in_any_order(installation: Make, situation: str, first: str) -> None:
     installation(situation)
     second = PACKAGES[first == PACKAGES[0]]
@@ -579,6 +586,7 @@ def test_patches_end_in_any_order(installation: Make, situation: str, first: str
     assert bool(loaded()) == (situation != "absent")
 
 
+@pytest.mark.alternate
 def test_threads_enter_and_leave_as_they_like(installation: Make) -> None:
     installation("missing")
     errors: list[BaseException] = []
@@ -602,6 +610,7 @@ def test_threads_enter_and_leave_as_they_like(installation: Make) -> None:
     assert sys.modules["mamba_ssm"].selective_scan_fn(**scan_inputs()) == "raw selective_scan_fn"
 
 
+@pytest.mark.alternate
 def test_a_program_runs_as_it_is(tmp_path: Path) -> None:
     """A program fails as users report, and the same program works under ``flashlin run``."""
     small_mamba.write(tmp_path, "missing")

@@ -73,6 +73,7 @@ def leak(model: Any, marks: dict[str, Any], called: Any = None) -> float:
     *(("lfm3", way) for way in ("ones", "block mask", "numbers alone", "seq_idx alone")),
     ("granitemoehybrid", "[B, T]"), ("inkling2", "bounds alone"), ("zamba2", "numbers"),
     ("lara_mini", "ones")])
+@pytest.mark.alternate
 def test_the_first_document_does_not_change_the_second(model: str, way: str) -> None:
     """The second document has the same results after any first document.
 
@@ -87,6 +88,7 @@ def test_the_first_document_does_not_change_the_second(model: str, way: str) -> 
 
 
 @pytest.mark.parametrize("model, way", [("qwen3_5", "[4, B, T]"), ("mamba2", "[B, T]"), ("lfm3", "numbers")])
+@pytest.mark.alternate
 def test_a_compiled_model_keeps_documents_apart(model: str, way: str) -> None:
     """There is no graph break, because tensor operations alone find the documents."""
     with flashlin.patched("transformers"), warnings.catch_warnings():

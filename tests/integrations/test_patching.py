@@ -421,6 +421,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
                           text=True, timeout=120, env={**os.environ, **environment})
 
 
+@pytest.mark.alternate
 def test_run_patches_a_program_and_its_children(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)

@@ -56,6 +56,7 @@ print("trained", x.grad is not None)
     ("transformers", TRANSFORMERS, "mamba_chunk_scan_combined", "simple_gla_"),
     ("mamba_ssm", MAMBA, "mamba_chunk_scan_combined", "simple_gla_"),
     ("causal_conv1d", CONV, "causal_conv1d_fn", "conv_")])
+@pytest.mark.alternate
 def test_a_program_trains_on_flashlin_s_kernels(package: str, program: str, op: str, kernel: str,
                                                 tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)

@@ -41,6 +41,7 @@ def quick() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("program, part", PARTS)
+@pytest.mark.alternate
 def test_patched_programs_are_right(program: str, part: str) -> None:
     assert seeds.PROGRAMS[program][part](WHERE, "patched").startswith("right")
 
@@ -86,6 +87,7 @@ def test_the_long_row_is_planned_for_the_cards_of_the_field() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="compiled under another Triton, which needs no GPU")
+@pytest.mark.alternate
 def test_raw_bf16_retention_does_not_compile_on_a_t4(triton_matrix: TritonMatrix) -> None:
     with pytest.raises(pytest.fail.Exception) as failed:
         triton_matrix(raw_retention.on_a_t4, triton=["3.2.0"], sm=[75], layers=["compile"])
@@ -97,6 +99,7 @@ def test_raw_bf16_retention_does_not_compile_on_a_t4(triton_matrix: TritonMatrix
 
 
 @pytest.mark.skipif(GPU, reason="compiled under another Triton, which needs no GPU")
+@pytest.mark.alternate
 def test_bf16_retention_on_a_t4(compiled: Callable[[str, list[Job]], list[Result]]) -> None:
     """The layer of fla in bf16 is started as on a T4 under Triton 3.2.
 

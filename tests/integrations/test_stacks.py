@@ -76,6 +76,7 @@ NEW_ENOUGH = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers
 
 @NEW_ENOUGH
 @pytest.mark.parametrize("stack", STACKS if WHOLE else STACKS[:1], ids=lambda one: one.name)
+@pytest.mark.alternate
 def test_patched_models_agree(stack: Any) -> None:
     """The models run in a process of their own.
 

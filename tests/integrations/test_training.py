@@ -90,6 +90,7 @@ def test_loss_scaling() -> None:
                for name, p in net.named_parameters() if p.grad is not None)
 
 
+@pytest.mark.alternate
 def test_compiled_without_a_break() -> None:
     net = model(fuse_cross_entropy=False)
     right = gradients(net, net(TOKENS, labels=TOKENS).loss)
@@ -141,6 +142,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.alternate
 def test_two_processes(tmp_path: Path) -> None:
     """Two processes get the gradients of one process, under DDP and under FSDP2."""
     root = str(Path(__file__).resolve().parents[2])

@@ -536,6 +536,7 @@ def test_the_convolution_has_every_activation_that_its_caller_knows(activation: 
 
 
 @pytest.mark.parametrize("name", MODELS if WHOLE else ("kimi_linear", "mamba", "falcon_h1"))
+@pytest.mark.alternate
 def test_a_patched_model_is_traced_whole(name: str) -> None:
     """All tested models are traced without a graph break.
 

@@ -19,6 +19,7 @@ CASES = [case for case in cases.CASES if case.op in ("chunk_retention", "chunk_l
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.alternate
 def test_it_is_as_exact(case: compare.Case, monkeypatch: pytest.MonkeyPatch,
                         fresh: Callable[[], None]) -> None:
     monkeypatch.setattr(recipe, "_short", lambda problem, target, strips: True)

@@ -102,6 +102,7 @@ def worth_it(case: Case, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(case, dtype, id=f"{case}-{dtype}") for case in CASES
                                              for dtype in (torch.float32, torch.float16)
                                              if worth_it(case, dtype)])
+@pytest.mark.alternate
 def test_case(case: Case, dtype: torch.dtype) -> None:
     assert not failed(case, dtype)
 
@@ -123,6 +124,7 @@ SEQUENCES = ("chunk_", "fused_chunk_", "fused_recurrent_", "fused_mul_", "parall
                          [case for case in CASES if case.quick
                           and (WHOLE or case.op in CASTING or not case.op.startswith(SEQUENCES))],
                          ids=str)
+@pytest.mark.alternate
 def test_bfloat16_runs_on_fp32_copies(case: Case, plans: Plans) -> None:
     assert not failed(case, torch.bfloat16)
     assert {plan.problem.dot for plan in plans} == {"fp32"}
@@ -185,6 +187,7 @@ MODES = pytest.mark.parametrize("op", ["chunk_simple_gla", "fused_recurrent_simp
 @MODES
 @pytest.mark.parametrize("edges", [None, [0, 7, 7, 40, 41, 64]], ids=["dense", "packed"])
 @pytest.mark.parametrize("programs", [4, 8])
+@pytest.mark.alternate
 def test_a_batch_in_parts_equals_the_whole(op: str, edges: list[int] | None, programs: int, plans: Plans,
                                            axis_limits: Callable[..., None]) -> None:
     """A batch that runs in several slices gives the results of one launch, to the bit.

@@ -40,6 +40,7 @@ def assert_same(compiled: Any, eager: Any, tensors: list[torch.Tensor]) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.alternate
 def test_lengths_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
@@ -53,6 +54,7 @@ def test_lengths_share_a_graph_that_starts_kernels(starts: list[str]) -> None:
     assert graphs.frame_count <= 2
 
 
+@pytest.mark.alternate
 def test_every_size_symbolic(starts: list[str]) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
@@ -120,6 +122,7 @@ def test_the_rest_of_the_family(name: str, starts: list[str]) -> None:
 @pytest.mark.parametrize("facts",
                          [{}, {"g": False}, {"h0": False}, {"v_first": True}, {"has_ht": False},
                           {"bounds": True}, {"mode": "fused_recurrent"}, {"needs_grad": False}], ids=str)
+@pytest.mark.alternate
 def test_the_library_operator(facts: dict[str, Any]) -> None:
     v_first, packed, needs_grad = facts.get("v_first", False), facts.get("bounds",
                                                                          False), facts.get("needs_grad", True)

@@ -142,6 +142,7 @@ def test_heads_that_share_keys() -> None:
 
 
 @OPS
+@pytest.mark.alternate
 def test_lengths_share_a_graph(op: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     graphs = CompileCounterWithBackend("aot_eager")

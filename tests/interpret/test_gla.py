@@ -139,6 +139,7 @@ def test_lengths_share_a_graph() -> None:
 
 
 @pytest.mark.parametrize("state", [True, False])
+@pytest.mark.alternate
 def test_the_library_operators(state: bool) -> None:
     q, k, v, g, h0 = leaves(1, 9, 1)
     how = (0.25, state, False, torch.float32, "chunk", True, "chunk_gla")

@@ -66,6 +66,7 @@ EDGES = pytest.mark.parametrize("edges", [None, [0, 0, 3, 38, 38]], ids=["dense"
 
 @EDGES
 @pytest.mark.parametrize("shortest", [19, 2])
+@pytest.mark.alternate
 def test_segments(edges: list[int] | None, shortest: int, starts: list[str],
                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are right for 2 segments and for 19 segments of each sequence.

@@ -10,6 +10,7 @@ from tests.invariance import OPS, compare, inputs
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.alternate
 def test_a_row_alone_a_prefix_and_a_prefill_in_pieces(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scans, "forced_parts", 3)  # without the setting, sequences are split
     T, prefix = (600, 500) if op == "chunk_hgrn" else (210, 77)  # because its segments are longer

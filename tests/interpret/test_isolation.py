@@ -14,5 +14,6 @@ CHOSEN = ("chunk_simple_gla-packed", "fused_recurrent_hgrn-packed", "causal_conv
 
 
 @pytest.mark.parametrize("call", [call for call in isolation.CALLS if WHOLE or str(call) in CHOSEN], ids=str)
+@pytest.mark.alternate
 def test_what_is_not_finite_stays_in_its_chunk_head_and_sequence(call: isolation.Call) -> None:
     assert list(isolation.leaks(call, briefly=True)) == []

@@ -115,6 +115,7 @@ def test_a_selective_scan_of_nothing(nothing: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
+@pytest.mark.alternate
 def test_a_compiled_selective_scan(given: tuple[str, ...]) -> None:
     tensors = make_selective(torch.float32, generator(), T=40, D=5, N=3, given=given)
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
@@ -143,6 +144,7 @@ def test_more_states_than_kernels_take_are_left_to_torch_when_compiled_too() -> 
 
 
 @pytest.mark.parametrize("T", [37, 48])
+@pytest.mark.alternate
 def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
     """Strided inputs give the outputs and gradients of contiguous inputs, to the bit.
 
@@ -169,6 +171,7 @@ def test_a_selective_scan_reads_what_lies_anywhere(T: int) -> None:
 @pytest.mark.parametrize("last", [False, True], ids=["tokens", "channels"])
 @pytest.mark.parametrize("given", [("D", "z", "delta_bias"), ()], ids=["all", "bare"])
 @pytest.mark.parametrize(("T", "N"), [(3, 4), (13, 1), (33, 64), (64, 3), (64, 16)], ids=str)
+@pytest.mark.alternate
 def test_tiles_of_a_selective_scan_that_are_whole_or_not(T: int, N: int, given: tuple[str, ...],
                                                          last: bool) -> None:
     tensors = make_selective(torch.float32, generator(), B=1, T=T, D=34, N=N, given=given, last=last)

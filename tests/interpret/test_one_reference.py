@@ -35,12 +35,14 @@ def halve(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None]) -> Iterato
 
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")  # of pairs that are not used
 @pytest.mark.parametrize("op", one_reference.GATES)
+@pytest.mark.alternate
 def test_one_reference_loses_no_more_than_halving(op: str, halve: Callable[[bool], None]) -> None:
     assert one_reference.failures(op, CPU, torch.float32, halve, POSITIONS, 1, SPANS, K=16, V=16) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("op", one_reference.GATES)
+@pytest.mark.alternate
 def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
     one_reference.check_taken(op, CPU, torch.float32, halve, 16)
 
@@ -49,6 +51,7 @@ def test_one_reference_is_taken(op: str, halve: Callable[[bool], None]) -> None:
 @pytest.mark.parametrize(("op", "right", "rates"), [
     ("chunk_kda", recurrence_of_keys, {"beta": ()}), ("chunk_gdn2", erasing, {"b": (70,), "w": (16,)}),
     ("chunk_dplr_delta_rule", recurrence, {"a": (70,), "b": (70,)})])
+@pytest.mark.alternate
 def test_chunks_of_both_kinds_in_turn(op: str, right: Callable[..., tuple[torch.Tensor, torch.Tensor]],
                                       rates: dict[str, tuple[int, ...]], edges: tuple[int, ...] | None,
                                       monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,5 +53,6 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.alternate
 def test_over_ranks(name: str, said: dict[str, list[str]]) -> None:
     assert not any(said[name]), "\n".join(said[name])

@@ -353,6 +353,7 @@ DECODING = [case for case in EVERY_CASE if str(case) in (
 
 
 @pytest.mark.parametrize("case", DECODING, ids=str)
+@pytest.mark.alternate
 def test_gates_and_rates_are_inside_the_one_launch(case: Case, starts: list[Any]) -> None:
     """Decoding makes a single launch, in eager mode and under torch.compile.
 

@@ -60,6 +60,7 @@ def leaves() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("call", [sequences, layers])
+@pytest.mark.alternate
 def test_what_was_traced_with_kernels_follows_the_plan(call: object, starts: list[str]) -> None:
     tensors = leaves()
     with flashlin.settings(path="torch"):

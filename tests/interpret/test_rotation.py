@@ -24,6 +24,7 @@ def inputs(b: int, T: int, edges: tuple[int, ...] = ()) -> Inputs:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("edges", [(), (0, 70, 70, 75, 190, 200)], ids=["dense", "packed"])
+@pytest.mark.alternate
 def test_a_broken_step_reaches_only_later_tokens_of_its_sequence(edges: tuple[int, ...],
                                                                  value: float) -> None:
     """A gradient of an angle that is not finite reaches only earlier tokens."""
@@ -59,6 +60,7 @@ def test_rows_of_no_sequence_are_zero() -> None:
 
 @pytest.mark.parametrize("edges", [(), (3, 40, 40, 97)], ids=["dense", "packed"])
 @pytest.mark.parametrize(("G", "heads", "channels"), [(2, 4, 8), (1, 9, 6), (1, 2, 24)])
+@pytest.mark.alternate
 def test_kernels_give_what_plain_torch_does(edges: tuple[int, ...], G: int, heads: int, channels: int,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels give the outputs and gradients of plain torch.

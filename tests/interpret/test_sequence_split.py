@@ -56,6 +56,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "parts"), cases())
+@pytest.mark.alternate
 def test_cases_in_parts(case: Case, parts: int, forced: Forced) -> None:
     forced(parts)
     assert [verdict for verdict in check(case, CPU, torch.float32) if not verdict.ok] == []
@@ -67,6 +68,7 @@ def test_the_chosen_cases_exist() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", HARD)
+@pytest.mark.alternate
 def test_parts_are_as_exact_as_the_whole(name: str, dtype: torch.dtype, forced: Forced) -> None:
     compare(HARD[name](T=330), CPU, dtype, forced, 5)
 

@@ -29,6 +29,7 @@ def tiled(launch: Launch, **tile: int) -> Launch:
     (torch.float32, 64, 96, 24, 16, 32, 0, None),
     (torch.float16, 200, 64, 128, 64, 64, 0, [0, 0, 70, 134, 200]),
     (torch.float16, 270, 64, 96, 32, 64, 2, [0, 1, 270])])
+@pytest.mark.alternate
 def test_the_same_as_with_a_table(
     dtype: torch.dtype, T: int, K: int, V: int, BV: int, side: int, parts: int, edges: list[int] | None,
     monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], None],

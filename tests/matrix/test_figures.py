@@ -32,6 +32,7 @@ def chosen(sm: int) -> dict[str, Recorded]:
 
 
 @pytest.mark.parametrize("sm", CARDS)
+@pytest.mark.alternate
 def test_no_main_kernel_grows(sm: int) -> None:
     pytest.importorskip("triton")
     kept = figures.load()[f"sm{sm}"]

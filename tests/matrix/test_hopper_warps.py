@@ -22,6 +22,7 @@ Compile = Callable[[str, list[Job]], list[Result]]
     ("3.0.0", "mma-to-mma-31", "mma -> mma layout conversion is only supported on Ampere"),
     ("3.2.0", "reshape-outs-32", "reshapeOuts"),
     ("3.3.1", "stmatrix-33", "chooseStMatrixLayoutLeadingOffset")])
+@pytest.mark.alternate
 def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, issue: str, says: str,
                                                                  compiled: Compile,
                                                                 gated: Callable[..., None]) -> None:
@@ -39,6 +40,7 @@ def test_eight_warps_fail_on_hopper_up_to_33_and_are_not_planned(version: str, i
 @pytest.mark.parametrize(("version", "says"), [
     ("3.0.0", "UNREACHABLE executed"), ("3.2.0", "Failed to emit transfer from register to shared"),
     ("3.3.1", "")])
+@pytest.mark.alternate
 def test_a_state_taller_than_its_chunks_wants_two_warps_on_hopper_up_to_32(
     version: str, says: str, K: int, V: int, compiled: Compile, gated: Callable[..., None]
 ) -> None:

@@ -150,6 +150,7 @@ PROVEN = [issue for issue in KNOWN_ISSUES if issue.id in {proof.issue for proof 
 
 
 @pytest.mark.parametrize("issue", PROVEN, ids=lambda issue: issue.id)
+@pytest.mark.alternate
 def test_an_issue_is_there_where_it_is_said_to_be_and_nowhere_else(issue: KnownIssue,
                                                                    measure: Measure) -> None:
     wrong = []
@@ -182,6 +183,7 @@ DECIDED = {"3.5.1": "four_times_4", "3.6.0": "four_times_4", "3.8.0": "up_to_8",
 
 
 @pytest.mark.parametrize("version", DECIDED)
+@pytest.mark.alternate
 def test_a_branch_on_what_a_loop_has_counted_on_amd(version: str, tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, str(Path(__file__).with_name("counting.py")), str(tmp_path),
                           *USUAL_AMD], env={**os.environ, **surroundings(version)}, capture_output=True,

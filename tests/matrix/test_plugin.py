@@ -147,6 +147,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return of
 
 
+@pytest.mark.alternate
 def test_a_good_kernel_passes_every_layer(report: Report) -> None:
     """The layers are import under a release, compile for two GPUs, and interpret."""
     assert report("test_right") == ("passed", "test_kernels.right: 8 passed, 0 failed, 0 skipped")

@@ -72,6 +72,7 @@ def striking(version: str, sm: int, launch: Recorded) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", [version for version in RELEASES if version != "3.4.0"])
+@pytest.mark.alternate
 def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compiled: Compile,
                                                             launches: Launches) -> None:
     jobs = list(dict.fromkeys(Job(sm, launch)
@@ -100,6 +101,7 @@ def test_raw_launches_fail_exactly_where_a_known_issue_says(version: str, compil
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.alternate
 def test_planned_launches_compile(version: str, compiled: Compile, launches: Launches) -> None:
     jobs: list[Job] = []
     for sm, dtype in cells(version):
@@ -137,6 +139,7 @@ def test_every_issue_proven_here_is_one() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.alternate
 def test_volta_cannot_multiply_a_state_stored_v_first_and_is_not_asked_to(v_first: bool,
                                                                           compiled: Compile) -> None:
     """Known issue v-first-volta is tested from the public op to machine code, forward and backward."""

@@ -47,6 +47,7 @@ def launches(triton: str, sm: int) -> list[Recorded]:
 @pytest.mark.filterwarnings("ignore:.*fp32 copies")
 @pytest.mark.parametrize(("version", "cards"), [
     ("3.0.0", (75, 90)), ("3.6.0", (90,)), (supported()[-1], (90,))])
+@pytest.mark.alternate
 def test_training_and_decoding_compile_and_spill_nothing_on_hopper(version: str, cards: tuple[int, ...],
                                                                    compiled: Compile) -> None:
     jobs = [Job(sm, launch) for sm in cards for launch in launches(version, sm)]

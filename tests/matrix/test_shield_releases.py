@@ -126,6 +126,7 @@ def test_keys_after_a_tuned_argument_are_counted_wrongly_before_32_and_rightly_h
 @pytest.mark.parametrize(("version", "says"),
                          [("3.0.0", "'STAGE' is not in list"), ("3.1.0", "'STAGE' is not in list"),
                           ("3.9.0", "key contains names that are not kernel arguments: STAGE")])
+@pytest.mark.alternate
 def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) -> None:
     child(version, f"""
         try:
@@ -146,6 +147,7 @@ def test_unknown_keys_are_refused_raw_and_dropped_here(version: str, says: str) 
 
 
 @pytest.mark.parametrize("version", ["3.0.0", "3.2.0", "3.3.1", supported()[-1]])
+@pytest.mark.alternate
 def test_decorating_needs_no_driver(version: str) -> None:
     """Triton 3.2 and 3.3 get the benchmark function from the driver when they decorate.
 

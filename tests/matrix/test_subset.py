@@ -38,6 +38,7 @@ BREAKS = "chunk_simple_gla bfloat16 D=64"
 
 
 @pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.alternate
 def test_planned_launches_compile(version: str, compiled: Callable[[str, list[Job]], list[Result]]) -> None:
     jobs = share([Job(sm, launch) for sm in CALLS for launch in _launches(version, sm)],
                  RELEASES.index(version), len(RELEASES))
@@ -62,6 +63,7 @@ def _launches(version: str, sm: int) -> list[Recorded]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.alternate
 def test_a_kernel_broken_on_purpose_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernel has eight warps on sm_90 under 3.2.0, and heads of 64.
 

@@ -54,6 +54,7 @@ STRIPS = ("in-parts-64", "in-parts-wide", "in-parts-256", "in-parts-forward-64",
                           if case.id not in STRIPS for dtype in DTYPES
                           if case.quick or dtype == torch.float32
                           or (dtype == torch.bfloat16 and "in-parts" not in case.id)])
+@pytest.mark.alternate
 def test_case(case: Case, dtype: torch.dtype, plans: list[Plan]) -> None:
     failed = [verdict for verdict in check(case, CPU, dtype) if not verdict.ok]
     assert not failed

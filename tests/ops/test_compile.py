@@ -45,6 +45,7 @@ def assert_same(compiled: Callable[..., Any], eager: Callable[..., Any], tensors
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.alternate
 def test_lengths_and_one_recompilation() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
@@ -56,6 +57,7 @@ def test_lengths_and_one_recompilation() -> None:
     assert graphs.frame_count <= 3  # one more for lengths within a single chunk
 
 
+@pytest.mark.alternate
 def test_batches_and_lengths_together() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs)
@@ -64,6 +66,7 @@ def test_batches_and_lengths_together() -> None:
     assert graphs.frame_count <= 2
 
 
+@pytest.mark.alternate
 def test_every_size_symbolic() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(gated, fullgraph=True, backend=graphs, dynamic=True)
@@ -79,6 +82,7 @@ def test_the_default_backend() -> None:
 # two ops that choose the mode, one recurrent op and one chunked op
 @pytest.mark.parametrize("name",
                          ["retention", "fused_recurrent_linear_attn", "chunk_lightning_attn", "simple_gla"])
+@pytest.mark.alternate
 def test_others_of_the_family(name: str) -> None:
     extra = {"layer_idx": 1,
              "num_layers": 4} if "lightning" in name else {"normalize": False} if "linear" in name else {}
@@ -139,6 +143,7 @@ def chunk_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tens
 
 
 @pytest.mark.parametrize("call", [kda, rwkv7, chunk_delta])
+@pytest.mark.alternate
 def test_no_loop_is_unrolled(call: Callable[..., Any]) -> None:
     """The graph does not grow with the number of tokens or chunks, so compile time does not either."""
     graphs = CompileCounterWithBackend("aot_eager")

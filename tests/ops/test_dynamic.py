@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.alternate
 def test_every_size_may_be_symbolic(name: str) -> None:
     torch.manual_seed(0)
     op, make = CALLS[name]

@@ -71,6 +71,7 @@ def test_a_function_without_the_entry_is_found() -> None:
 # --- autocast ---
 
 @pytest.mark.parametrize("call", [*calls()], ids=str)
+@pytest.mark.alternate
 def test_autocast_changes_nothing(call: Call) -> None:
     assert changed(call) == []
 
@@ -297,6 +298,7 @@ def with_negated(call: Call, name: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("call", [*calls("arguments beside")], ids=str)
+@pytest.mark.alternate
 def test_no_kernel_reads_a_negated_tensor(call: Call, read: list[Tensor]) -> None:
     names = [name for name, x in call.make().items()
              if any(one.dtype != torch.bool for one in tensors_of(x))]
@@ -364,6 +366,7 @@ def quick() -> dict[str, Call]:
 
 
 @pytest.mark.parametrize("op", COMPILED)
+@pytest.mark.alternate
 def test_compiled_ops_are_the_same_under_autocast_and_of_negated_tensors(op: str,
                                                                          quick: dict[str, Call]) -> None:
     """Compiled ops give equal results under autocast and for lazily negated tensors.

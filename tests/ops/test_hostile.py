@@ -63,6 +63,7 @@ def unexplained(call: Callable[..., Any], given: dict[str, Any], unread: set[str
 
 
 @pytest.mark.parametrize("op", [*OPS, *COMPOSED])
+@pytest.mark.alternate
 def test_every_wrong_argument_is_named(op: str) -> None:
     torch.manual_seed(0)
     call, given = function(op), arguments(op)
@@ -181,6 +182,7 @@ SCALED = [op for op in OPS if "scale" in inspect.signature(getattr(flashlin, op)
     (math.nan, ValueError, "scale: got nan, need a finite number"),
     (-math.inf, ValueError, "scale: got -inf, need a finite number"),
 ])
+@pytest.mark.alternate
 def test_scale_is_a_finite_number(scale: Any, error: type[Exception], text: str) -> None:
     assert SCALED
     for op in SCALED:

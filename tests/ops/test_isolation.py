@@ -8,6 +8,7 @@ from tests import isolation
 
 
 @pytest.mark.parametrize("call", isolation.CALLS, ids=str)
+@pytest.mark.alternate
 def test_what_is_not_finite_stays_in_its_chunk_head_and_sequence(call: isolation.Call) -> None:
     assert list(isolation.leaks(call, briefly=call.op.startswith("fused") and not call.packed)) == []
 

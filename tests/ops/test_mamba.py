@@ -318,6 +318,7 @@ def test_the_modules(before: bool) -> None:
 
 # torch.compile
 
+@pytest.mark.alternate
 def test_lengths_share_a_graph() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
     graphs = CompileCounterWithBackend("aot_eager")

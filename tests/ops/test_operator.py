@@ -278,6 +278,7 @@ for f in (call, torch.compile(call, backend="eager", fullgraph=True)):
 """
 
 
+@pytest.mark.alternate
 def test_a_chunked_family_may_have_a_scalar_of_its_own() -> None:
     """A chunked family may have its own scalar argument.
 

@@ -407,6 +407,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.alternate
 def test_over_ranks(name: str, said: dict[str, list[str]]) -> None:
     gone = ["", "the process was gone"] if name == "one dies" else []
     assert said[name] == gone or not any(said[name]), "\n".join(said[name])

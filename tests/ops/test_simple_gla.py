@@ -427,6 +427,7 @@ def test_gates_of_tokens_and_of_heads_add_up(op: Op) -> None:
                          [partial(flashlin.chunk_simple_gla, state_v_first=True),
                           partial(flashlin.fused_recurrent_simple_gla, reverse=True)],
                          ids=["chunk", "reverse"])
+@pytest.mark.alternate
 def test_gradients_by_differences(op: Op, edges: tuple[int, ...] | None) -> None:
     B, T, N = (1, 66, 1) if edges is None else (1, edges[-1], len(edges) - 1)
     bounds = None if edges is None else ints(*edges)

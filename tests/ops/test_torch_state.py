@@ -18,6 +18,7 @@ TORCH_PATHS = [*(Path(flashlin.__file__).parent / "kernels").glob("*/torch_path.
 
 
 @pytest.mark.parametrize("case", torch_states.CHOSEN, ids=str)
+@pytest.mark.alternate
 def test_results_are_the_same_in_every_state(case: Case) -> None:
     assert not [*torch_states.differences(case, torch.device("cpu"), torch.float32)]
 

@@ -97,6 +97,7 @@ def assert_same(found: Leaves, wanted: Leaves) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.alternate
 def test_transforms_equal_backward(name: str) -> None:
     torch.manual_seed(0)
     function, make = CALLS[name]

@@ -211,6 +211,7 @@ def met() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
+@pytest.mark.alternate
 def test_a_known_issue_with_remedies_is_met_wherever_it_is_triggered(issue: KnownIssue) -> None:
     assert (issue.id in met()) == ours(issue), (
         "no plan triggers it: another issue, earlier in KNOWN_ISSUES, rejects the same launches")
@@ -226,6 +227,7 @@ def test_a_known_issue_without_remedies_is_told_and_never_acted_upon() -> None:
 
 
 @pytest.mark.parametrize("issue", [issue for issue in KNOWN_ISSUES if issue.remedies], ids=by_id)
+@pytest.mark.alternate
 def test_ignoring_a_known_issue_removes_its_steps(issue: KnownIssue) -> None:
     ignoring = from_environment({"FLASHLIN_IGNORE": f"descriptors-allocator, {issue.id}"})
     removed = 0

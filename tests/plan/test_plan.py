@@ -216,6 +216,7 @@ fresh: Callable[..., Plan] = dispatch.plan.__wrapped__  # plans without the cach
 
 
 @pytest.mark.parametrize("triton", BUILDS, ids=lambda triton: triton or "none")
+@pytest.mark.alternate
 def test_plans_keep_their_promises(triton: str) -> None:
     failures = [failure
                 for number, on in enumerate(targets(triton), BUILDS.index(triton))
@@ -225,6 +226,7 @@ def test_plans_keep_their_promises(triton: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.policy}-{policy.path}")
+@pytest.mark.alternate
 def test_plans_keep_their_promises_under_every_policy(policy: Policy) -> None:
     machines = [on for triton in ENDS for on in targets(triton)]
     failures = [failure
@@ -234,6 +236,7 @@ def test_plans_keep_their_promises_under_every_policy(policy: Policy) -> None:
     assert not failures, shown(failures)
 
 
+@pytest.mark.alternate
 def test_the_same_question_has_the_same_answer() -> None:
     for triton, policy in itertools.product(("3.2.0", "3.7.1"), POLICIES):
         for on, asked in itertools.product(targets(triton), few()[::19]):
@@ -269,6 +272,7 @@ def test_ops_that_share_a_family_and_mode_plan_alike() -> None:
             assert mine.launches == first.launches and mine.steps == first.steps, op
 
 
+@pytest.mark.alternate
 def test_every_remedy_makes_the_problem_smaller_or_answers_none() -> None:
     """Planning always ends, because each remedy lowers its own measure and raises no other.
 
@@ -437,6 +441,7 @@ def test_a_batch_of_65538_heads_needs_no_remedy() -> None:
 
 
 @pytest.mark.parametrize("triton", RELEASES)
+@pytest.mark.alternate
 def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> None:
     """An announced remedy for flashlin's kernels always has a documented limit or a known issue as its cause.
 
@@ -465,6 +470,7 @@ def test_our_kernels_need_a_remedy_only_where_a_table_says_so(triton: str) -> No
 
 @pytest.mark.parametrize("sm", (80, 86, 89, 90))
 @pytest.mark.parametrize("triton", RELEASES)
+@pytest.mark.alternate
 def test_ampere_to_hopper_run_everything_as_asked(triton: str, sm: int) -> None:
     # Wider heads may need fewer warps or, in fp32, more shared memory than the GPU has.
     widest = MAX_HEAD_DIM if release(triton) >= (3, 3) else 128
@@ -551,6 +557,7 @@ def write(found: Snapshots) -> None:
     SNAPSHOTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
+@pytest.mark.alternate
 def test_plans_are_those_of_the_snapshots() -> None:
     kept, now = rows(read()), rows(snapshots())
     lines = [line for row in dict.fromkeys((*kept, *now)) if kept.get(row) != now.get(row)

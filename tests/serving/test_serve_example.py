@@ -13,6 +13,7 @@ from flashlin import serving
 from tests.test_example import ROOT, run_example
 
 
+@pytest.mark.alternate
 def test_every_request_gets_what_it_gets_alone() -> None:
     done = run_example("serve.py", "--device", "cpu", "--requests", "6", "--slots", "3", "--piece", "9")
     assert done.returncode == 0, done.stderr

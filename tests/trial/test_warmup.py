@@ -242,6 +242,7 @@ def test_an_error_of_the_real_child_outside_a_launch_blames_no_kernel(
     assert not local_results.local(here).kernels
 
 
+@pytest.mark.alternate
 def test_the_real_child_compiles_runs_and_remembers(monkeypatch: pytest.MonkeyPatch, home: Path,
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -269,6 +270,7 @@ def test_the_smaller_case_is_right_and_smaller() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.alternate
 def test_what_is_tried_of_each_op_fits_its_reference(size: int) -> None:
     for op in (op for op, (_, mode) in dispatch.OPS.items() if mode != "auto"):
         case = child.small_case(op, size if family_of(op).head_dim else 0, True)
