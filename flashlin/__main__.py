@@ -121,8 +121,8 @@ WARMUP_EXAMPLES = """examples:
   flashlin warmup --op chunk_gla --dtype bf16 --dtype fp32 --head-dim 256
   flashlin warmup --forget --op chunk_gla     delete the stored results
 """
-WHY = """Shows the known failures that print this text: the GPUs and releases that have
-them, what flashlin does, what to do without flashlin, and how certain that is.
+WHY = """Shows at most three known failures that print this text, the most likely first:
+the cause, the fix, what flashlin does, where it occurs, and how certain it is.
 Works offline and launches nothing: it reads tables that are part of flashlin.
 Without a text it reads standard input: a log of any size, in UTF-8 or UTF-16.
 
@@ -134,6 +134,7 @@ WHY_EXAMPLES = """examples:
   flashlin why reshapeOuts
   python train.py 2>&1 | flashlin why
   flashlin why < slurm-1234.out
+  flashlin why --json < slurm-1234.out
 """
 TARGET = ("plan for another machine: a GPU by its name or sm, and key=value pairs of triton, torch, "
           "ptxas, shared, sms, name, backend; e.g. H100,triton=3.2.0 or t4,torch=2.6")
@@ -233,6 +234,7 @@ def parser() -> Parser:
     warm.add_argument("--json", action="store_true", help="JSON on stdout")
     ask = command("why", description=WHY, epilog=WHY_EXAMPLES)
     ask.add_argument("text", nargs="*", help="the printed text; standard input if none is given")
+    ask.add_argument("--json", action="store_true", help="JSON on stdout")
     return top
 
 
@@ -361,7 +363,7 @@ def explain(op: str, **given: Any) -> tuple[str, int]:
     return load("diagnostics.doctor").explain(op, **given), 0
 
 
-def why(text: list[str]) -> tuple[str, int]:
+def why(text: list[str], json: bool) -> tuple[str, int]:
     """Return the text and the exit code of ``flashlin why``."""
     known = load("diagnostics.why")
     piped = not text and sys.stdin is not None and not sys.stdin.isatty()
@@ -370,7 +372,7 @@ def why(text: list[str]) -> tuple[str, int]:
         raise ValueError('text: got nothing, need the printed text: flashlin why "IndexError: map::at", or a '
                          "log on standard input")
     found = reading.matches()
-    return known.answer(found), 0 if found else 1
+    return (known.as_json if json else known.answer)(found), 0 if found else 1
 
 
 def run_program(patch: str | None, program: list[str], **how: Any) -> int:

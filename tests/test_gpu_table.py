@@ -18,6 +18,7 @@ from flashlin.compat.target import parse
 from flashlin.testing import cases
 from flashlin.testing.record import source_hash
 from matrix import gpu, record
+from matrix.results import RIGHT
 
 
 @pytest.mark.parametrize(("shown", "names"), [(None, ["0", "2"]), ("4,5,7", ["4", "7"])])
@@ -103,7 +104,7 @@ def test_a_record_of_other_versions_is_not_read(monkeypatch: pytest.MonkeyPatch,
 
     def collect(jobs: int, ops: list[str], seconds: float, earlier: Path | None) -> list[dict[str, Any]]:
         known.append(earlier)
-        return [{**row("random", True), **dict.fromkeys(gpu.RIGHT, 0.0)} | row("random", True)]
+        return [{**row("random", True), **dict.fromkeys(RIGHT, 0.0)} | row("random", True)]
     monkeypatch.setattr(gpu, "collect", collect)
     monkeypatch.setattr(record, "this_card", lambda: HERE)
     monkeypatch.setattr(sys, "argv", ["gpu", "--missing", "--out", str(tmp_path)])

@@ -59,7 +59,7 @@ def complaints(text: str) -> list[str]:
 def of_make(target: str) -> list[str]:
     """Return the commands of the steps of a Makefile target."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    recipe = re.split(rf"^{target}:.*\n", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
+    recipe = re.split(rf"^{target}:\n", text, flags=re.MULTILINE)[1].partition("\n\n")[0]
     shared = text.partition("STEP = ")[2].partition("END = ")[0]
     found = re.findall(r"step (?:[a-z]+) (?:env )?(.*?)(?:; \\)?$", shared + recipe, re.MULTILINE)
     return [plain(line.replace("$(WORKERS)", "").strip()) for line in found]

@@ -36,6 +36,8 @@ class Known:
     url: a page about the failure.
     since, fixed_in: the first affected release, and the first that is not; None leaves that side open.
     general: True if many failures print the same. It is reported only if no narrower failure is found.
+    noise: True for a warning that programs often print before another failure ends them.
+    certain: False if the symptom does not prove this failure.
     cards: the machines on which the failure occurs, in words.
     handled: the measures that flashlin takes, in words.
 
@@ -53,6 +55,8 @@ class Known:
     since: str | None = None
     fixed_in: str | None = None
     general: bool = False
+    noise: bool = False
+    certain: bool = True
     cards: str = EVERYWHERE
     handled: str = ""
 

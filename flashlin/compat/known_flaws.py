@@ -72,7 +72,8 @@ KNOWN_FLAWS: tuple[Flaw, ...] = (
         need=f'{_PATCH}, or pip install flash-linear-attention, or pip install "transformers>=5.17"',
         proof=_READ.format("5.15.1")),
     _Patched(
-        id="broken-called-missing", always=True, since="5.15.0", broken=("fla", "mamba_ssm", "causal_conv1d"),
+        id="broken-called-missing", always=True, noise=True, since="5.15.0",
+        broken=("fla", "mamba_ssm", "causal_conv1d"),
         effect='a package that is installed but cannot be imported is reported as "not installed" (before '
                "5.17 not at all), and models use their torch functions",
         need=f"{_PATCH}, or repair the import of that package",

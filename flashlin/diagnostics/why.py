@@ -2,6 +2,7 @@
 
 Only the tables of compat/ are read. Everything works offline and launches nothing. Each answer says which
 part of the text matched (``Match.because``) and how well the failure itself is known (``Known.known``).
+The failure that the text prints last comes first, because the exception that ended a program is at its end.
 
 A ``Reading`` takes the text in blocks, in linear time and with the memory of one block, because logs can be
 gigabytes long. Each block is split into words once. A symptom is searched for only in blocks that contain all
@@ -10,12 +11,14 @@ its words.
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 import stat
 import sys
 import textwrap
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -26,7 +29,9 @@ from flashlin.compat.known import Flaw, Known, KnownIssue
 from flashlin.compat.known_failures import KNOWN_FAILURES
 from flashlin.compat.known_flaws import KNOWN_FLAWS
 from flashlin.compat.known_issues import KNOWN_ISSUES
+from flashlin.compat.target import CARDS
 from flashlin.compat.traits import LACKING
+from flashlin.compat.versions import affected
 from flashlin.kernels.remedies import REMEDIES
 
 BLOCK = 1 << 20  # characters or bytes that are read at once
@@ -44,11 +49,20 @@ VAGUE = re.compile(r"\w*error$|(assert\w*|attribute|argument|been|cannot|cuda|de
                    r"|driver\w*|encountered|executed|exist|expected|failed|file|found|from|have|init|invalid"
                    r"|keyword|linearlayout|list|memory|module|must|named|nonetype|object|only|open"
                    r"|permission|range|read|requires|same|shared|should|such|support\w*|symbol|system|there"
-                   r"|triton|undefined|unexpected|value|with)$")
+                   r"|torch|triton|undefined|unexpected|value|with)$")
 # A name from source code that is long enough to identify a failure alone.
 CODE = re.compile(r"(?=\w*([a-z][A-Z]|[a-z]_[a-z]))\w{11,}")
 EXCEPTION = re.compile(r"^\w*error: ", re.IGNORECASE)
-SHORTEST, MOST = 5, 12  # minimum number of characters to search for; maximum number of answers
+SHORTEST, MOST = 5, 12  # minimum number of characters to search for; maximum number of matches by a part
+SHOWN = 3  # maximum number of failures that an answer describes
+# Names of GPUs and a release of Triton. Issues of other GPUs and releases are left out. A short name such as
+# T4 counts only after its maker.
+_NAMES = sorted(CARDS, key=len, reverse=True)
+_LONG_NAMES = (name for name in _NAMES if len(name) > 3)
+GPU = re.compile(rf"(?<![\w-])(?:(?:NVIDIA|Tesla|GeForce|AMD) ({'|'.join(_NAMES)})|({'|'.join(_LONG_NAMES)}))(?!\w)")
+RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.IGNORECASE)
+# The line of an exception, which may have a prefix such as a rank, a date or the name of a process.
+RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
 WIDTH = 80
 ENOUGH = 3  # fewest words in common for a guess
 
@@ -66,16 +80,24 @@ class Match(NamedTuple):
 
     sure: True if the text contains exactly what this failure prints, at the place where it prints it.
     because: the part of the text that matched.
+    certain: True if the text also proves that this failure is the cause.
     """
     failure: Known
     sure: bool
     because: str
+    certain: bool = False
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of an answer, as {label: text}."""
+        level = "certain" if self.certain else "likely" if self.sure else "possible"
+        said = {"cause": self.failure.what, **rows(self.failure), "confidence": f"{level}: {self.because}"}
+        said.pop("in the traceback", None)
+        said["source"] = said.pop("source")
+        return said
 
     def __str__(self) -> str:
-        said = {"why": self.because, **rows(self.failure)}
-        lines = [f"{self.failure.id}: {self.failure.what}",
-                 *(f"  {name:<10} {text}" for name, text in said.items() if name != "in the traceback")]
-        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13, break_long_words=False,
+        lines = [self.failure.id, *(f"  {name:<11} {text}" for name, text in self.fields().items())]
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 14, break_long_words=False,
                                        break_on_hyphens=False) for line in lines)
 
 
@@ -87,8 +109,9 @@ def failures() -> tuple[Known, ...]:
 
 def rows(known: Known) -> dict[str, str]:
     """Return the lines that ``flashlin why`` prints about a known failure, as {label: text}."""
-    said = {"where": known.where, "in the traceback": known.seen_in.strip(), "flashlin": _handled(known),
-            "otherwise": known.otherwise, "known": known.known, "more": known.link}
+    said = {"fix": known.otherwise, "in flashlin": _handled(known), "where": known.where,
+            "in the traceback": known.seen_in.strip(),
+            "source": "; ".join(filter(None, (known.known, known.link)))}
     return {name: text for name, text in said.items() if text}
 
 
@@ -127,10 +150,13 @@ class Sought(NamedTuple):
     parts: tuple[str, ...]
     words: frozenset[str]
 
-    def found(self, plain: str, words: set[str]) -> bool:
-        """Return True if a log contains the text. words: the words of the log, casefolded."""
-        return (self.words <= words and all(part in plain for part in self.parts)
-                and self.pattern.search(plain) is not None)
+    def last(self, plain: str, words: set[str]) -> int:
+        """Return where a log contains the text for the last time, or -1. words: its words, casefolded."""
+        if not (self.words <= words and all(part in plain for part in self.parts)):
+            return -1
+        last = plain.rfind(self.parts[0])
+        found = self.pattern.match(plain, last) or self.pattern.search(plain)
+        return found.start() if found else -1
 
 
 @lru_cache(maxsize=1024)
@@ -179,6 +205,13 @@ def _telling() -> dict[str, list[tuple[str, int]]]:
     return found
 
 
+@lru_cache(maxsize=1)
+def _shared() -> frozenset[str]:
+    """Return the symptoms of several failures. They prove none of them."""
+    every = Counter(symptom for known in failures() for symptom in known.symptoms)
+    return frozenset(symptom for symptom, count in every.items() if count > 1)
+
+
 @lru_cache(maxsize=1024)
 def _words_of(symptom: str) -> list[str]:
     return [word.casefold() for word in re.findall(r"\w+", symptom)]
@@ -193,16 +226,20 @@ class Reading:
 
     def __init__(self) -> None:
         self.empty = True
-        self._found: set[Sought] = set()
+        self._found: dict[Sought, int] = {}  # the place of the last match
+        self._end, self._raised = 0, -1  # number of characters so far; the place of the last exception
         self._runs: set[tuple[str, int, int]] = set()  # a symptom, and its first and last matched word
         self._size, self._short = 0, ""  # the whole text, while it is short enough to be part of a symptom
         self._error = self._last = ""  # the last line with an error, and the last line
         self._tail = ""
+        self._cards: set[str] = set()  # the GPUs and the releases of Triton that the text names
+        self._tritons: set[str] = set()
 
     def add(self, text: str) -> None:
         """Search the next block of the text."""
         text = text.replace("\0", "")  # UTF-16 without a byte order mark has zero bytes
-        both = ESCAPES.sub("", self._tail + text)
+        before = self._tail
+        both = ESCAPES.sub("", before + text)
         plain = " ".join(both.split())
         self._tail = both[-OVERLAP:]
         if not plain:
@@ -210,14 +247,18 @@ class Reading:
         self.empty = False
         self._size += len(text)
         self._short = plain if self._size <= OVERLAP else ""
+        self._cards.update(name[0] or name[1] for name in GPU.findall(plain))
+        self._tritons.update(RELEASE.findall(plain))
         folded = plain.casefold()
         words = re.findall(r"\w+", folded)
         distinct = set(words)
-        self._found.update(sought for sought in _all_sought()
-                           if sought not in self._found and sought.found(plain, distinct))
+        begin = self._end - len(" ".join(before.split()))
+        self._found.update({sought: begin + place for sought in _all_sought()
+                            if (place := sought.last(plain, distinct)) >= 0})
+        self._end = begin + len(plain)
         if not _telling().keys().isdisjoint(words):
             self._find_runs(words)
-        self._find_lines(both, any(error in folded for error in ERRORS))
+        self._find_lines(both, any(error in folded for error in ERRORS), begin)
 
     def _find_runs(self, words: list[str]) -> None:
         """Store for each distinctive word the longest run of words around it that a symptom contains."""
@@ -233,36 +274,73 @@ class Reading:
                     after += 1
                 self._runs.add((symptom, place - before, place + after))
 
-    def _find_lines(self, text: str, errors: bool) -> None:
+    def _find_lines(self, text: str, errors: bool, begin: int) -> None:
+        """Find the last line with an error, and the place of the last exception.
+
+        begin: the place of the text.
+        """
         lines = [line for line in text.splitlines() if line.strip()]
         if lines:
             self._last = lines[-1]
         if errors:
             self._error = next((line for line in reversed(lines) if ERROR.search(line)), self._error)
+            place = begin
+            for line in lines:
+                if RAISED.search(line):
+                    self._raised = place
+                place += len(" ".join(line.split())) + 1
 
     def matches(self) -> list[Match]:
-        """Return the failures that may have printed the text, surest first.
+        """Return the failures that may have printed the text, the most likely ones first.
 
         A failure that only resembles the text is left out if another one prints it exactly. A general failure
-        is left out if a narrower one is found.
+        is left out if a narrower one is found, and so is a warning if there is any other failure.
         """
-        found = [match for known in failures() if (match := self._printed(known))]
-        if any(match.sure and not match.failure.general for match in found):
+        found = [match for known in failures()
+                 if (match := self._printed(known)) and not self._elsewhere(known)]
+        if any(match.sure and not match.failure.general and not match.failure.noise for match in found):
             found = [match for match in found if match.sure]
-        narrow = [match for match in found if not match.failure.general]
-        found = narrow or found or _part(self._short) or self._piece() or _words(self._error or self._last)
-        return sorted(found, key=lambda match: not match.sure)
+        for less in ("noise", "general"):
+            found = [match for match in found if not getattr(match.failure, less)] or found
+        found = found or _part(self._short) or self._piece() or _words(self._error or self._last)
+        return sorted(found, key=self._unlikely)
+
+    def _unlikely(self, match: Match) -> tuple[bool, bool, bool, bool, int]:
+        """Return a sort key: the failure that the last exception names, and a narrow text, come first.
+
+        Of failures that print the same, those of arguments come before those of compilers.
+        """
+        printed = [symptom for symptom in match.failure.symptoms if _sought(symptom) in self._found]
+        at_end = any(self._found[_sought(symptom)] >= self._raised for symptom in printed)
+        return (not match.sure, not at_end, not match.certain, isinstance(match.failure, KnownIssue),
+                -max(map(len, printed), default=0))
+
+    def _elsewhere(self, known: Known) -> bool:
+        """Return True if an issue cannot occur on the GPU, or with the Triton, that the text names.
+
+        A text that names several of them excludes none.
+        """
+        if not isinstance(known, KnownIssue) or _sought_name(known.id) in self._found:
+            return False
+        cards = {CARDS[name] for name in self._cards}
+        low, high = known.capabilities
+        return ((len({card.capability for card in cards}) == 1 and not any(
+                    card.arch.startswith(known.amd) if known.amd else low <= card.capability < high
+                    for card in cards))
+                or (len(self._tritons) == 1 and not affected(*self._tritons, known.since, known.fixed_in)))
 
     def _printed(self, known: Known) -> Match | None:
         if _sought_name(known.id) in self._found:
-            return Match(known, True, "the text has its name")
+            return Match(known, True, "the text has its name", True)
         for symptom in known.symptoms:
             if _sought(symptom) in self._found:
                 if known.seen_in and _sought(known.seen_in) not in self._found:
                     because = (f"it prints {symptom!r}, and so may other programs: to be sure, the traceback "
                                f"should have {known.seen_in.strip()!r}")
                     return Match(known, False, because)
-                return Match(known, True, f"it prints exactly this: {symptom!r}")
+                shared = known.general or known.noise or symptom in _shared()
+                because = f"it prints exactly this: {symptom!r}"
+                return Match(known, True, because, known.certain and not shared)
         return None
 
     def _piece(self) -> list[Match]:
@@ -277,6 +355,8 @@ class Reading:
             pieces[symptom] = max(pieces.get(symptom, ""), piece, key=len)
         found = []
         for known in failures():
+            if known.general or known.noise:
+                continue
             mine = [rest if (rest := _rest(symptom)) and _sought(rest) in self._found
                     else pieces.get(symptom, "") for symptom in known.symptoms]
             piece = max(mine, key=len, default="")
@@ -410,6 +490,11 @@ def why(failure: BaseException | str) -> str:
     return answer(matches(text))
 
 
+def as_json(found: list[Match]) -> str:
+    """Return the matches that an answer describes as JSON: a list of objects with the fields of the text."""
+    return json.dumps([{"id": match.failure.id, **match.fields()} for match in found[:SHOWN]], indent=1)
+
+
 def answer(found: list[Match]) -> str:
     """Return the matches as text."""
     if not found:
@@ -420,6 +505,8 @@ def answer(found: list[Match]) -> str:
     elif len(sure) == 1:
         head = "One known failure prints this."
     else:
-        head = (f"{len(sure)} known failures print this. The GPU and the release (where)\n"
-                "decide which of them it can be.")
-    return "\n\n".join([head, *map(str, found)])
+        head = (f"{len(sure)} known failures print this, the most likely first. The GPU and the\n"
+                "releases (where) decide which of them it can be.")
+    rest = ", ".join(match.failure.id for match in found[SHOWN:])
+    more = textwrap.fill(f"Less likely: {rest}", WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join([head, *map(str, found[:SHOWN]), *([more] if rest else [])])
