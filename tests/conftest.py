@@ -25,7 +25,7 @@ from flashlin.ops._common import compile_ahead, pipeline, replay
 from flashlin.testing.compile import Compiler, Job, Result
 from flashlin.testing.environments import NotInstallable, triton_environment
 from flashlin.trial import canary
-from tests.share import ALTERNATE, turn
+from tests.share import ALTERNATE, half, turn
 
 torch.set_num_threads(1)  # test tensors are so small that more threads only add overhead
 GARBAGE = (100_000, 50, 100)  # for gc.set_threshold: far above Python's defaults
@@ -33,12 +33,12 @@ Compile = Callable[[str, list[Job]], list[Result]]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In make test, keep every second test that is marked ``alternate``. The next commit runs the others."""
+    """In make test, run half of the tests that are marked ``alternate``; the commit decides which half."""
     if ALTERNATE:
-        marked = [item for item in items if item.get_closest_marker("alternate")]
-        left_out = {*marked[1 - turn()::2]}
-        config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [item for item in items if item not in left_out]
+        marked = [item.nodeid for item in items if item.get_closest_marker("alternate")]
+        left_out = {*marked} - {*half(marked, turn())}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_collection_finish() -> None:

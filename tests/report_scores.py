@@ -1,7 +1,10 @@
 """Failure reports from public issue trackers, and a score of the answers that ``flashlin why`` gives to them.
 
-    python -m tests.report_scores             the share of answered reports, by group
-    python -m tests.report_scores --failed    the reports that are not answered, with the words that are missing
+    python -m tests.report_scores                    the share of answered reports, by group
+    python -m tests.report_scores --failed           also the reports that are not answered
+    python -m tests.report_scores corpus held_out    both files
+
+The exit status is 1 if a share is beyond its bound in BOUNDS. ``make test`` runs the last command.
 
 ``tests/reports/*.jsonl`` has one report in each line:
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +32,8 @@ from flashlin.diagnostics import why
 
 FOLDER = Path(__file__).parent / "reports"
 LONGEST = 120  # most words of one cause
+# File -> the least share of answered reports, and the largest share of confidently wrong ones.
+BOUNDS = {"corpus": (0.85, 0.0), "held_out": (0.65, 0.03)}
 
 
 class Report(NamedTuple):
@@ -82,21 +88,33 @@ def score(report: Report) -> Score:
     return Score([words for words in report.words if not has(whole, words)], longest, wrong)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--failed", action="store_true", help="also print the reports that are not answered")
     parser.add_argument("--group", help="only reports of this group")
     parser.add_argument("names", nargs="*", default=["corpus"], help="names of files (default: corpus)")
     given = parser.parse_args()
-    reports = [one for name in given.names for one in load(name) if given.group in (None, one.group)]
-    scores = [score(one) for one in reports]
-    for one, got in zip(reports, scores, strict=True):
-        if given.failed and (got.wrong or not got.answered):
-            first = next(iter(why.matches(one.text)), None)
-            print(f"{one.id} {one.url}\n  cause  {one.cause}\n  fix    {one.fix}\n  lacks  {got.missing}\n"
-                  f"  first  {first and first.failure.id}{' WRONG' * got.wrong}\n"
-                  + "\n".join(f"  | {line}" for line in one.text.splitlines()[-12:]))
-    print(summary(reports, scores))
+    enough = True
+    for name in given.names:
+        reports = [one for one in load(name) if given.group in (None, one.group)]
+        scores = [score(one) for one in reports]
+        for one, got in zip(reports, scores, strict=True):
+            if given.failed and (got.wrong or not got.answered):
+                first = next(iter(why.matches(one.text)), None)
+                print(f"{one.id} {one.url}\n  cause  {one.cause}\n  fix    {one.fix}\n"
+                      f"  lacks  {got.missing}\n"
+                      f"  first  {first and first.failure.id}{' WRONG' * got.wrong}\n"
+                      + "\n".join(f"  | {line}" for line in one.text.splitlines()[-12:]))
+        print(f"{name}: {summary(reports, scores)}")
+        enough = enough and (given.group is not None or is_enough(name, scores))
+    return 0 if enough else 1
+
+
+def is_enough(name: str, scores: list[Score]) -> bool:
+    """Return True if enough reports of a file are answered, and few enough confidently wrong."""
+    least, most = BOUNDS[name]
+    return (sum(one.answered for one in scores) >= least * len(scores)
+            and sum(one.wrong for one in scores) <= most * len(scores))
 
 
 def summary(reports: list[Report], scores: list[Score]) -> str:
@@ -110,4 +128,4 @@ def summary(reports: list[Report], scores: list[Score]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 Item = TypeVar("Item")
 WHOLE = os.environ.get("TEST_WHOLE", "") not in ("", "0")
@@ -13,13 +14,18 @@ ALTERNATE = not WHOLE and os.environ.get("TEST_ALTERNATE", "") not in ("", "0")
 
 
 def turn() -> int:
-    """Return 0 or 1, alternating from commit to commit; 0 outside a clone."""
+    """Return 0 or 1, from the hash of the commit; 0 outside a clone or without git."""
     try:
-        counted = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=Path(__file__).parent,
-                                 capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+                               text=True, check=False)
+    except FileNotFoundError:
         return 0
-    return int(counted.stdout) % 2 if counted.returncode == 0 else 0
+    return int(asked.stdout[:8], 16) % 2 if asked.returncode == 0 else 0
+
+
+def half(names: Sequence[str], number: int) -> list[str]:
+    """Return the names whose hash is even (``number`` 0) or odd (1). Other names do not change the choice."""
+    return [name for name in names if (crc32(name.encode()) + number) % 2 == 0]
 
 
 def share(items: Sequence[Item], number: int, of: int) -> Sequence[Item]:

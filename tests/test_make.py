@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = {"ruff": "-m ruff check .", "mypy": "-m mypy"}
-STEPS = {"test": {**BEFORE, "site": "-m tools.build_site", "tests": "-m pytest tests --ignore=tests/interpret",
+STEPS = {"test": {**BEFORE, "site": "-m tools.build_site",
+                  "reports": "-m tests.report_scores corpus held_out", "tests": "-m pytest tests --ignore=tests/interpret",
                   "interpreter": "-m pytest tests/interpret"},
          "quick": {**BEFORE, "tests": "-m pytest tests/plan/", "interpreter": "-m pytest tests/interpret/"}}
 # Without make's own variables, because the suite itself may run under make.

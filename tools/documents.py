@@ -70,7 +70,8 @@ def troubleshooting() -> str:
     lines = [ABOUT]
     for symptoms in sorted(sections.values(), key=lambda symptoms: sorting(symptoms[0])):
         lines += [f"## {code(symptoms[0])}", ""]
-        lines += [f"Also: {', '.join(map(code, symptoms[1:]))}", ""] if symptoms[1:] else []
+        if symptoms[1:]:
+            lines += ["Also:", "", *(f"- {code(symptom)}" for symptom in symptoms[1:]), ""]
         lines += [line for known in printed[symptoms[0]] for line in described(known)]
     silent = [line for known in failures() if not known.symptoms for line in described(known)]
     lines += [SILENT, *silent, LAST]

@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, BinaryIO, NamedTuple
 
@@ -59,7 +59,8 @@ SHOWN = 3  # maximum number of failures that an answer describes
 # T4 counts only after its maker.
 _NAMES = sorted(CARDS, key=len, reverse=True)
 _LONG_NAMES = (name for name in _NAMES if len(name) > 3)
-GPU = re.compile(rf"(?<![\w-])(?:(?:NVIDIA|Tesla|GeForce|AMD) ({'|'.join(_NAMES)})|({'|'.join(_LONG_NAMES)}))(?!\w)")
+GPU = re.compile(rf"(?<![\w-])(?:(?:NVIDIA|Tesla|GeForce|AMD) ({'|'.join(_NAMES)})"
+                 rf"|({'|'.join(_LONG_NAMES)}))(?!\w)")
 RELEASE = re.compile(r"triton(?:==|-| version:? | )v?(3\.\d+(?:\.\d+)?)\b", re.IGNORECASE)
 # The line of an exception, which may have a prefix such as a rank, a date or the name of a process.
 RAISED = re.compile(r"(?:^|[\s\]:)|])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?::|$)")
@@ -159,7 +160,7 @@ class Sought(NamedTuple):
         return found.start() if found else -1
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _sought(text: str) -> Sought:
     """Return the pattern of a symptom; ``...`` in it matches up to 300 characters."""
     parts = tuple(" ".join(part.split()) for part in text.split("..."))
@@ -169,7 +170,7 @@ def _sought(text: str) -> Sought:
     return Sought(re.compile(".{0,300}?".join(map(re.escape, parts))), parts, frozenset(inner))
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _sought_name(id: str) -> Sought:
     pattern = re.compile(rf"(?<![\w-]){re.escape(id)}(?![\w-])")
     return Sought(pattern, (id,), frozenset(re.findall(r"\w+", id)))
@@ -212,7 +213,7 @@ def _shared() -> frozenset[str]:
     return frozenset(symptom for symptom, count in every.items() if count > 1)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _words_of(symptom: str) -> list[str]:
     return [word.casefold() for word in re.findall(r"\w+", symptom)]
 
