@@ -33,6 +33,7 @@ import torch
 from benchmarks import timing
 from benchmarks.calls import OPS, Op, Shape, cases, floor, inputs, output, runs
 from benchmarks.first import CHUNKED
+from benchmarks.report import milliseconds
 from benchmarks.sides import FLA, PACKAGES, TRITON, refuses, sides
 from benchmarks.winners import Winners
 from flashlin.compat import target
@@ -59,7 +60,7 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
                      **timing.compared({name: of[what] for name, of in calls.items()}, rounds)}
         for figures in row[what].values():
             if isinstance(figures, dict) and "device_ms" in figures:
-                figures["share"] = float(f"{least / figures['device_ms']['median']:.4g}")
+                figures["share"] = float(f"{least / milliseconds(figures):.4g}")
     differences(row["forward"], {name: of["forward"] for name, of in calls.items()})
     return row
 

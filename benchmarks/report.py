@@ -64,8 +64,9 @@ class Row(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """True if a peer is faster than flashlin, forward or with backward."""
-        return any((self.ratio(what) or 0) > 1 for what in PASSES)
+        """True if a peer is faster, or ran a call that failed in flashlin."""
+        return any((self.ratio(what) or 0) > 1 or (self.best(what) and not self.figures(what, OURS))
+                   for what in PASSES)
 
 
 def milliseconds(figures: dict[str, Any]) -> float:
@@ -114,7 +115,8 @@ def compared(rows: Sequence[Row]) -> list[str]:
 
 def _beside_best(row: Row, what: str) -> list[str]:
     best, ratio = row.best(what), row.ratio(what)
-    theirs = f"{best} {_time(row.figures(what, best))}" if best else NONE
+    refused = what == "both" and best == TRITON and row.row.get("refused")
+    theirs = f"{best} {_time(row.figures(what, best))}{'†' if refused else ''}" if best else NONE
     return [_time(row.figures(what, OURS)), theirs, f"{ratio:.2f}" if ratio else NONE]
 
 
@@ -131,7 +133,7 @@ def everything(rows: Sequence[Row]) -> list[str]:
     """Return a table with one line for each package that ran a row."""
     return markdown.table(ALL, [
         [row.name, row.row["shape"], side, *(cell for what in PASSES for cell in (
-            _time(row.figures(what, side)), _share(row.figures(what, side)), _host(row.figures(what, side)))),
+            _time(row.figures(what, side)), _share(row, what, side), _host(row.figures(what, side)))),
          _memory(row.figures("both" if "both" in row.row else "forward", side)),
          f"{row.figures('forward', side).get('differs', 0):.0e}" if "differs" in row.figures("forward", side)
          else NONE]
@@ -139,26 +141,30 @@ def everything(rows: Sequence[Row]) -> list[str]:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Return one line for each reason why a package that is installed could not run a row."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return one line for each reason why a package that is installed could not run a row.
+
+    A package that fails only with backward also runs forward.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        for side in row.peers:
-            reasons = {row.row[what][side]["failed"] for what in PASSES
-                       if "failed" in row.row.get(what, {}).get(side, {})}
-            if row.figures("forward", side):  # a package that is not installed has no figures at all
-                for reason in reasons:
-                    found.setdefault((side, reason), []).append(f"`{row.row['op']}`")
-    return [f"- {side}, with backward, in {len(calls)} rows ({', '.join(dict.fromkeys(calls))}): "
+        for side in (OURS, *row.peers):
+            for what in PASSES:
+                reason = row.row.get(what, {}).get(side, {}).get("failed", "")
+                if reason and not reason.startswith(("ModuleNotFoundError", "ImportError")) and (
+                        what == "forward" or row.figures("forward", side)):
+                    found.setdefault((side, what, reason), []).append(f"`{row.row['op']}`")
+    return [f"- {side}, {PASSES[what]}, in {len(calls)} rows ({', '.join(dict.fromkeys(calls))}): "
             f"{(reason.partition(': ')[2] or reason).partition('. ')[0]}"
-            for (side, reason), calls in found.items()]
+            for (side, what, reason), calls in found.items()]
 
 
 def _time(figures: dict[str, Any]) -> str:
     return NONE if not figures else f"{milliseconds(figures):.3g}" + ("" if figures["how"] == "graph" else "°")
 
 
-def _share(figures: dict[str, Any]) -> str:
-    return f"{100 * figures['share']:.0f}%" if "share" in figures else NONE
+def _share(row: Row, what: str, side: str) -> str:
+    figures, floor = row.figures(what, side), row.row.get(what, {}).get("floor_ms")
+    return f"{100 * floor / milliseconds(figures):.0f}%" if figures and floor else NONE
 
 
 def _host(figures: dict[str, Any]) -> str:
@@ -240,8 +246,10 @@ LEGEND = """How to read the tables:
 - The *best peer* is the fastest of all other packages that ran the call, chosen for each column:
     - *fla* is flash-linear-attention as it is installed. By default it calls FlashQLA and TileLang for some
       ops.
-    - *fla (Triton)* is fla with these backends switched off.
-    - *FlashQLA* is called directly. It has the gated delta rule with heads of 128.
+    - *fla (Triton)* is fla with these backends switched off. †: fla itself refuses this backward on this GPU
+      with this Triton, because its gradients can be wrong there; the refusal was switched off.
+    - *FlashQLA* is called directly. It has the gated delta rule with heads of 128. It takes gates that are
+      ready, so it is missing in the rows of *GatedDeltaNet*; fla calls it there if it can.
     - *cuDNN* is the Kimi Delta Attention of nvidia-cudnn-frontend. Its backward has no gate in the kernel,
       so flashlin's functions compute gate, norm and sigmoid first, and their time counts.
     - *mamba_ssm* has the ops of Mamba, Mamba2 and Mamba-3.
@@ -249,7 +257,7 @@ LEGEND = """How to read the tables:
   best peer.
 - A layer or model behind an op's name means that the call has its options: *Qwen3-Next* normalizes q and k
   in the kernel; *GatedDeltaNet*, *KimiDeltaAttention* and *RWKV7Attention* are layers of fla with gates in
-  the kernel; *Mamba2* passes D, dt_bias and softplus. All other calls are plain, as layers make them.
+  the kernel; *Mamba2* passes D, dt_bias and softplus. All other calls use the default options.
 - A shape such as 1x8192x16/64x128 has 16 heads of q and k and 64 heads of v. *in 32* means 32 packed
   sequences.
 """
@@ -294,8 +302,9 @@ def _page(title: str, about: str, body: str) -> str:
 
 
 def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
-    about = ("flashlin's ops, compared with the fastest other package that can be installed. Each op is called as "
-             "layers call it. The rows in which another package is faster come first.")
+    about = ("flashlin's ops, compared with the fastest other package that can be installed. An op of a layer "
+             "is called with the options of that layer. Other ops are called plainly, at their main shapes. The "
+             "rows in which another package is faster come first.")
     lines = [f"![flashlin's time divided by that of the best peer](../{PLOT.name})", "", LEGEND]
     for (card, release), rows in by_machine.items():
         shown = overview(rows)
@@ -304,8 +313,8 @@ def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
         lines += [f"## {card}, Triton {release}", "", f"{_versions(shown)} All calls and all packages: "
                   f"[{page_of(card)}]({page_of(card)}).", ""]
         if any(TRITON in row.peers and FLA not in row.peers for row in shown):
-            lines += ["Here, fla ran with its Triton kernels alone, and some calls had no layer's options. "
-                      "FlashQLA or TileLang may be faster.", ""]
+            lines += ["In the rows with *fla (Triton)* but without *fla*, only fla's Triton kernels were "
+                      "measured; with FlashQLA or TileLang, fla may be faster.", ""]
         for words, some in (("a peer is faster", [row for row in shown if row.slower]),
                             ("flashlin is the fastest", [row for row in shown if not row.slower])):
             if some:

@@ -75,6 +75,8 @@ def _fla(function: Function, others: bool) -> Function:
     module: Any = importlib.import_module("fla.ops.common.chunk_o")
     hopper = getattr(module, "really_hopper", module.IS_NVIDIA_HOPPER)
     module.really_hopper = hopper
+    for switch in SWITCHES:  # which the user may have set
+        os.environ.pop(switch, None)
 
     def call(**arguments: Any) -> Any:
         if (SWITCHES[0] not in os.environ) != others:
