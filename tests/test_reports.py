@@ -64,7 +64,8 @@ def test_every_answer_is_short_and_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("[a]\nprints = x\ncause = y\n", "fix"), ("[a]\nprint = x\nprints = x\ncause = y\nfix = z\n", "print'")])
+    ("[a]\nprints = x\ncause = y\nproof = z\n", "fix"),
+    ("[a]\nprint = x\nprints = x\ncause = y\nfix = z\nproof = z\n", "print'")])
 def test_a_section_with_a_wrong_or_missing_field_is_an_error(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="got no"):
         known_failures.load(tmp_path)

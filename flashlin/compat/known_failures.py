@@ -2,8 +2,8 @@
 
 The files ``failures/*.cfg`` contain the table. A section describes one failure; its name is the id. Failures
 of compilers are in known_issues.py, and flaws of single packages in known_flaws.py. ``flashlin why``,
-docs/troubleshooting.md and the tests read the table. A section has these fields, of which *prints*, *cause*
-and *fix* are required:
+docs/troubleshooting.md and the tests read the table. A section has these fields, of which *prints*, *cause*,
+*fix* and *proof* are required:
 
 - prints: the texts that the failure prints, one in each line, with ``...`` for parts that vary
 - seen in: a text that the traceback must also contain, for texts that other programs print as well
@@ -24,8 +24,8 @@ from pathlib import Path
 
 from flashlin.compat.known import EVERYWHERE, Known
 
-REQUIRED = {"prints", "cause", "fix"}
-FIELDS = REQUIRED | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page", "proof"}
+REQUIRED = {"prints", "cause", "fix", "proof"}
+FIELDS = REQUIRED | {"seen in", "general", "noise", "certain", "where", "in flashlin", "page"}
 
 
 def _known(id: str, of: SectionProxy) -> Known:
@@ -35,9 +35,10 @@ def _known(id: str, of: SectionProxy) -> Known:
 
     def said(field: str, default: str = "") -> str:
         return " ".join(of.get(field, default).split())
+
     return Known(
-        id=id, effect=said("cause"), need=said("fix"), proof=said("proof", of.get("page", "")),
-        symptoms=tuple(of.get("prints", "").split("\n")), seen_in=said("seen in"), url=said("page"),
+        id=id, effect=said("cause"), need=said("fix"), proof=said("proof"),
+        symptoms=tuple(of["prints"].split("\n")), seen_in=said("seen in"), url=said("page"),
         general=of.getboolean("general", False), noise=of.getboolean("noise", False),
         certain=of.getboolean("certain", False), cards=said("where", EVERYWHERE),
         handled=said("in flashlin", "it does not change this failure"))

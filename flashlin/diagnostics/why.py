@@ -91,10 +91,10 @@ class Match(NamedTuple):
     def fields(self) -> dict[str, str]:
         """Return the fields of an answer, as {label: text}."""
         level = "certain" if self.certain else "likely" if self.sure else "possible"
-        said = {"cause": self.failure.what, **rows(self.failure), "confidence": f"{level}: {self.because}"}
+        said = rows(self.failure)
         said.pop("in the traceback", None)
-        said["source"] = said.pop("source")
-        return said
+        source = said.pop("source")
+        return {"cause": self.failure.what, **said, "confidence": f"{level}: {self.because}", "source": source}
 
     def __str__(self) -> str:
         lines = [self.failure.id, *(f"  {name:<11} {text}" for name, text in self.fields().items())]
@@ -152,7 +152,10 @@ class Sought(NamedTuple):
     words: frozenset[str]
 
     def last(self, plain: str, words: set[str]) -> int:
-        """Return where a log contains the text for the last time, or -1. words: its words, casefolded."""
+        """Return where a log contains the text, the last place if its first part is last there; -1 if nowhere.
+
+        words: the words of the log, casefolded.
+        """
         if not (self.words <= words and all(part in plain for part in self.parts)):
             return -1
         last = plain.rfind(self.parts[0])
