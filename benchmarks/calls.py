@@ -47,6 +47,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ROLES: dict[str, tuple[str, torch.dtype]] = {
     "q": ("B T H D", BF16), "k": ("B T H D", BF16), "v": ("B T HV D", BF16), "unit": ("B T H D", BF16),
     "a": ("B T H D", BF16), "b": ("B T H D", BF16), "g": ("B T HV", FP32), "gk": ("B T HV D", FP32),
+    "decay": ("B T HV", FP32),
     "beta": ("B T HV", BF16), "bonus": ("H D", BF16), "state": ("B HV D D", FP32),
     "erase": ("B T HV D", BF16), "write": ("B T HV D", BF16),
     "units": ("B 2T H D", BF16), "values": ("B 2T HV D", BF16), "betas": ("B 2T HV", BF16),
@@ -62,7 +63,7 @@ ROLES: dict[str, tuple[str, torch.dtype]] = {
     "weight": ("D", BF16), "tokens": ("B T D", BF16), "taps": ("D 4", BF16), "cache": ("B D 4", BF16),
     # inputs as layers pass them: raw gates and logits, and the parameters of a gate
     "raw_g": ("B T HV", BF16), "raw_gk": ("B T HV D", BF16), "logits": ("B T HV", BF16),
-    "A_log": ("HV", FP32), "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
+    "A_log": ("HV", FP32), "A_log_k": ("HV", FP32), "dt_bias": ("HV", FP32), "dt_bias_k": ("HV*D", FP32), "rwkv7_w": ("B T HV D", BF16),
     "raw_dt": ("B T H", BF16), "skip": ("H", FP32), "dt_bias_h": ("H", FP32)}
 
 
@@ -142,7 +143,7 @@ OPS: dict[str, list[Op]] = {
     "gated_delta_rule": [
         *_both("gated_delta_rule", "q k:unit v g beta", more=(Shape(1, 8192, 16, 128, HV=48),), refused=True,
                backends="FlashQLA, TileLang"),
-        Op("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", "q k v g beta", SHAPES + GROUPED,
+        Op("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", "q k v g:decay beta", SHAPES + GROUPED,
            options=(("use_qk_l2norm_in_kernel", True),), refused=True, layer="Qwen3-Next",
            backends="FlashQLA, TileLang"),
         Op("chunk_gated_delta_rule", "fla.ops.gated_delta_rule",
@@ -160,17 +161,18 @@ OPS: dict[str, list[Op]] = {
     "gla": _both("gla", "q k v g:gk", decoding="q k v gk"),
     "kda": [
         *_both("kda", "q k:unit v g:gk beta", backends="TileLang"),
-        Op("chunk_kda", "fla.ops.kda", "q k v g:raw_gk beta:logits A_log dt_bias:dt_bias_k",
+        Op("chunk_kda", "fla.ops.kda", "q k v g:raw_gk beta:logits A_log:A_log_k dt_bias:dt_bias_k",
            (*SHAPES, Shape(8, 2048, 16, 128)),
            options=(("use_qk_l2norm_in_kernel", True), ("use_gate_in_kernel", True),
                     ("use_beta_sigmoid_in_kernel", True), ("safe_gate", True), ("lower_bound", -5.0),
                     ("state_v_first", True)),
            layer="KimiDeltaAttention", backends="TileLang")],
     "gdn2": _both("gdn2", "q k:unit v g:gk b:erase w:write"),
-    "comba": _both("comba", "q k:unit v p:unit g beta"),
+    "comba": _both("comba", "q k:unit v p:unit g beta", refused=True, backends="TileLang"),
     "gated_delta_product": [Op("chunk_gated_delta_product", "fla.ops.gated_delta_product",
-                               "q k:units v:values g beta:betas", SHAPES, options=(("num_householder", 2),))],
-    "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus", backends="TileLang"),
+                               "q k:units v:values g beta:betas", SHAPES, options=(("num_householder", 2),),
+                               refused=True, backends="TileLang")],
+    "rwkv6": _both("rwkv6", "r:q k v w:gk u:bonus"),
     "rwkv7": [
         *_both("rwkv7", "r:q w:gk k v a b", backends="TileLang"),
         Op("chunk_rwkv7", "fla.ops.rwkv7", "r:q w:rwkv7_w k v a b",
@@ -253,11 +255,16 @@ def inputs(op: Op, shape: Shape, device: str = "cuda") -> dict[str, Any]:
             return draw(role) - 4
         if role == "rwkv7_w":
             return LOWEST * draw(role).sigmoid()
-        if role in ("A_log", "skip"):  # the values with which training begins
+        # Parameters have the values with which training begins in the layers of fla.
+        if role in ("A_log_k", "skip"):
             return torch.full_like(draw(role), role == "skip")
+        if role == "A_log":
+            return torch.log(16 * draw(role, torch.rand))
         if role.startswith("dt_bias"):  # inverse softplus of steps between 0.001 and 0.1
             step = torch.exp(draw(role, torch.rand) * math.log(100) + math.log(0.001))
             return step + torch.log(-torch.expm1(-step))
+        if role == "decay":  # as Qwen3-Next computes it
+            return -made("A_log").exp() * F.softplus(draw("raw_g").float() + made("dt_bias"))
         return draw(role)
     tensors: dict[str, Any] = {name: made(role).to(ROLES[role][1]).requires_grad_(op.gradients)
                                for name, role in op.roles.items()}

@@ -51,9 +51,12 @@ def measured(op: Op, shape: Shape, device: str, rounds: int, speed: float) -> di
     given = inputs(op, shape, device)
     calls = {name: runs(function, op, shape, device, given) for name, function in found.items()
              if not isinstance(function, str)}
+    packages = {name.partition(" (")[0] for name in calls} | set(op.backends.split(", "))
     floors = {what: 1e3 * size / speed for what, size in floor(op, shape).items()}
     row: dict[str, Any] = {"op": op.name, "layer": op.layer, "shape": str(shape), **shape._asdict(),
-                           "arguments": op.arguments, "options": dict(op.options), "backends": op.backends}
+                           "arguments": op.arguments, "options": dict(op.options), "backends": op.backends,
+                           "versions": {name: version for name, of in PACKAGES.items() if name in packages
+                                        and (version := record.version(of)) != "none"}}
     for what, least in floors.items():
         row[what] = {"floor_ms": float(f"{least:.4g}"),
                      **{name: {"failed": why} for name, why in found.items() if isinstance(why, str)},
@@ -97,7 +100,7 @@ def called(op: Op, shape: Shape, device: str) -> str:
     """
     raised = []
     for name, function in sides(op, shape).items():
-        if isinstance(function, str) or name == "cuDNN":  # its kernels are not kept on disk
+        if isinstance(function, str) or name.startswith("cuDNN"):  # its kernels are not kept on disk
             continue
         for call in runs(function, op, shape, device).values():
             try:
@@ -130,8 +133,7 @@ def told(row: dict[str, Any]) -> str:
 def kept(place: Path, versions: dict[str, str]) -> dict[str, Any]:
     """Return the existing record, whose rows are kept unless measured again.
 
-    Return {} if it was made with other versions. FlashQLA's version is not compared, because each row says
-    whether it has FlashQLA.
+    Return {} if it was made with another version of the peer. Each row has the versions of all packages.
     """
     found = dict(json.loads(place.read_text(encoding="utf-8"))) if place.exists() else {}
     return found if versions.items() <= found.items() else {}
@@ -172,11 +174,11 @@ def main() -> None:
                          if given.calls == "all" or bool(one[0].layer) == (given.calls == "layers")}
                 for family in given.op}
     card = record.this_card() if given.device == "cuda" else target.probe(torch.device("cpu"))
-    versions = {package: record.version(name) for package, name in PACKAGES.items()}
     peer = OPS[given.op[0]][0].peer
+    versions = {peer: record.version(PACKAGES[peer])}
     file = given.winners or record.place(given.out or RESULTS, f"{peer}-winners", card)
     winners = Winners(file, {"device": card.name, "triton": card.triton, "ptxas": card.ptxas,
-                             peer: versions[peer]}, (peer,))
+                             **versions}, (peer,))
     refused = peer == FLA and refuses()
     if given.fill:
         every = {name: case for chosen in families.values() for name, case in chosen.items()}
@@ -191,7 +193,7 @@ def main() -> None:
     speed = timing.bandwidth(given.device)
     for family, chosen in families.items():
         kind = f"speed-{family}"
-        before = kept(record.place(given.out, kind, card), {peer: versions[peer]}) if given.out else {}
+        before = kept(record.place(given.out, kind, card), versions) if given.out else {}
         waits = before.get("first", [])
         if given.first:
             waits = [first(op, given.device) for op in OPS[family] if op.name in CHUNKED]

@@ -249,9 +249,11 @@ LEGEND = """How to read the tables:
     - *fla (Triton)* is fla with these backends switched off. †: fla itself refuses this backward on this GPU
       with this Triton, because its gradients can be wrong there; the refusal was switched off.
     - *FlashQLA* is called directly. It has the gated delta rule with heads of 128. It takes gates that are
-      ready, so it is missing in the rows of *GatedDeltaNet*; fla calls it there if it can.
-    - *cuDNN* is the Kimi Delta Attention of nvidia-cudnn-frontend. Its backward has no gate in the kernel,
-      so flashlin's functions compute gate, norm and sigmoid first, and their time counts.
+      ready. In the rows of *GatedDeltaNet*, flashlin's function computes them first, and its time counts.
+      fla itself does not call FlashQLA with the options of *GatedDeltaNet*.
+    - *cuDNN* is the Kimi Delta Attention of nvidia-cudnn-frontend. In the rows of *KimiDeltaAttention*,
+      flashlin's functions compute gate, norm and sigmoid first, and their time counts. *cuDNN (own gate)*
+      computes them in its kernel; it has no backward on Hopper.
     - *mamba_ssm* has the ops of Mamba, Mamba2 and Mamba-3.
 - *memory* is the peak above the memory in use before the call, with backward if the op has one: flashlin /
   best peer.
@@ -271,16 +273,16 @@ def pages(folder: Path = RESULTS) -> dict[str, str]:
             **{page_of(card): _card_page(card, {release: rows for (of, release), rows in by_machine.items()
                                                 if of == card}) for card in cards},
             "several-gpus.md": _page("Several GPUs", SEVERAL, over_ranks(folder)),
-            "invariance.md": _page("The cost of reproducible rows", INVARIANT, of_invariance(folder)),
+            "invariance.md": _page("The cost of batch-invariant results", INVARIANT, of_invariance(folder)),
             "training.md": _page("Training with flashlin and with fla", TRAINING,
                                  f"![loss curves](../{CURVES.name})")}
 
 
 SEVERAL = """\
-`benchmarks/context.py` measured one long sequence on one GPU, and on several GPUs that share it. *states*:
-each rank scans its own tokens, and the ranks exchange states (`process_group` or `cp_context`).
-*all-to-all*: the ranks exchange tokens for heads, and each scans whole sequences. *peak* is the memory of
-one GPU, with backward."""
+`benchmarks/context.py` measured one long sequence on one GPU, and split over several GPUs. *states*: each rank
+scans its own tokens, and the ranks exchange states (`process_group` or `cp_context`). *all-to-all*: the
+ranks exchange data, so that each has all tokens of some heads. *peak* is the memory of one GPU, with
+backward."""
 INVARIANT = """\
 With `flashlin.settings(invariant=True)`, the bits of a row do not depend on the other rows of its batch.
 `benchmarks/invariant.py` measured the cost. The first shape fills a GPU; the others leave most of it idle,
@@ -288,13 +290,12 @@ because sequences are not split into segments."""
 TRAINING = """\
 `benchmarks/training.py` trained a small Gated DeltaNet on the bytes of Python's standard library: with
 flashlin in bfloat16, with fla in bfloat16, and with flashlin in float32. All begin with the same weights
-and see the same bytes. The curves should lie on each other."""
+and see the same bytes. The curves should coincide. The legend gives the mean loss of the last steps."""
 
 
 def page_of(card: str) -> str:
-    """Return the file name of a card's page, such as h200.md."""
-    with_digit = (word for word in card.split() if any(letter.isdigit() for letter in word))
-    return next(with_digit, card).lower() + ".md"
+    """Return the file name of a card's page, such as h100-80gb-hbm3.md."""
+    return "-".join(card.removeprefix("NVIDIA ").lower().split()) + ".md"
 
 
 def _page(title: str, about: str, body: str) -> str:
@@ -322,7 +323,7 @@ def _index(by_machine: dict[tuple[str, str], list[Row]]) -> str:
                           *compared(some), ""]
         if found := failures(shown):
             lines += ["Failures of other packages:", "", *found, ""]
-    lines += ["More: [several GPUs](several-gpus.md), [reproducible rows](invariance.md), "
+    lines += ["More: [several GPUs](several-gpus.md), [batch-invariant results](invariance.md), "
               "[training](training.md). The history of the optimizations, with predictions and results, is "
               "in `benchmarks/NOTES.md`."]
     return _page("Benchmarks", about, "\n".join(lines))
@@ -332,9 +333,9 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
     about = (f"Every recorded call on an {card}, with all packages that ran it. The [overview](index.md) "
              "explains the packages and shapes.\n\n"
              "*% of floor*: time of a copy of the bytes that the call must read and write, divided by the "
-             "time of the call. It exceeds 100 % if kernels copy faster than the driver, or if inputs are "
-             "in the GPU's cache. *host*: time of Python for a call, in launches of a kernel with eight "
-             "tensors in the same run. *memory*: peak above the memory in use before the call, with "
+             "time of the call. Higher is better. It exceeds 100 % if kernels copy faster than the driver, or "
+             "if inputs are in the GPU's cache. *host*: Python time of a call, as a multiple of the time to "
+             "launch one kernel with eight tensors in the same run. Lower is better. *memory*: peak above the memory in use before the call, with "
              "backward if the op has one. *output differs by*: relative L2 distance from flashlin's output, "
              "where it was recorded. -: not measured, no backward, or the host waits for the GPU.")
     lines: list[str] = []
@@ -350,10 +351,11 @@ def _card_page(card: str, releases: dict[str, list[Row]]) -> str:
 
 def _versions(rows: Sequence[Row]) -> str:
     """Return the versions and dates of these rows in one sentence."""
-    versions = []
-    for name in ("torch", "fla", "mamba_ssm", "FlashQLA", "TileLang", "cuDNN"):
-        some = sorted({row.record[name] for row in rows if row.record.get(name, "none") != "none"})
-        versions += [f"{name} {' or '.join(some)}"] if some else []
+    found: dict[str, set[str]] = {"torch": {row.record["torch"] for row in rows}}
+    for row in rows:
+        for name, version in row.row["versions"].items():
+            found.setdefault(name, set()).add(version)
+    versions = [f"{name} {' or '.join(sorted(some))}" for name, some in found.items()]
     dates = sorted({str(row.row.get("date", row.record["date"])) for row in rows})
     return f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} with {', '.join(versions)}."
 
@@ -378,11 +380,11 @@ def plot(found: Sequence[Record]) -> str:
     A panel shows the rows of the card's overview, under the Triton release with the most rows. A bar is
     flashlin's time divided by that of the best peer, which the row names. A dashed line marks 1.
     """
-    newest: dict[str, tuple[str, list[Row]]] = {}
+    panels: dict[str, tuple[str, list[Row]]] = {}
     for (card, release), rows in machines(found).items():
-        newest.setdefault(card, (release, overview(rows)))
+        panels.setdefault(card, (release, overview(rows)))
     y, body = 0.0, list[str]()
-    for card, (release, rows) in newest.items():
+    for card, (release, rows) in panels.items():
         if rows:
             part, y = _panel(f"{card}, Triton {release}", rows, y)
             body += part

@@ -4,7 +4,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from matrix.peer_table import module_of
 Function = Callable[..., Any]
 # fla as it is installed, which may call other packages; and fla with these packages switched off.
 FLA, TRITON = "fla", "fla (Triton)"
+WITHIN = "cuDNN (own gate)"
 SWITCHES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
 # Names of the packages in records -> names of their distributions.
 PACKAGES = {"fla": "fla-core", "mamba_ssm": "mamba_ssm", "FlashQLA": "flash-qla", "TileLang": "tilelang",
@@ -33,11 +33,12 @@ def sides(op: Op, shape: Shape) -> dict[str, Function | str]:
         loaders = {FLA: lambda: _fla(theirs(), others=True)}
         if op.backends or op.refused:
             loaders[TRITON] = lambda: _fla(theirs(), others=False)
-    if op.name == "chunk_gated_delta_rule" and shape.D == 128 and op.layer != "GatedDeltaNet":
-        loaders["FlashQLA"] = lambda: partial(importlib.import_module("flash_qla").chunk_gated_delta_rule,
-                                              auto_cp=True)
+    if op.name == "chunk_gated_delta_rule" and shape.D == 128:
+        loaders["FlashQLA"] = _flashqla
     if op.name == "chunk_kda" and shape.D == 128:
-        loaders["cuDNN"] = _cudnn
+        loaders["cuDNN"] = lambda: _cudnn(gates_within=False)
+        if op.layer:
+            loaders[WITHIN] = lambda: _cudnn(gates_within=True)
     found: dict[str, Function | str] = {"flashlin": getattr(flashlin, op.name)}
     for name, load in loaders.items():
         try:
@@ -90,11 +91,28 @@ def _fla(function: Function, others: bool) -> Function:
     return call
 
 
-def _cudnn() -> Function:
+def _flashqla() -> Function:
+    """Return FlashQLA's gated delta rule with the arguments of fla's.
+
+    It takes gates that are ready. flashlin's function computes them first, and its time counts.
+    """
+    theirs = importlib.import_module("flash_qla").chunk_gated_delta_rule
+    from flashlin.ops.gates import fused_gdn_gate
+
+    def call(g: torch.Tensor, beta: torch.Tensor, A_log: torch.Tensor | None = None,
+             dt_bias: torch.Tensor | None = None, use_gate_in_kernel: bool = False,
+             use_beta_sigmoid_in_kernel: bool = False, **others: Any) -> Any:
+        if A_log is not None:
+            g, beta = fused_gdn_gate(g, A_log, dt_bias), beta.sigmoid()
+        return theirs(g=g, beta=beta, auto_cp=True, **others)
+    return call
+
+
+def _cudnn(gates_within: bool) -> Function:
     """Return cuDNN's Kimi Delta Attention with the arguments of fla's.
 
-    Its Hopper kernel has no in-kernel gate in the backward. With gradients, flashlin's functions therefore
-    compute the gate, the norm and the sigmoid first, and their time counts.
+    gates_within: its kernel computes gate, norm and sigmoid. It then has no backward on Hopper. If False,
+        flashlin's functions compute them first, and their time counts.
     """
     theirs = importlib.import_module("cudnn.linear_attention.ops").kimi_delta_attention
     from flashlin.ops.gates import fused_kda_gate
@@ -108,15 +126,15 @@ def _cudnn() -> Function:
         edges = (torch.arange(0, (B + 1) * T, T, device=q.device, dtype=torch.int32) if cu_seqlens is None
                  else cu_seqlens.int())
         within = {}
-        if A_log is None:
-            beta = beta.float()
-        elif torch.is_grad_enabled():
-            q, k, beta = l2norm(q), l2norm(k), beta.float().sigmoid()
-            g = fused_kda_gate(g, A_log, dt_bias, lower_bound, torch.float32)
-        else:
+        if gates_within:
             within = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": True,
                       "gate_lower_bound": lower_bound, "a_log": A_log,
                       "dt_bias": dt_bias.view(H, K) if dt_bias is not None else None}
+        elif A_log is None:
+            beta = beta.float()
+        else:
+            q, k, beta = l2norm(q), l2norm(k), beta.float().sigmoid()
+            g = fused_kda_gate(g, A_log, dt_bias, lower_bound, torch.float32)
         tensors = (x.flatten(0, 1) for x in (q, k, v, g, beta))
         o: torch.Tensor = theirs(*tensors, edges, plan_name="kda_hopper_cuda", **within)[0]
         return o.view(v.shape)

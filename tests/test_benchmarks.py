@@ -27,8 +27,7 @@ from flashlin import policy
 from matrix import warming
 
 EVERY = [op for ops in OPS.values() for op in ops]
-RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11", "fla": "0.6.0",
-                          "mamba_ssm": "none", "FlashQLA": "none", "first": []}
+RECORD: dict[str, Any] = {"device": "A card", "triton": "3.6.0", "torch": "2.11", "first": []}
 
 
 # -- floors and inputs
@@ -267,8 +266,10 @@ def other_packages(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("op", "layer", "names"), [
     ("chunk_gated_delta_rule", "Qwen3-Next", {"fla", "fla (Triton)", "FlashQLA"}),
-    ("chunk_gated_delta_rule", "GatedDeltaNet", {"fla", "fla (Triton)"}),
-    ("chunk_kda", "KimiDeltaAttention", {"fla", "fla (Triton)", "cuDNN"}),
+    ("chunk_gated_delta_rule", "GatedDeltaNet", {"fla", "fla (Triton)", "FlashQLA"}),
+    ("chunk_comba", "", {"fla", "fla (Triton)"}), ("chunk_rwkv6", "", {"fla"}),
+    ("chunk_kda", "", {"fla", "fla (Triton)", "cuDNN"}),
+    ("chunk_kda", "KimiDeltaAttention", {"fla", "fla (Triton)", "cuDNN", "cuDNN (own gate)"}),
     ("chunk_gla", "", {"fla"}), ("chunk_simple_gla", "", {"fla", "fla (Triton)"}),
     ("mamba_chunk_scan_combined", "Mamba2", {"mamba_ssm"})])
 @pytest.mark.usefixtures("other_packages")
@@ -289,19 +290,39 @@ def test_fla_runs_as_installed_and_with_triton_alone(other_packages: SimpleNames
     assert sides.stop_refusing() is True and other_packages.IS_NVIDIA_HOPPER is False
 
 
+def detached(op: calls.Op, shape: Shape) -> dict[str, Any]:
+    return {name: x.detach() if isinstance(x, torch.Tensor) else x
+            for name, x in calls.inputs(op, shape, "cpu").items()}
+
+
 @pytest.mark.usefixtures("other_packages")
-@pytest.mark.parametrize("gradients", [False, True])
-def test_cudnn_gets_the_gate_of_a_layer_in_its_kernel_or_computed_before(gradients: bool) -> None:
+@pytest.mark.parametrize(("side", "options"), [("cuDNN", 1), ("cuDNN (own gate)", 7)])
+def test_cudnn_gets_the_gate_of_a_layer_computed_before_or_in_its_kernel(side: str, options: int) -> None:
     one = next(one for one in EVERY if one.layer == "KimiDeltaAttention")
     shape = Shape(2, 8, 2, 128)
-    given = {name: x.detach() if isinstance(x, torch.Tensor) else x
-             for name, x in calls.inputs(one, shape, "cpu").items()}
-    call = sides.sides(one, shape)["cuDNN"]
+    call = sides.sides(one, shape)[side]
     assert callable(call)
-    with torch.set_grad_enabled(gradients):
-        o = call(**given)
+    o = call(**detached(one, shape))
     assert o.shape == (2, 8, 2, 128)
-    assert o.unique().item() == (1 if gradients else 7), "plan_name, and six arguments of the gate"
+    assert o.unique().item() == options, "plan_name, and six arguments of the gate in the kernel"
+
+
+@pytest.mark.usefixtures("other_packages")
+def test_flashqla_gets_the_gate_of_a_layer_computed_before() -> None:
+    one, plain = (next(one for one in EVERY if (one.name, one.layer) == ("chunk_gated_delta_rule", layer))
+                  for layer in ("GatedDeltaNet", "Qwen3-Next"))
+    shape = Shape(2, 8, 2, 128)
+    call = sides.sides(one, shape)["FlashQLA"]
+    assert callable(call)
+    given = detached(one, shape)
+    passed = call(**given)
+    expected = -given["A_log"].exp() * torch.nn.functional.softplus(given["g"].float() + given["dt_bias"])
+    torch.testing.assert_close(passed.pop("g"), expected)
+    torch.testing.assert_close(passed.pop("beta"), given["beta"].sigmoid())
+    assert passed.keys() == {"q", "k", "v", "use_qk_l2norm_in_kernel", "state_v_first", "auto_cp"}
+    given = detached(plain, shape)
+    passed = call(**given)
+    assert passed["g"] is given["g"] and passed["beta"] is given["beta"]
 
 
 def test_an_output_that_differs_is_recorded() -> None:
@@ -339,6 +360,7 @@ def figures(ms: float, **more: Any) -> dict[str, Any]:
 
 def row(op: str = "chunk_gla", layer: str = "", **others: Any) -> dict[str, Any]:
     return {"op": op, "layer": layer, "shape": "1x32768x8x128", "arguments": "q k v g:gk", "refused": True,
+            "versions": {"fla": "0.6.0"},
             "forward": {"floor_ms": 0.25, "flashlin": figures(1.0, launches={"median": 4.04}, peak_mb=10.4),
                         **others},
             "both": {"floor_ms": 1.0, "flashlin": figures(4.0, peak_mb=30), **others}}
@@ -409,8 +431,9 @@ def test_the_overview_prefers_the_calls_of_layers_and_shows_every_slower_row() -
 
 
 def test_the_pages_separate_rows_in_which_a_peer_is_faster(tmp_path: Path) -> None:
-    facts = {**RECORD, "date": "2026-01-01", "TileLang": "0.1", "device": "NVIDIA H200"}
-    rows = [row(fla=figures(9.0)), row(op="chunk_kda", **{"fla (Triton)": figures(0.5)})]
+    facts = {**RECORD, "date": "2026-01-01", "device": "NVIDIA H200"}
+    rows = [row(fla=figures(9.0)), {**row(op="chunk_kda", **{"fla (Triton)": figures(0.5)}),
+                                    "versions": {"fla": "0.5.0", "TileLang": "0.1"}}]
     (tmp_path / "speed-gla-card.json").write_text(json.dumps({**facts, "rows": rows}))
     pages = report.pages(tmp_path)
     assert set(pages) == {"index.md", "h200.md", "several-gpus.md", "invariance.md", "training.md"}
@@ -418,7 +441,7 @@ def test_the_pages_separate_rows_in_which_a_peer_is_faster(tmp_path: Path) -> No
     assert "a peer is faster, 1 of 2 rows" in before
     assert "`chunk_kda`" in before and "`chunk_gla`" not in before
     assert "`chunk_gla`" in after and "with FlashQLA or TileLang, fla may be faster" in before
-    assert "Measured 2026-01-01 with torch 2.11, fla 0.6.0, TileLang 0.1." in before
+    assert "Measured 2026-01-01 with torch 2.11, fla 0.5.0 or 0.6.0, TileLang 0.1." in before
     assert all("<!-- Generated by" in page for page in pages.values())
 
 
@@ -463,7 +486,7 @@ def test_what_invariance_costs_is_a_table(tmp_path: Path) -> None:
 
 def test_curves_are_means_of_the_newest_record(tmp_path: Path) -> None:
     assert report.curves(tmp_path) == ""
-    facts = {**RECORD, "steps": 41, "refused": True}
+    facts = {**RECORD, "fla": "0.6.0", "steps": 41, "refused": True}
     for date, end in (("2026-01-02", 1.0), ("2026-01-01", 9.0)):
         losses = {"flashlin": [5.0] * 21 + [end] * 20, "float32": [5.0] * 41}
         (tmp_path / f"training-{date}.json").write_text(json.dumps({**facts, "date": date, "losses": losses}))
